@@ -52,7 +52,7 @@ lint: $(STAMP)  ## style, types, generated documents up to date, prose
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/generate.py --check
-	@$(BIN)/python tools/prose.py
+	@$(BIN)/python -m tools.prose
 
 docs: $(STAMP)  ## the documentation as a site in site/
 	@$(BIN)/python tools/generate.py

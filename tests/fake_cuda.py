@@ -45,17 +45,14 @@ class Transfers(TorchDispatchMode):
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int]) -> Iterator[Transfers]:
+def fake_cuda() -> Iterator[Transfers]:
     """New tensors are fake, those of the device cuda too; yields a count of transfers."""
-    from trtspec.models import moe
-
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * KINDS).in_dll(library, GUARDS)
     before = guards[CUDA]
     guards[CUDA] = before or guards[META]
     try:
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), Transfers() as transfers:
-            patch.setattr(moe, "capability", lambda device: capability)
             patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # tensors of one element would be computed
             yield transfers
     finally:

@@ -7,18 +7,21 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import trtspec
 from tests.tiny import make_head, make_target
+from trtspec.api import VERBS, lint
 
 ROOT = Path(__file__).parent.parent
 TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"
 
 EVERYTHING = """
 import importlib, pkgutil, sys
+from pathlib import Path
 import trtspec
 for room in [module.name for module in pkgutil.iter_modules(trtspec.__path__) if module.name != "__main__"]:
     importlib.import_module(f"trtspec.{room}")
@@ -27,20 +30,20 @@ for verb in ("inspect", "lint", "build_config", "plan", "quantize", "convert", "
 
 target, head, out = sys.argv[1:]
 whole = trtspec.inspect(target)
-assert whole.ok and (whole.kind, whole.format) == ("target", "bf16") and whole.parameters > 100_000
-assert trtspec.inspect(head, target).report["attention"] == "mha"
+assert whole.ok and (whole["kind"], whole["format"]) == ("target", "bf16") and whole["parameters"] > 100_000
+assert trtspec.inspect(Path(head), against=Path(target))["attention"] == "mha"
 
-made = trtspec.quantize(target, out + "/nvfp4", policy="k2.5")
-assert made.quantized > 0 and trtspec.inspect(made.output, target, sample=0).ok
-assert trtspec.quantize(target, out + "/other", dry_run=True).report["dry_run"]
+made = trtspec.quantize(target, Path(out) / "nvfp4", policy="k2.5")
+assert made["quantized"] > 0 and trtspec.inspect(made["output"], against=target, sample=0).ok
+assert trtspec.quantize(target, out + "/other", dry_run=True)["dry_run"]
 
 done = trtspec.convert(head, out + "/vllm", "vllm")
-assert done.ok and (done.output / "config.json").is_file()
+assert done.ok and (Path(done["output"]) / "config.json").is_file()
 
 try:
     trtspec.convert(head, out + "/vllm", "vllm")
 except trtspec.TrtspecError as error:
-    assert (error.code, error.exit_code) == ("TS-ERROR-USAGE", 2) and "--force" in error.remedy
+    assert (error.code, error.exit_code) == ("TS-ERROR-USAGE", 2) and "`force`" in error.remedy
 else:
     raise SystemExit("an output was overwritten")
 
@@ -56,12 +59,12 @@ import sys
 import trtspec
 assert not [name for name in sys.modules if name.startswith("trtspec.")], "import trtspec loads nothing else"
 
-written = trtspec.build_config("{TARGET}", head="{HEAD}", trtllm_version="1.3.0rc20", isl=1024, osl=1024)
-assert written.values["speculative_config"]["max_draft_len"] == 3 and "--tp_size" in written.argv
+written = trtspec.build_config("{TARGET}", head="{HEAD}", version="1.3.0rc20", isl=1024, osl=1024)
+assert written["config"]["speculative_config"]["max_draft_len"] == 3 and "--tp_size" in written["argv"]
 
-for form in (written.text, written.values):
+for form in (written["text"], written["config"]):
     judged = trtspec.lint(form, trtllm_version="1.3.0rc20", target="{TARGET}", head="{HEAD}")
-    assert judged.ok and judged.version == "1.3.0rc20", judged
+    assert judged.ok and judged["version"] == "1.3.0rc20", judged
 path = sys.argv[1] + "/engine.yml"
 open(path, "w").write("max_batchsize: 8\\n")
 judged = trtspec.lint(path, trtllm_version="1.3.0rc20")
@@ -69,13 +72,17 @@ assert not judged.ok and judged.problems[0].where.startswith(path), judged
 assert not trtspec.lint({{"max_batchsize": 8}}, trtllm_version="1.3.0rc20").ok
 
 decision = trtspec.plan("{TARGET}", head="{HEAD}", concurrency=[1, 16], acceptance="2.6@3")
-assert decision.fits and decision.best.concurrency in (1, 16)
-assert trtspec.inspect("{TARGET}").format == "nvfp4"
+assert decision["fits"] and decision["best"]["concurrency"] in (1, 16)
+assert len(repr(decision)) < 400 and "<pre>" in decision._repr_html_()
+assert trtspec.inspect("{TARGET}")["format"] == "nvfp4"
+assert not trtspec.plan("{TARGET}", gpus=1).ok and trtspec.explain("TS-PAIR-WIDTH")["remedy"]
 for wrong in (lambda: trtspec.plan("{TARGET}", gpu="b999"), lambda: trtspec.lint("no-such-file.yml"),
-              lambda: trtspec.build_config("{TARGET}", draft_len=5), lambda: trtspec.inspect("nobody/nothing")):
+              lambda: trtspec.build_config("{TARGET}", draft_len=5), lambda: trtspec.inspect("nobody/nothing"),
+              lambda: trtspec.plan("{TARGET}", tp_size=0), lambda: trtspec.build_config("{TARGET}", goal="speed")):
     try:
         wrong()
-    except trtspec.TrtspecError:
+    except trtspec.TrtspecError as error:
+        assert "--" not in error.message, error.message
         continue
     raise SystemExit("no error")
 assert not {{"torch", "transformers", "modelopt"}} & set(sys.modules)
@@ -112,31 +119,41 @@ def test_the_package_is_typed() -> None:
     assert (ROOT / "trtspec" / "py.typed").is_file()
 
 
-# where a name of the command line is not one of the function's, and what of a command is for its output alone
-RENAMED = {"version": "trtllm_version", "experts_over": "ep_size", "spread_attention": "attention_dp"}
-OUTPUT_ONLY = {
-    "inspect": {"json_"},
-    "lint": {"files", "installed", "fix", "diff", "strict", "json_"},
-    "plan": {"output", "verbose", "force", "json_"},
-    "build_config": {"context_urls", "generation_urls", "format", "image", "quantize_from", "output", "disaggregated",
-                     "dry_run", "force", "json_"},
-    "quantize": {"engine", "json_"},
-    "convert": {"json_"},
-}  # fmt: skip
-OF_THE_API = {"config", "options", "progress"}
-
-
-@pytest.mark.parametrize("verb", sorted(OUTPUT_ONLY))
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) -> None:
     from tests.cli.test_matrix import record_of
 
     parameters = inspect.signature(getattr(trtspec, verb)).parameters
-    declared = {RENAMED.get(item.name, item.name): item.default for item in fields(record_of(verb.replace("_", "-")))}
-    assert set(declared) - OUTPUT_ONLY[verb] == set(parameters) - OF_THE_API
-    for name in set(parameters) - OF_THE_API:
-        default = parameters[name].default
-        if default is not inspect.Parameter.empty and name != "concurrency":
-            assert default == declared[name], name
+    declared = {item.name: item.default for item in fields(record_of(verb.replace("_", "-")))}
+    assert set(parameters) == set(declared) - {"json_"}
+    for name, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            assert parameter.default == declared[name], name
+
+
+def test_the_names_of_the_package_are_those_of_the_api() -> None:
+    assert sorted(trtspec.VERBS) == sorted([*VERBS, "lint"])
+    assert trtspec.__version__ == metadata.version("trtspec")
+    assert callable(lint)
+
+
+@pytest.mark.slow
+def test_the_documented_examples_pass_mypy_strict(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+    for number, block in enumerate(text.split("```python\n")[1:]):
+        (tmp_path / f"example_{number}.py").write_text(block.partition("```")[0])
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--ignore-missing-imports",
+        "--follow-imports=silent",
+    ]
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_documented_example_runs() -> None:

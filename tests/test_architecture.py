@@ -24,9 +24,9 @@ LEVEL = {
     "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "vllm": 6, "bench": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
-    "checkpoint": 3, "client": 3,
+    "checkpoint": 3, "client": 3, "records": 3,
     "data_files": 2,
-    "specs": 1, "report": 1, "records": 1,
+    "specs": 1, "report": 1,
     "files": 0, "machine": 0,
     "formats": -1, "errors": -1,
 }  # fmt: skip
@@ -48,7 +48,8 @@ TORCH_FREE = (
     "bench",
     "client",
 )
-TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations")
+TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations",
+                         "chat_parser")  # fmt: skip
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 MODELOPT_FILES = ("quant/modelopt.py", "heads/training/module.py")
 FORBIDDEN_NAMES = ("utils", "util", "common", "core", "base", "helpers", "misc")

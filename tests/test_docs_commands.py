@@ -1,7 +1,9 @@
 """Every command of README and docs/: run where nothing but this machine is needed, dry-run where it would launch, and
-otherwise held against what takes it: the options of the command, the values of the chart, the files that it names.
+otherwise compared with what takes it: the options of the command, the values of the chart, the files that it names.
 
-A page is read from top to bottom in one directory, so that a command finds what an earlier one wrote.
+A page is read from top to bottom in one directory, so that a command finds what an earlier one wrote. A `text` block
+directly below commands is the captured output of the last of them: each of its lines must be printed, with `...` for
+anything in a line, and a line `...` for any lines.
 """
 
 from __future__ import annotations
@@ -13,60 +15,32 @@ import shutil
 import subprocess
 import typing
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.command_line import trtspec
+from tests.command_line import Done, trtspec
+from tools.pages import PAGES, ROOT, Command, commands
 from trtspec.records import parse
 
-ROOT = Path(__file__).resolve().parents[1]
-GENERATED = {"cli-reference.md"}
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in GENERATED)]
-SHELLS = ("console", "bash", "sh", "shell")
-PROGRAMS = {
-    "trtspec", "docker", "helm", "kubectl", "make", "pip", "python", "python3", "sbatch", "squeue", "scancel", "enroot",
-    "ssh-keygen", "curl", "git", "vllm", "trtllm-serve", "~/trtspec/bin/pip",
-}  # fmt: skip
 # of a user's own machine: an endpoint, files or hours that a test does not have. Their options are parsed.
 PARSED = {"bench", "check", "watch", "synthesize", "calibrate", "train", "quantize", "convert", "demo", "doctor",
           "inspect", "prove"}  # fmt: skip
 PLACEHOLDER = re.compile(r"(?<![\w.#-])[A-Z]{3,}(?![\w-])|\.\.\.|\[|<[a-z]")
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Command:
-    line: int
-    text: str
-
-    @property
-    def words(self) -> list[str]:
-        return shlex.split(self.text, comments=True)
-
-
-def commands(page: Path) -> Iterator[Command]:
-    """Of the shell's code blocks, and of indented ones; lines that end with a backslash are one."""
-    text = page.read_text(encoding="utf-8")
-    blocks = [(found.start(3), found[3]) for found in FENCE.finditer(text) if found[2] in SHELLS]
-    bare = FENCE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    blocks += [(found.start(), found[0]) for found in re.finditer(r"(?:^ {4}.*\n)+", bare, re.MULTILINE)]
-    for start, block in sorted(blocks):
-        first = text.count("\n", 0, start) + 1
-        joined, at = "", first
-        for number, line in enumerate(block.splitlines(), first):
-            joined, at = (joined + " " + line.strip(), at) if joined else (line.strip(), number)
-            if joined.endswith("\\"):
-                joined = joined[:-1].rstrip()
-                continue
-            stripped = re.sub(r"^(\$ |(?:[A-Z_]+=\S+ )+)", "", joined)
-            if stripped.split(" ")[0] in PROGRAMS:
-                yield Command(at, stripped)
-            joined = ""
+def not_printed(command: Command, done: Done, same: Callable[[str], str] = str.rstrip) -> list[str]:
+    """Lines that the page shows and the command did not print, both seen through `same`."""
+    printed = [same(line) for line in (done.stdout + "\n" + done.stderr).splitlines()]
+    missing = []
+    for line in command.shown:
+        pattern = ".*".join(re.escape(same(part)) for part in line.rstrip().split("..."))
+        if not any(re.fullmatch(pattern, one) for one in printed):
+            missing.append(line)
+    return missing
 
 
 def options_exist(command: Command) -> str:
@@ -93,7 +67,7 @@ def run_trtspec(command: Command) -> str:
         words = words[: words.index(">")]
     complete = Command(command.line, shlex.join(["trtspec", *words]))
     sizes = sizes_only(words)
-    parsed = words[0] in PARSED and not sizes
+    parsed = words[0] in PARSED and not sizes and not {"prove", "--dry-run"} <= set(words)
     if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
     files = [word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word]
@@ -104,9 +78,10 @@ def run_trtspec(command: Command) -> str:
         return options_exist(complete)
     words[1:1] = ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
     words += ["--force"] if words[0] == "build-config" and writes and "--force" not in words else []
-    done = trtspec(*words, HF_HUB_OFFLINE="1")
-    assert done.status == 0, done.stderr
-    return "dry-run" if words[0] == "serve" or sizes else "run"
+    done = trtspec(*words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if command.shown else {}))
+    assert done.status in ((0, 3) if command.shown else (0,)), done.stderr
+    assert not (missing := not_printed(command, done)), f"not printed: {missing}\n{done.stdout}{done.stderr}"
+    return "dry-run" if "--dry-run" in words else "run"
 
 
 def run_helm(command: Command) -> str:

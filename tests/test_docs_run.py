@@ -1,8 +1,9 @@
 """The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this machine: kimi-nano
 for a target, its shipped head for a head, reference servers for endpoints, small files for data.
 
-What a word of a page stands for is in STAND_INS; SMALLER has the options that make a command take seconds. What is left
-out is in ELSEWHERE, with the test that runs it or the reason why none can. Minutes, so it is slow.
+STAND_INS maps the words of a page; SMALLER has the options that make a command take seconds. What is left out is in
+ELSEWHERE, with the test that runs it or the reason why none can. Captured output is compared where the command names no
+stand-in, numbers and addresses apart; such a command runs in its own size. Minutes, so it is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import pytest
 
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
-from tests.test_docs_commands import PAGES, PARSED, PLACEHOLDER, ROOT, Command, commands, sizes_only
+from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, sizes_only
+from tools.pages import PAGES, ROOT, Command, commands
+from tools.pages import name as page_name
 from trtspec import data_files
 from trtspec.client.client import wait_ready
 
@@ -36,7 +39,8 @@ STAND_INS = {
     "moonshotai/Kimi-K2.6": "target", "nvidia/Kimi-K2.6-NVFP4": "target", "nvidia/Kimi-K2.5-NVFP4": "target",
     "NVFP4": "nvfp4", "HEAD": "shipped", "CONVERTED": "converted", "nvidia/Kimi-K2.5-Eagle3": "shipped",
     "lightseekorg/kimi-k2.5-eagle3-mla": "shipped", "$OUT": "slurm-out", "/shared/OUT": "shared-out",
-    "mt-bench": "nano",
+    "mt-bench": "nano", "my-kimi": "target", "my-kimi-nvfp4": "nvfp4", "published-head": "shipped",
+    "baseline/1": "week-1", "baseline/2": "week-2",
     "nvidia/Nemotron-Post-Training-Dataset-v2": "prompts.jsonl",
 }  # fmt: skip
 # the same, in commands that read configurations or names alone
@@ -169,6 +173,19 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
     return [*made[:at], *given, *made[at:]]
 
 
+def as_written(room: Room, command: Command) -> list[str] | None:
+    """The words of a command with captured output, with this room's addresses; None if they name a stand-in."""
+    words = [re.sub(r"http://([\w.]+):(\d+)", room.url, word) for word in command.words[1:]]
+    if not command.shown or {*STAND_INS, *EASIER, *OTHER_VALUES} & set(words) or PLACEHOLDER.search(" ".join(words)):
+        return None
+    writes = words[0] != "prove" and {"-o", "--output", "--record"} & set(words)
+    return [*words, *(["--force"] if writes else [])]
+
+
+def without_figures(line: str) -> str:
+    return re.sub(r"\d[\d,.]*", "0", re.sub(r"http://[\w.:]+", "URL", " ".join(line.split())))
+
+
 def only_parsed(command: Command) -> bool:
     words = command.words
     if words[0] != "trtspec" or len(words) < 2 or "--help" in words:
@@ -179,7 +196,7 @@ def only_parsed(command: Command) -> bool:
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if any(map(only_parsed, commands(page)))],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    ids=page_name,
 )
 def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
     room.tidy()
@@ -190,12 +207,14 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
             TOLD["elsewhere"] += 1
             continue
         words = command.words[1:]
-        words = stood_in(room, words[: words.index(">")] if ">" in words else words)
-        done = trtspec(*words, HF_HUB_OFFLINE="1")
+        captured = as_written(room, command)
+        words = captured or stood_in(room, words[: words.index(">")] if ">" in words else words)
+        done = trtspec(*words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if captured else {}))
         TOLD[words[0]] += 1
-        if done.status:
+        missing = not_printed(command, done, without_figures) if captured else []
+        if done.status not in ((0, 3) if captured else (0,)) or missing:
             wrong.append(f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
-                         f"{done.stderr[-700:]}{done.stdout[-500:]}")  # fmt: skip
+                         f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}")  # fmt: skip
             print("WRONG", wrong[-1], flush=True)
     assert not wrong, "\n".join(wrong)
 

@@ -89,7 +89,7 @@ def test_what_is_used_passes_unchanged(line: str) -> None:
 
 def test_a_record_of_python_is_checked_by_what_differs_from_the_defaults() -> None:
     assert checked(Options(target="x", mode="far"), FAR) == Options(target="x", mode="far")
-    with pytest.raises(UsageError, match="--tp-size is not used by the far mode"):
+    with pytest.raises(UsageError, match="`ranks` is not used by the far mode"):
         checked(Options(target="x", ranks=8), FAR)
 
 
@@ -98,7 +98,7 @@ def test_help_names_the_modes_that_have_a_label(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     click_command("try-it", Options, print).main(["--help"], standalone_mode=False)
-    assert "Far: File to write." in capsys.readouterr().out
+    assert "─ With far ─" in capsys.readouterr().out
 
 
 def test_variables_follow_the_long_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

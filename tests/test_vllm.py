@@ -125,7 +125,7 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
         (["--port", "0"], "any free port"),
         (["--config", "x.yml"], "--config is not used by vLLM"),
         (["--trtllm-version", "1.2.0"], "--trtllm-version is not used by vLLM"),
-        (["--speculation", "none"], "--speculation is not used by vLLM"),
+        (["--max-queue", "9"], "--max-queue is not used by vLLM"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(words: list[str], says: str) -> None:

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools pipe: what a page measures, logs and looks like."""
+"""A headless Chromium, controlled over its DevTools pipe: size, errors and screenshots of a page."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def put(value: dict[str, Any], path: str, item: Any) -> None:
 
 
 def broken(root: Path, good: Path) -> None:
-    """What no command may take for good."""
+    """Inputs that every command must refuse."""
     root.mkdir()
     for name, change in BROKEN.items():
         change(shutil.copytree(good / "targets" / "bf16", root / name))

@@ -214,7 +214,7 @@ def train(side: Side) -> None:
 
 def greedy(side: Side) -> None:
     """Tokens and steps of greedy answers by the reference server, with every kind of head and without."""
-    heads = {"none": [], "lookup": ["--speculation", "prompt-lookup"]}
+    heads = {"none": []}
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
     for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
         heads[kind] = ["--head", str(side.inputs / "nano-heads" / kind)]
@@ -239,7 +239,7 @@ def greedy(side: Side) -> None:
 
 
 def clients(side: Side) -> None:
-    """The commands that ask a server; their figures are a clock's, so the keys alone are compared."""
+    """Commands that query a server; their figures depend on the clock, so only keys are compared."""
     few = ("--samples", 32, "--max-tokens", 96) if side.whole else ("--samples", 2, "--max-tokens", 8)
     with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
         if not url:
@@ -320,7 +320,7 @@ def by_file(side: Side, place: str, words: list[str], name: str) -> None:
 
 
 def build_config(side: Side) -> None:
-    """What is written for a table of intents, and the plan and the launches for them."""
+    """Configurations, plans and dry-run launches for a table of intents."""
     pairs = [(target, head) for target, heads in PUBLISHED.items() for head in ("", *heads)]
     gpus, goals = ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200"), ("latency", "throughput")
     releases = RELEASES if side.whole else RELEASES[1:]
@@ -398,7 +398,7 @@ COMMANDS = (
 
 
 def refusals(side: Side) -> None:
-    """Input that no command may take, and options that nobody has: status and message."""
+    """Invalid input and unknown options: status and message."""
     broken = sorted(path.name for path in (side.inputs / "broken").iterdir())
     heads = [name for name in broken if name.startswith("head-")]
     targets = [name for name in broken if (side.inputs / "broken" / name).is_dir() and name not in heads]

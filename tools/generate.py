@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -55,6 +56,8 @@ def cli_reference() -> str:
 
 
 def section(name: str, command: Any) -> str:
+    from trtspec.data_files import load_yaml
+
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
     usage = " ".join(["trtspec", name, *(metavar(argument) for argument in arguments), "[OPTIONS]"])
@@ -62,8 +65,12 @@ def section(name: str, command: Any) -> str:
     if arguments or options:
         lines.append("\n| | | default |\n|---|---|---|")
     lines += [row(f"`{metavar(argument)}`", argument) for argument in arguments]
-    lines += [row(", ".join(f"`{flag}`" for flag in spellings(option)), option) for option in options]
-    return "\n".join(lines)
+    panels = list(dict.fromkeys(option.rich_help_panel for option in options))
+    for panel in panels:
+        lines += [f"| **{panel}** | | |"] if panel else []
+        lines += [row(", ".join(f"`{s}`" for s in spellings(o)), o) for o in options if o.rich_help_panel == panel]
+    examples = load_yaml("examples.yaml").get(name, ())
+    return "\n".join([*lines, *(["\n```", *examples, "```"] if examples else [])])
 
 
 def metavar(argument: Any) -> str:
@@ -93,23 +100,74 @@ def row(label: str, param: Any) -> str:
     return f"| {label.replace('|', chr(92) + '|')} | {text} | {'required' if param.required else shown} |"
 
 
+def stub() -> str:
+    """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and mypy."""
+    from trtspec.api import VERBS, lint
+    from trtspec.records import fields_of, record_of
+
+    lines = [
+        "# Written by tools/generate.py; edit the records of trtspec/cli instead.",
+        "from collections.abc import Mapping, Sequence",
+        "from pathlib import Path",
+        "from typing import Any, Literal",
+        "",
+        "from trtspec.engine.engine import Engine as Engine",
+        "from trtspec.errors import TrtspecError as TrtspecError",
+        "from trtspec.report import Result as Result",
+        "",
+        "__version__: str",
+    ]
+    for name in VERBS:
+        function = getattr(import_module(f"trtspec.cli.{name}"), name)
+        found = [field for field in fields_of(record_of(function)).values() if field.name != "json_"]
+        needed = [f"{field.name}: {python_type(field)}" for field in found if field.default is field.empty]
+        more = [f"{f.name}: {python_type(f)} = {default_text(f.default)}" for f in found if f.default is not f.empty]
+        parts = [*needed, *(["*"] if more else []), *more]
+        lines += ["", f"def {name}(", *(f"    {part}," for part in parts), ") -> Result:"]
+        lines.append(f'    """{inspect.cleandoc(function.__doc__ or "").splitlines()[0]}"""')
+    lines += ["", "def lint("]
+    for parameter in inspect.signature(lint).parameters.values():
+        star = ["    *,"] if parameter.name == "trtllm_version" else []
+        lines += [*star, f"    {str(parameter).replace(chr(39), '')},"]
+    lines.append(") -> Result:")
+    lines.append(f'    """{inspect.cleandoc(lint.__doc__ or "").splitlines()[0]}"""')
+    return "\n".join(lines) + "\n"
+
+
+def python_type(field: Any) -> str:
+    """What a call may pass: text and paths alike, lists in place of their texts."""
+    none = " | None" if type(None) in get_args(field.type) or field.default is None else ""
+    if field.many:
+        return "str | Path | Sequence[str | Path]" + none
+    if field.parse is not None:
+        return "str | float | Sequence[float]" + none
+    kinds = [one for one in (field.type, *get_args(field.type)) if one is not type(None)]
+    choices = next((one for one in kinds if get_origin(one) is Literal), None)
+    if choices is not None:
+        return f"Literal[{', '.join(map(repr, get_args(choices)))}]" + none
+    plain = next(one for one in kinds if isinstance(one, type) and not get_args(one))
+    return {str: "str | Path", Path: "str | Path"}.get(plain, plain.__name__) + none
+
+
+def default_text(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(str(value))
+
+
 def problems() -> str:
-    """A table of codes for each area."""
+    """The codes of each area as a list, each with an anchor: problems.md#ts-pair-width."""
     from trtspec.data_files import problem_codes
 
     codes = problem_codes()
     lines = ["# Problem codes\n"]
     lines.append(
-        "A problem, wherever it is reported, has a `code`, a `severity` (error, warning, info), a place, a message and "
-        "a remedy. Codes are stable: scripts may test for them.\n"
+        "A problem has a `code`, a `severity` (error, warning, info), a place, a message and a remedy. Codes are "
+        "stable: scripts may test for them. `trtspec explain CODE` prints the same in a terminal.\n"
     )
     for area in dict.fromkeys(entry["area"] for entry in codes.values()):
-        lines.append(f"## {AREAS.get(area, area)}\n\n| code | what | remedy |\n|---|---|---|")
+        lines.append(f"## {AREAS.get(area, area)}\n")
         for code, entry in codes.items():
             if entry["area"] == area:
-                summary, remedy = (str(entry.get(key, "")).replace("|", "\\|") for key in ("summary", "remedy"))
-                lines.append(f"| `{code}` | {summary} | {remedy} |")
-        lines.append("")
+                lines.append(f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ {entry["remedy"]}\n')
     return "\n".join(lines)
 
 
@@ -131,10 +189,6 @@ def support_matrix() -> str:
         since = gate["since"]
         lines.append(f"| {gate['what']} | {since['after']} | {since['by']} | {gate['source']} |")
     lines += [*behaviours(), *speculation()]
-    lines.append(
-        "\nA Kimi with an Eagle3 head is known to run on:\n\n| model type | release | evidence |\n|---|---|---|"
-    )
-    lines += [f"| {kind} | {entry['version']} | {entry['source']} |" for kind, entry in gates["verified"].items()]
     lines += vllm_releases()
     lines.append(
         "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
@@ -272,11 +326,11 @@ def main() -> None:
         "support-matrix.md": support_matrix(),
         "chart-values.md": chart_values(),
     }
-    for name, text in documents.items():
-        path, wanted = DOCS / name, NOTE + text
+    wanted_texts = {DOCS / name: NOTE + text for name, text in documents.items()}
+    for path, wanted in (wanted_texts | {PACKAGE / "__init__.pyi": stub()}).items():
         stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
         if stale and check:
-            complaints.append(f"docs/{name} is not up to date: run `python tools/generate.py`")
+            complaints.append(f"{path.relative_to(ROOT)} is not up to date: run `python tools/generate.py`")
         elif stale:
             path.write_text(wanted, encoding="utf-8")
     for line in complaints:

@@ -1,6 +1,6 @@
 """Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of ai-dynamo/aiconfigurator.
 
-Only rows of Kimi-K2's shapes are taken, at the kernels that TensorRT-LLM can be told to use; latencies become
+Only rows of Kimi-K2's shapes are taken, for the kernels that TensorRT-LLM can be set to use; latencies become
 microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs pyarrow; users of trtspec need neither.
 """
 

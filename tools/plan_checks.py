@@ -194,7 +194,7 @@ def decode_steps(data: dict[str, Any]) -> list[str]:
 
 
 def held_out_decays() -> dict[str, dict[str, Decay]]:
-    """By Kimi curve and name: a decay that saw nothing of that curve."""
+    """By Kimi curve and name: a decay fitted without that curve."""
     data = published_curves()
     curves, kimi = data["curves"], data["decay"]
     others = fit(mean([curve for name, curve in curves.items() if name not in kimi]))
@@ -206,7 +206,7 @@ def held_out_decays() -> dict[str, dict[str, Decay]]:
 
 
 def extrapolation(data: dict[str, Any]) -> list[str]:
-    """Each Kimi curve from its first positions, by decays that saw nothing of it; and carried over to the other one."""
+    """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the other curve."""
     curves = published_curves()["curves"]
     lines = ["### Acceptance beyond the measured positions", ""]
     lines += ["Error of the acceptance length by draft length. No decay saw the curve that it is scored on.", ""]

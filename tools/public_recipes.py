@@ -28,7 +28,7 @@ OPTIONS = ("--reasoning_parser", "--tool_parser", "--no-telemetry")
 
 @dataclass(frozen=True)
 class Compared:
-    """Setting -> (theirs, ours), only where they differ; None stands for "not said"."""
+    """Setting -> (theirs, ours), only where they differ; None means "not stated"."""
 
     name: str
     recipe: dict[str, Any]

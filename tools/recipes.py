@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.trtllm.build import build_named, disaggregated, judged_as
-from trtspec.trtllm.deployment import default_version
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint import lint
@@ -32,6 +31,7 @@ HEADS = {
     ("k2.6", "eagle3.1"): "lightseekorg/kimi-k2.6-eagle3.1-mla",
     ("k2.7-code", "eagle3.1"): "lightseekorg/kimi-k2.7-coder-eagle3.1-mla",
 }
+VERSION, EAGLE31_VERSION = "1.3.0rc20", "1.3.0rc22"  # the oldest release read with everything that a recipe needs
 # family, head, GPUs, kind of GPU, what for
 WANTED = [
     *((f, h, n, "b200", goal) for f in ("k2.5", "k2.6") for h in ("eagle3", "no-head")
@@ -83,7 +83,7 @@ def intents() -> dict[str, tuple[Intent, str]]:
 
 def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     target, draft = TARGETS[family], HEADS.get((family, head))
-    version, _ = default_version(load_target(target).spec, load_head(draft).spec if draft else None)
+    version = EAGLE31_VERSION if draft and load_head(draft).spec.eagle == "3.1" else VERSION
     goal: Goal = "throughput" if purpose == "throughput" else "latency"
     found = Intent(target=target, version=version, head=draft, goal=goal, tp_size=gpus, gpu=gpu, trust_remote_code=True)
     if purpose == "128k":

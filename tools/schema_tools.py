@@ -47,7 +47,7 @@ DEEPEST = 6  # levels of nested objects; the engine has four
 
 
 def load(name: str) -> Entries:
-    """What a line, a version or a file states in the end; raises UsageError for anything else."""
+    """The complete entries of a line, a version or a file; raises UsageError for anything else."""
     if Path(name).is_file():
         data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
         older = files_up_to(data["line"]) if "begins" in data["versions"] else []
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def installed_entries(package: str) -> tuple[Entries, str]:
-    """What the installed engine's classes and options say, and its version."""
+    """Entries of the installed engine's classes and options, and its version."""
 
     try:
         engine = importlib.import_module(package)
@@ -121,7 +121,7 @@ def options_of(command: Any) -> dict[str, Entry]:
 
 @dataclass
 class Shape:
-    """What an annotation says: kinds of the schema files, listed values, limits, and the classes of its objects."""
+    """An annotation as types of the schema files, listed values, limits, and the classes of its objects."""
 
     kinds: list[str] = field(default_factory=list)
     allowed: list[Any] = field(default_factory=list)
@@ -172,7 +172,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _nested(models: list[type[BaseModel]], prefix: str, depth: int) -> dict[str, Entry]:
-    """Fields of one class, or of several that a discriminator tells apart: then each says which of them take it."""
+    """Fields of one class, or of several with a discriminator: then each field names the classes that have it."""
     parts = [fields_of(model, prefix, depth) for model in models]
     if len(parts) == 1:
         return parts[0]
@@ -190,7 +190,7 @@ def _nested(models: list[type[BaseModel]], prefix: str, depth: int) -> dict[str,
 
 
 def _discriminator(models: list[type[BaseModel]]) -> str | None:
-    """The field that holds another single word in each class."""
+    """The field with a different single value in each class."""
     for name in models[0].model_fields:
         tags = [_tag(model, name) for model in models if name in model.model_fields]
         if len(tags) == len(models) == len(set(tags)) and None not in tags:
@@ -250,7 +250,7 @@ def _class(annotation: type) -> Shape:
 
 
 def _limits(metadata: list[Any], kinds: list[str]) -> Iterator[tuple[str, Any]]:
-    """Inclusive limits of whole numbers; a limit on a list's length is none of its items."""
+    """Inclusive limits of whole numbers; limits on the length of a list are left out."""
     whole = not any("float" in kind for kind in kinds)
     for item in metadata:
         for name, key, strict in (
@@ -298,8 +298,8 @@ def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> 
 
 
 def _changed(part: dict[str, Entry], was: dict[str, Entry]) -> Iterator[tuple[str, Entry]]:
-    """New entries whole, others by what the classes say anew; limits and listed values that stand in validators, and
-    what click does not tell, stay as they were."""
+    """New entries whole, of others the attributes that the classes change. Limits and values that only validators know,
+    and what click does not report, keep their inherited values."""
     for path, entry in part.items():
         if path not in was:
             yield path, entry

@@ -173,7 +173,7 @@ def calibrate_checkpoint(
             shutil.rmtree(calibration.work, ignore_errors=True)  # of a run killed after its last rename
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
         _claim(calibration, again.force)
-        remedy = "pass --restart to start over, or repeat the command as it was"
+        remedy = "pass `restart` to start over, or repeat the command as it was"
         with Journal(
             calibration.work / JOURNAL_NAME, calibration.header, restart=again.restart, remedy=remedy
         ) as journal:
@@ -186,7 +186,7 @@ def calibrate_checkpoint(
 def prepare(source: Path, data: Path, output: Path, policy: Policy, options: CalibrationOptions) -> Calibration:
     """Opens source and data and checks them against policy and options."""
     if options.device != "cpu" and not torch.cuda.is_available():
-        raise UsageError(f"--device {options.device}, and torch sees no such device", "pass --device cpu")
+        raise UsageError(f"`device` {options.device}, and torch sees no such device", "pass `device` cpu")
     threads = options.threads or min(8, torch.get_num_threads())
     stream = LayerStream(
         source,
@@ -197,7 +197,7 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
         load_ahead=options.load_ahead,
     )
     if not any(policy.quantizes(module) for module in _linears(stream)):
-        raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another --policy")
+        raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another `policy`")
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
     vocabulary = stream.spec.vocab_size
     if max(max(text) for text in texts) >= vocabulary:
@@ -415,13 +415,13 @@ def _claim(calibration: Calibration, force: bool) -> None:
             for path in output.parent.glob(pattern):  # a killed run's half-written file
                 path.unlink()
     except OSError as error:
-        raise TrtspecError(f"cannot write {output.parent}: {error.strerror}", "choose another --output") from None
+        raise TrtspecError(f"cannot write {output.parent}: {error.strerror}", "choose another `output`") from None
     present = sum(path.stat().st_size for path in calibration.work.glob("states-*"))
     needed, free = 2 * calibration.states().bytes, machine.free_disk(calibration.work) + present
     if free < needed:
         raise TrtspecError(
             f"the hidden states of two layers take {needed:,} bytes and the disk of {output.parent} has {free:,} free",
-            "free space, pass fewer --samples, or choose an --output on another disk",
+            "free space, pass fewer `samples`, or choose an `output` on another disk",
         )
 
 

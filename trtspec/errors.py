@@ -7,11 +7,21 @@ with `exit_code`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
+
+
+FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
+typed: dict[str, str] = {}  # field of the running command's options -> its flag; empty where no command runs
+
+
+def as_typed(text: str) -> str:
+    """A message that names options as the fields of their record, in backticks: with flags where a command runs."""
+    return FIELD.sub(lambda found: typed.get(found[1], found[0]), text)
 
 
 class TrtspecError(Exception):
@@ -25,9 +35,8 @@ class TrtspecError(Exception):
     default_code = "TS-ERROR-FAILED"
 
     def __init__(self, message: str, remedy: str = "", code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        self.message, self.remedy = as_typed(message), as_typed(remedy)
+        super().__init__(self.message)
         leading = LEADING_CODE.match(message)
         self.code = code or (leading[1] if leading else self.default_code)
 
@@ -79,9 +88,13 @@ class Problem:
     message: str
     remedy: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("message", "remedy"):
+            object.__setattr__(self, name, as_typed(getattr(self, name)))
+
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
 
-def has_errors(problems: list[Problem]) -> bool:
+def has_errors(problems: Iterable[Problem]) -> bool:
     return any(problem.severity == "error" for problem in problems)

@@ -1,16 +1,18 @@
-"""One frozen record per command: a dataclass whose fields carry their typer declaration.
+"""One frozen record per command: a dataclass whose fields carry their declaration.
 
-The command line, its environment variables, the line that replays a command and the parser of that line are all made
-from the record, so an option is written down once. Where an option is used stands in its metadata; `checked` refuses
-by name what was typed and is not used.
+The command line, its environment variables, the line that replays a command, its parser and the Python verb are all
+made from the record, so an option is written down once. Where an option is used stands in its metadata; `checked`
+refuses by name what was set and is not used.
 
     @dataclass(frozen=True, kw_only=True)
     class ServeOptions:
+        panels: ClassVar = {"draft_len": "Speculation", "device": "Machine"}  # the first option of each help panel
+
         target: TargetArgument
         head: HeadOption = None
-        draft_len: Annotated[int, typer.Option(min=1, help="Tokens drafted per step."), Needs("head")] = 3
-        config: Annotated[Path | None, typer.Option(help="Engine YAML."), Modes(ENGINE)] = None
-        device: Annotated[str, typer.Option(help="cpu or cuda."), Modes(REFERENCE)] = "cpu"
+        draft_len: Annotated[int, option("Tokens drafted per step.", min=1), Needs("head")] = 3
+        config: Annotated[Path | None, option("Engine YAML.", "-c"), Modes(ENGINE)] = None
+        device: Annotated[str, option("cpu or cuda."), Modes(REFERENCE)] = "cpu"
 
     def serve(options: ServeOptions) -> None:
         options = checked(options, ENGINE if options.backend == "trtllm" else REFERENCE)
@@ -22,21 +24,22 @@ import copy
 import dataclasses
 import functools
 import inspect
-import os
 import re
 import shlex
-import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from trtspec import errors
 from trtspec.errors import UsageError
+from trtspec.report import note
 
 Record = TypeVar("Record")
 Origin = Literal["flag", "variable"]
@@ -47,15 +50,39 @@ CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its 
 LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
+METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
+EMPTY = "is empty, as with a variable that is not set"
+
+
+def option(help: str = "", *flags: str, default: str | bool = True, complete: str = "", **more: Any) -> Any:
+    """An option called like its field, for Annotated. `flags` are further spellings, or all if one begins with `--`;
+    `default` is what help shows for None; `complete` a catalogue of `data_files.catalogue`. The rest is typer's."""
+    return typer.Option(*flags, help=help, show_default=default, autocompletion=_completion(complete), **more)
+
+
+def argument(help: str, metavar: str | None = None, complete: str = "") -> Any:
+    """A positional argument, as `option` declares an option."""
+    return typer.Argument(help=help, metavar=metavar, show_default=False, autocompletion=_completion(complete))
+
+
+def _completion(name: str) -> Callable[[str], list[str]] | None:
+    def found(incomplete: str) -> list[str]:
+        from trtspec.data_files import catalogue
+
+        return [word for word in catalogue(name) if word.startswith(incomplete)]
+
+    return found if name else None
 
 
 # options that mean the same on every command
-TargetArgument = Annotated[str, typer.Argument(help="Target model: a checkpoint directory or a hub id.")]
-HeadOption = Annotated[str | None, typer.Option(help="Eagle3 head: a directory or a hub id.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Run every check and show the plan; write nothing.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing output.")]
-RestartOption = Annotated[bool, typer.Option("--restart", help="Discard an interrupted run and start over.")]
+TargetArgument = Annotated[str, argument("Target model: a checkpoint directory or a hub id.", complete="targets")]
+HeadOption = Annotated[str | None, option("Eagle3 head: a directory or a hub id.", metavar="HEAD", complete="heads")]
+JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
+DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
+ForceOption = Annotated[bool, option("Replace existing output.")]
+RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
+OUTPUT = ("output", "markdown", "junit", "dry_run", "restart", "force", "verbose", "json_")  # a panel of their own
 
 
 @dataclass(frozen=True)
@@ -97,7 +124,7 @@ class Needs:
             return self.where, "leave it out"
         record = type(options)
         usable = [one for one in self.conditions if uses(record, one.partition("=")[0], mode)] or self.conditions
-        wanted = _listed([_as_typed(record, one) for one in usable])
+        wanted = _listed([_as_field(one) for one in usable])
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
 
@@ -113,7 +140,7 @@ class Excludes:
             return None
         if self.where:
             return self.where, "leave it out"
-        return f"with {_as_typed(type(options), found)}{self.why and ', ' + self.why}", "leave one of the two out"
+        return f"with {_as_field(found)}{self.why and ', ' + self.why}", "leave one of the two out"
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -124,37 +151,105 @@ def _holds(options: Any, condition: str) -> bool:
     return any(fnmatchcase(str(item), pattern) for item in (value if isinstance(value, tuple) else (value,)))
 
 
-def _as_typed(record: type, condition: str) -> str:
+def _as_field(condition: str) -> str:
     name, _, value = condition.partition("=")
-    return " ".join(filter(None, (flag_of(record, name), value)))
+    return f"`{name}` {value}".rstrip()
 
 
 def _listed(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def rules_of(record: type, name: str) -> list[Modes | Needs | Excludes]:
-    """What the metadata of a field says about its use."""
-    return [item for item in _hints(record)[name].__metadata__ if isinstance(item, Modes | Needs | Excludes)]
+@dataclass(frozen=True)
+class Field:
+    """One field of a record: its declaration with every spelling, its rules, and `default` (`empty` if required).
+    `type` is what typer converts to; `parse` is the class that parses the text itself, `flags` has --on and --off."""
+
+    name: str
+    type: Any
+    default: Any
+    info: Any
+    rules: tuple[Modes | Needs | Excludes, ...]
+    parse: Any
+    many: bool
+    flags: tuple[str, str]
+    empty: ClassVar = inspect.Parameter.empty
+
+    @property
+    def is_argument(self) -> bool:
+        return isinstance(self.info, typer.models.ArgumentInfo)
+
+    @property
+    def typed(self) -> str:
+        return str(self.info.metavar) if self.is_argument else self.flags[0]
+
+
+def fields_of(record: type) -> dict[str, Field]:
+    """The fields of a record by name."""
+    return _read(record)
+
+
+@functools.cache
+def _read(record: Any) -> dict[str, Field]:
+    """Once: annotations are text until then, and each calls typer."""
+    hints = typing.get_type_hints(record, include_extras=True)
+    panels, panel = getattr(record, "panels", {}), None
+    found: dict[str, Field] = {}
+    for field in dataclasses.fields(record):
+        kind, *metadata = typing.get_args(hints[field.name])
+        rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
+        info = copy.copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
+        panel = panels.get(field.name, panel)
+        found[field.name] = _field(field, kind, info, rules, panel)
+    return found
+
+
+def _field(field: Any, kind: Any, info: Any, rules: tuple[Any, ...], panel: str | None) -> Field:
+    inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
+    parse = next((one for one in inner if hasattr(one, "parse")), None)
+    many = any(typing.get_origin(one) is tuple for one in inner)
+    plain = next((one for one in inner if one in METAVARS or one is bool), None)
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    if isinstance(info, typer.models.ArgumentInfo):
+        info.metavar = info.metavar or field.name.upper()
+        return Field(field.name, kind, default, info, rules, parse, many, ("", ""))
+    written = [info.default, *(info.param_decls or ())]  # in Annotated, the first spelling is `default`
+    spelled = [text for text in written if isinstance(text, str) and text.startswith("-")]
+    if not any(text.startswith("--") for text in spelled):
+        spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
+    on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
+    info.default, info.param_decls = spelled[0], tuple(spelled[1:])
+    if plain is not bool and info.metavar is None:
+        info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(plain)
+    choices = next((typing.get_args(one) for one in inner if typing.get_origin(one) is Literal), ())
+    if len("|".join(choices)) > WIDEST_CHOICES and info.metavar is None:
+        info.metavar = spelled[0].strip("-").upper()
+        info.help += "" if all(one in info.help for one in choices) else f" One of {', '.join(choices)}."
+    labels = [mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label]
+    if field.name in OUTPUT:
+        panel = "Output"
+    if 0 < len(labels) <= 2:
+        panel = f"With {_listed(labels).replace(' or ', ' and ')}"
+    info.rich_help_panel = panel
+    return Field(field.name, kind, default, info, rules, parse, many, (on, off))
 
 
 def uses(record: type, name: str, mode: Mode | None) -> bool:
     """Whether the mode uses the field, beside whatever else."""
-    rules = rules_of(record, name)
+    rules = fields_of(record)[name].rules
     return mode is None or all(mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*")
 
 
 def checked(options: Record, mode: Mode | None = None) -> Record:
     """The same options, each one that this run does not use at its default.
 
-    What was typed and is not used raises UsageError with its flag and what would use it; what comes from the
+    What was set and is not used raises UsageError with its name and what would use it; what comes from the
     environment gets a note, because an image sets its variables for every mode.
     """
     record, running = type(options), _typed.get()
     command, origins = (running[0], running[2]) if running and running[1] is record else ("", {})
-    named = given(options)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
-    found = [(name, rule) for name in defaults if name in named for rule in rules_of(record, name)]
+    named, fields = given(options), fields_of(record)
+    found = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
 
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
         """Modes, then values, then variables: what is unused by one of these is no reason against another option."""
@@ -165,60 +260,142 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
         value, refused = getattr(options, name), rule.unused(options, mode)
         if refused is None or name not in named or not fnmatchcase(str(value), rule.value):
             continue
-        flag, (where, remedy) = flag_of(record, name), refused
+        where, remedy = refused
         if origins.get(name) != "variable":
-            raise UsageError(f"{flag if rule.value == '*' else f'{flag} {value}'} is not used {where}", remedy)
-        note(f"{variable(command, flag)} is not used {where}")
-        options = dataclasses.replace(options, **{name: defaults[name]})  # type: ignore[type-var]
+            raise UsageError(
+                f"{_as_field(name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
+            )
+        note(f"{variable(command, fields[name].typed)} is not used {errors.as_typed(where)}")
+        options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
         named.discard(name)
     return options
 
 
-def click_command(name: str, record: type[Record], run: Callable[[Record], Any], **settings: Any) -> TyperCommand:
+def ready(options: Record) -> Record:
+    """`checked`, by the record's own `mode`. A command with modes whose record has none calls `checked` itself."""
+    rules = [rule for field in fields_of(type(options)).values() for rule in field.rules]
+    if hasattr(options, "mode") or not any(isinstance(rule, Modes) for rule in rules):
+        return checked(options, getattr(options, "mode", None))
+    return options
+
+
+def made(record: type[Record], arguments: Sequence[Any], values: Mapping[str, Any]) -> Record:
+    """The record of a call from Python: required fields by position, paths and lists in place of their texts. Raises
+    TypeError as a function would, and UsageError naming the field for a value that the option does not take."""
+    fields = fields_of(record)
+    required = [name for name, field in fields.items() if field.default is field.empty]
+    if len(arguments) > len(required):
+        raise TypeError(f"{len(required)} positional arguments at most: {', '.join(required)}")
+    named = dict(zip(required, arguments, strict=False)) | dict(values)
+    options = record(**{name: _value(fields[name], v) if name in fields else v for name, v in named.items()})
+    return ready(options)
+
+
+def _value(field: Field, value: Any) -> Any:
+    name, info, several = f"`{field.name}`", field.info, isinstance(value, list | tuple)
+    if field.many:
+        one = dataclasses.replace(field, type=typing.get_args(field.type)[0], many=False)
+        return tuple(_value(one, item) for item in (value if several else (value,)))
+    if value is None or (field.parse is not None and isinstance(value, field.parse)):
+        return value
+    if field.parse is not None:
+        return parsed(field.parse, ",".join(map(str, value)) if several else str(value), name)
+    kinds = (field.type, *typing.get_args(field.type))
+    choices = next((typing.get_args(one) for one in kinds if typing.get_origin(one) is Literal), ())
+    if choices and value not in choices:
+        raise UsageError(f"{name} {value} is not a choice", f"choose one of {', '.join(map(str, choices))}")
+    for limit, beyond in ((info.min, lambda: value < info.min), (info.max, lambda: value > info.max)):
+        if limit is not None and beyond():
+            raise UsageError(f"{name} {value} is out of range", f"the limit is {limit}")
+    if isinstance(value, str | Path):
+        return Path(value) if Path in kinds else str(value)
+    return value
+
+
+def record_of(function: Callable[..., Any]) -> type:
+    """The record that a command takes."""
+    return next(hint for name, hint in typing.get_type_hints(function).items() if name != "return")
+
+
+def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A command as a Python function: its record is the signature."""
+    record = record_of(function)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(made(record, arguments, options))
+
+    parameters = []
+    for field in (field for name, field in fields_of(record).items() if name != "json_"):
+        kind = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
+        place = getattr(inspect.Parameter, kind)
+        parameters.append(inspect.Parameter(field.name, place, default=field.default, annotation=field.type))
+    call.__signature__ = inspect.Signature(sorted(parameters, key=lambda p: p.kind))  # type: ignore[attr-defined]
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call
+
+
+def click_command(name: str, record: type[Record], run: Callable[[Record], Any]) -> TyperCommand:
     """The command `name`, which fills `record` and calls `run` with it. Every option can also be given as
-    TRTSPEC_<NAME>_<LONG FLAG>. `settings` go to typer, for example `epilog`."""
+    TRTSPEC_<NAME>_<LONG FLAG>."""
+    fields = fields_of(record)
 
     def filled(context: typer.Context, **values: Any) -> Any:
         if str(values.get("output")) == "-":
             raise UsageError("--output - would write a file named `-`; nothing goes to stdout", "give it a path")
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
         running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
+        before, errors.typed = errors.typed, {key: field.typed for key, field in fields.items()}
         try:
-            return run(record(**{key: tuple(v or ()) if key in tuples else v for key, v in values.items()}))
+            for key, value in values.items():
+                if key in sources and sources[key] and (value == "" or (isinstance(value, list) and "" in value)):
+                    raise UsageError(f"`{key}` {EMPTY}", "give it a value, or leave it out")
+            return run(record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()}))
         finally:
             _typed.reset(running)
+            errors.typed = before
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    hints = dict(_hints(record))  # type: ignore[arg-type]
-    tuples = {key for key, hint in hints.items() if _is_tuple(hint)}
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        hint = _with_parser(_with_modes(hints[field.name]), flag_of(record, field.name))
-        hints[field.name], default = _for_typer(hint, _default(field))
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-        )
+    parameters += [_for_typer(field) for field in fields.values()]
     filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # typer would keep the line breaks of the source, which fit no other width of a terminal
     filled.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(run.__doc__ or ""))
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name, cls=RecordCommand, **settings)(filled)
+    single.command(name, cls=RecordCommand)(filled)
     command = typer.main.get_command(single)
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name != "help":
             declared = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
             parameter.envvar = [variable(name, long_flag(parameter)), *declared]
-            parameter.show_envvar = False  # the epilog says it once
+            parameter.show_envvar = False  # the end of the page says it once
     return command  # type: ignore[return-value]
 
 
+def _for_typer(field: Field) -> inspect.Parameter:
+    """Typer fills lists, and takes a function that parses a text; records hold tuples, which cannot be changed."""
+    kind, default, info = field.type, field.default, copy.copy(field.info)
+    if field.parse is not None:
+        info.parser = lambda text: parsed(field.parse, text, field.typed) if isinstance(text, str) else text
+    if field.many:
+        item = next(one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple)
+        kind = list[typing.get_args(item)[0]] | None  # type: ignore[misc]
+        default = list(default) or None if isinstance(default, tuple) else default
+    hint: Any = Annotated[(kind, info)]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
 class RecordCommand(TyperCommand):
-    """Its help shows text as it is written, brackets included, and no type beside a switch."""
+    """Its help shows text as it is written, brackets included, and no type beside a switch; at the end two examples
+    of data/examples.yaml."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        from trtspec.data_files import load_yaml
+
         shown = copy.copy(self)
         shown.params = [copy.copy(parameter) for parameter in self.params]
-        shown.help, shown.epilog = _escaped(self.help), _escaped(self.epilog)
+        examples = ["Examples:", *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ()))]
+        variables = f"Options can also be set as {variable(str(self.name), '')}<OPTION>."
+        shown.help, shown.epilog = _escaped(self.help), _escaped("\n\n".join([*examples, variables]))
         for parameter in shown.params:
             parameter.help = _escaped(parameter.help)  # type: ignore[attr-defined]
         super(RecordCommand, shown).format_help(ctx, formatter)
@@ -228,9 +405,10 @@ class RecordCommand(TyperCommand):
 
 
 def without_types(parameters: list[Any]) -> list[Any]:
-    """The same parameters; help pages then show no `<bool>` beside a switch."""
+    """The same parameters; help pages then show no `<bool>` beside a switch, and no range of numbers."""
     for parameter in parameters:
-        if getattr(parameter, "is_bool_flag", False):
+        parameter._get_number_range_help_str = lambda: None
+        if getattr(parameter, "is_bool_flag", parameter.param_type_name == "argument"):
             parameter.display_type_rich = lambda ctx: None
     return parameters
 
@@ -273,27 +451,12 @@ def parsed(kind: Any, text: str, name: str) -> Any:
     """A value of a type that parses its own text: `kind.parse` raises ValueError for a text that is not `kind.what`,
     and this UsageError, with `name` and `kind.example`. str() of a value is the text again."""
     if text == "":
-        raise UsageError(f"{name} is empty, as with a variable that is not set", "give it a value, or leave it out")
+        raise UsageError(f"{name} {EMPTY}", "give it a value, or leave it out")
     try:
         return kind.parse(text)
     except ValueError as error:
         why = f": {error}" if str(error) else ""
         raise UsageError(f"{name} {text} is not {kind.what}{why}", f"write {name} {kind.example}") from None
-
-
-def refuse_empty(options: Any) -> None:
-    """Raises UsageError for the first field that is an empty text, as the variable of a script is that is not set: it
-    would be taken for one that was not given."""
-    for name, value in vars(options).items():
-        if value == "" or (isinstance(value, tuple) and "" in value):
-            flag = flag_of(type(options), name)
-            raise UsageError(f"{flag} is empty, as with a variable that is not set", "give it a value, or leave it out")
-
-
-def note(text: str) -> None:
-    """A line on stderr, also where no person is there; not with -q."""
-    if os.environ.get("TRTSPEC_QUIET") != "1":
-        sys.stderr.write(f"note: {text}\n")
 
 
 def given(options: Any) -> set[str]:
@@ -302,33 +465,29 @@ def given(options: Any) -> set[str]:
     running = _typed.get()
     if running is not None and running[1] is type(options):
         return set(running[2])
-    return {field.name for field in dataclasses.fields(options) if getattr(options, field.name) != _default(field)}
+    return {name for name, field in fields_of(type(options)).items() if getattr(options, name) != field.default}
 
 
 def flag_of(record: type, name: str) -> str:
     """How a field is typed: `--tp-size`, or the name of an argument."""
-    declared = _declared(record, name)
-    if isinstance(declared, typer.models.ArgumentInfo):
-        return str(declared.metavar or name.upper())
-    return _flags(declared, name)[0]
+    return fields_of(record)[name].typed
 
 
 def words(record: Any, always: Iterable[str] = ()) -> list[str]:
     """The arguments and options that make `record` again, in the order of its fields: what differs from its default,
     and the fields named in `always`."""
-    kept, found = set(always), []
-    for field in dataclasses.fields(record):
-        value, declared = getattr(record, field.name), _declared(type(record), field.name)
-        if value is None or (value == _default(field) and field.name not in kept):
+    kept, found = set(always), list[str]()
+    for name, field in fields_of(type(record)).items():
+        value = getattr(record, name)
+        if value is None or (value == field.default and name not in kept):
             continue
-        if isinstance(declared, typer.models.ArgumentInfo):
-            found += [str(item) for item in (value if isinstance(value, tuple) else (value,))]
-            continue
-        on, off = _flags(declared, field.name)
-        if isinstance(value, bool):
+        items, (on, off) = value if isinstance(value, tuple) else (value,), field.flags
+        if field.is_argument:
+            found += map(str, items)
+        elif isinstance(value, bool):
             found += [on if value else off] if value or off else []
         else:
-            found += [word for item in (value if isinstance(value, tuple) else (value,)) for word in (on, str(item))]
+            found += [word for item in items for word in (on, str(item))]
     return found
 
 
@@ -347,69 +506,3 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
         raise UsageError(f"{shlex.join(split)} does not parse: {error.message}", error.remedy) from None
     finally:
         _typed.set(running)
-
-
-def _declared(record: type, name: str) -> Any:
-    hint = _hints(record)[name]
-    return next(item for item in hint.__metadata__ if isinstance(item, typer.models.ParameterInfo))
-
-
-@functools.cache
-def _hints(record: Any) -> dict[str, Any]:
-    """Evaluated once: the annotations are text until then, and each of them calls typer."""
-    return typing.get_type_hints(record, include_extras=True)
-
-
-def _flags(declared: Any, name: str) -> tuple[str, str]:
-    """The long spelling and, of a switch with two, the one that turns it off."""
-    written = [declared.default, *(declared.param_decls or ())]  # in Annotated, the first spelling is `default`
-    spelled = [text for text in written if isinstance(text, str) and text.startswith("--")]
-    on, _, off = (spelled[0] if spelled else f"--{name.replace('_', '-')}").partition("/")
-    return on, off
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-
-
-def _is_tuple(hint: Any) -> bool:
-    return typing.get_origin(next(iter(typing.get_args(hint)), None)) is tuple
-
-
-def _with_modes(hint: Any) -> Any:
-    """The same declaration, its help beginning with the modes that use the option, where they are one or two."""
-    kind, *metadata = typing.get_args(hint)
-    labels = [mode.label for rule in metadata if isinstance(rule, Modes) for mode in rule.modes if mode.label]
-    if not 0 < len(labels) <= 2:
-        return hint
-    said = " and ".join(labels)
-    said = said.capitalize() if said.islower() else said
-    shown = [copy.copy(item) for item in metadata if isinstance(item, typer.models.ParameterInfo)]
-    for item in shown:
-        item.help = f"{said}: {item.help}"
-    return typing.Annotated[(kind, *shown)]
-
-
-def _with_parser(hint: Any, flag: str) -> Any:
-    """The same declaration, with the parser of a type that has one of its own."""
-    inner, *metadata = typing.get_args(hint)
-    kind = next((one for one in (inner, *typing.get_args(inner)) if hasattr(one, "parse")), None)
-    if kind is None:
-        return hint
-    infos = [copy.copy(item) for item in metadata if isinstance(item, typer.models.ParameterInfo)]
-    for info in infos:
-        info.parser = lambda value: parsed(kind, value, flag) if isinstance(value, str) else value
-        if isinstance(info, typer.models.OptionInfo):
-            info.metavar = info.metavar or getattr(kind, "metavar", kind.example)
-    return typing.Annotated[(inner, *infos)]
-
-
-def _for_typer(hint: Any, default: Any) -> tuple[Any, Any]:
-    """Typer fills lists; records hold tuples, which cannot be changed later."""
-    if not _is_tuple(hint):
-        return hint, default
-    inner, *metadata = typing.get_args(hint)
-    listed: Any = list[typing.get_args(inner)[0]] | None  # type: ignore[misc]
-    return typing.Annotated[(listed, *metadata)], list(default) or None if isinstance(default, tuple) else default

@@ -14,17 +14,19 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
+SHORTEST_TEXT = 12  # characters to which a column of text may be folded
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -85,7 +87,7 @@ def refuse_overwrite(path: Path, force: bool) -> None:
     """Raises UsageError when `path` holds something the user made and `--force` was not given."""
     occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if occupied and not force:
-        raise UsageError(f"{path} already exists and would be overwritten", "pass --force, or choose another --output")
+        raise UsageError(f"{path} already exists and would be overwritten", "pass `force`, or choose another `output`")
 
 
 def file_sha256(path: Path) -> str:
@@ -157,6 +159,11 @@ def announce(text: str) -> None:
         write_stderr(text + "\n")
 
 
+def note(text: str) -> None:
+    """Something about the options that a log must show too; not with -q."""
+    announce(f"note: {text}")
+
+
 def write_stderr(text: str) -> None:
     """Never raises: a log whose reader has gone or whose disk is full neither ends a server nor changes its status."""
     try:
@@ -178,7 +185,57 @@ def _to_nowhere(stream: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def problem_lines(problems: list[Problem]) -> list[str]:
+@dataclass(frozen=True, repr=False)
+class Result:
+    """What a command found: `values` are the keys of `--json` beside `ok`, `problems` and `error`; `tables` and `lines`
+    say the same to people. With `text`, a file on stdout, problems go to stderr, where `messages` always go. `failure`
+    is raised after all was printed. From Python, `result["key"]` is a value."""
+
+    values: Mapping[str, Any]
+    problems: Sequence[Problem] = ()
+    tables: Sequence[Table] = ()
+    lines: Sequence[str] = ()
+    failure: TrtspecError | None = None
+    text: str = ""
+    messages: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and not has_errors(self.problems)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The one envelope of `--json`."""
+        found = {"ok": self.ok, "problems": [problem.to_dict() for problem in self.problems], **self.values}
+        return found | ({"error": self.failure.to_dict()} if self.failure else {})
+
+    def __repr__(self) -> str:
+        return f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
+
+    def _repr_html_(self) -> str:
+        lines = [*self.text.splitlines(), *self.lines, *problem_lines(self.problems)]
+        return "".join(table.html() for table in self.tables) + f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def print_result(result: Result, as_json: bool) -> None:
+    """On stdout: one JSON object, or tables, lines and problems. Then raises the failure, if there is one."""
+    problems = problem_lines(result.problems)
+    if as_json:
+        print_json(result.to_dict())
+    elif result.text:
+        sys.stdout.write(result.text)
+        write_stderr("".join(f"{line}\n" for line in problems))
+    else:
+        print_tables(result.tables, [*result.lines, *problems])
+    for message in result.messages:
+        say(message)
+    if result.failure is not None:
+        raise result.failure
+
+
+def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Readable lines, errors first: `error CODE where: message` and the remedy below."""
     order = {"error": 0, "warning": 1, "info": 2}
     lines = []
@@ -202,9 +259,52 @@ class Table:
     ruled: bool = True
     styles: Mapping[str, str] = field(default_factory=dict)
 
+    def widths(self) -> list[int]:
+        """Characters that each column needs to show its cells whole; headings wrap between words."""
+        columns = range(max(map(len, [self.columns, *self.rows]), default=0))
+        cells = [[row[at] for row in self.rows if at < len(row)] for at in columns]
+        words = [self.columns[at].split() if self.columns else [] for at in columns]
+        return [max(map(len, [*column, *heading]), default=0) for column, heading in zip(cells, words, strict=True)]
+
+    def fitting(self, width: int) -> list[Table]:
+        """This table, or several with the first column repeated, none of them wider than `width`."""
+        needed = [min(w, SHORTEST_TEXT) if at in self.text_columns else w for at, w in enumerate(self.widths())]
+        groups: list[list[int]] = [[0]]
+        for at in range(1, len(needed)):
+            if sum(needed[n] + 3 for n in [*groups[-1], at]) + 1 > width and len(groups[-1]) > 1:
+                groups.append([0])
+            groups[-1].append(at)
+        if len(groups) == 1:
+            return [self]
+        return [
+            self._of(group, first=number == 0, last=number == len(groups) - 1) for number, group in enumerate(groups)
+        ]
+
+    def _of(self, kept: list[int], first: bool, last: bool) -> Table:
+        return replace(
+            self, title=self.title if first else "", note=self.note if last else "",
+            columns=[self.columns[at] for at in kept] if self.columns else (),
+            rows=[[row[at] for at in kept if at < len(row)] for row in self.rows],
+            text_columns=frozenset(n for n, at in enumerate(kept) if at in self.text_columns),
+        )  # fmt: skip
+
+    def html(self) -> str:
+        """The table for a page or a notebook."""
+        heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table>{title}{f'<tr>{heading}</tr>' if heading else ''}{rows}</table>{note}"
+
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
     """To stdout, with the lines below them; plain text of 160 columns where stdout is not a terminal."""
+    if tables:
+        _draw(tables)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _draw(tables: Sequence[Table]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -213,19 +313,20 @@ def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=160, no_color=True, highlight=False)
-    for table in tables:
+    for table in [part for whole in tables for part in whole.fitting(console.width)]:
         drawn = RichTable(
             title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
             show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
         )  # fmt: skip
-        for index in range(max(map(len, [table.columns, *table.rows]))):
-            name = table.columns[index] if table.columns else ""
-            drawn.add_column(name, justify="left" if index in table.text_columns else "right")
+        for index, width in enumerate(table.widths()):
+            text = index in table.text_columns
+            drawn.add_column(
+                table.columns[index] if table.columns else "", justify="left" if text else "right",
+                min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
+            )  # fmt: skip
         for row in table.rows:
             drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
         console.print(drawn)
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

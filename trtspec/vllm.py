@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.hub import Head, Target, known, load_head, load_target
+from trtspec.checkpoint.hub import Head, Target, engine_name, known, load_head, load_target
 from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch import preflight
@@ -84,7 +84,7 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
     if options.head is None:
         return {}
     drawn = {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
-    return vllm_speculation(options.head, options.draft_len) | drawn
+    return vllm_speculation(engine_name(options.head), options.draft_len) | drawn
 
 
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
@@ -129,7 +129,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
     """The command that heads are published with, word for word, then what that leaves out: address, sizes, the parsers
     of a Kimi, and the user's own words."""
-    argv = [PROGRAM.executable, "serve", options.target, "--tensor-parallel-size", str(_ranks(options))]
+    argv = [PROGRAM.executable, "serve", engine_name(options.target), "--tensor-parallel-size", str(_ranks(options))]
     argv += ["--speculative-config", json.dumps(_speculation(options))] if options.head else []
     argv += ["--trust-remote-code"] if options.trust_remote_code else []
     argv += ["--host", options.host, "--port", str(options.port)]
@@ -208,7 +208,7 @@ def _head_problems(options: ServeOptions, head: Head, target: Target, version: V
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
-    published = ENGINE.name in (head.resolved.known or {}).get("published_on", ())
+    published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get("published_on", ())
     if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
         message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"

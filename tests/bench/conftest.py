@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import cheats
-
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
 
@@ -62,10 +60,3 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dataset") / "questions.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-@pytest.fixture(scope="session")
-def cheating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The process of `cheating_server.py`, which plays every server of these tests."""
-    with cheats.running(tmp_path_factory.mktemp("cheating")) as base:
-        yield base

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.bench import cheats
-from tests.bench.cheating_server import fuzzed
-from tests.command_line import trtspec
 from trtspec.bench import assembly, measure
 from trtspec.bench.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
@@ -38,6 +35,22 @@ WORKLOAD = measure.BenchWorkload(
     dataset=Dataset("two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))),
     sampling=RequestSampling(max_tokens=8), concurrency=(1,), samples=(None,), warmup=0,
 )  # fmt: skip
+
+
+JUNK: tuple[Any, ...] = (None, True, -1, 0, 10**400, 1e308, "", "\ud800", "x" * 50, [], [None], {}, {"a": []}, "NaN")
+
+
+def fuzzed(value: Any, dice: random.Random) -> Any:
+    """The same JSON with one place replaced, left out or wrapped."""
+    if isinstance(value, dict) and value and dice.random() < 0.9:
+        key = dice.choice(list(value))
+        if dice.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: fuzzed(value[key], dice)}
+    if isinstance(value, list) and value and dice.random() < 0.9:
+        index = dice.randrange(len(value))
+        return [fuzzed(item, dice) if i == index else item for i, item in enumerate(value)]
+    return dice.choice((*JUNK, [value], {"value": value}))
 
 
 def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str:
@@ -215,13 +228,8 @@ def test_much_damaged_metadata_never_ends_a_run() -> None:
     assert fuzz_watch(range(1000, 4000)) > 1200
 
 
-def test_a_frontend_that_passes_nothing_on_is_not_taken_for_acceptance(cheating: str) -> None:
-    """As Dynamo's: bench measures speed alone and says so, and a floor of acceptance fails."""
+def test_a_frontend_that_passes_nothing_on_is_not_taken_for_acceptance() -> None:
+    """As Dynamo's: bench measures speed alone and says so."""
     frontend = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "nvidia"}]})}
     results = bench(frontend, {**frontend, "/metrics": "dynamo_frontend_requests_total 3\n"})
     assert ["tells nothing about speculation" in reason for reason in reasons(results)] == [True]
-    words = ("--samples", 1, "--max-tokens", 16, "--contexts", "0", "--min-acceptance", 2.3, "--json")
-    done = trtspec("check", cheats.at(cheating, "unknown"), *words)
-    rows = {row["name"]: row for row in json.loads(done.stdout)["results"]}
-    assert done.status == 3 and rows["acceptance"]["status"] == "fail"
-    assert "tells nothing" in rows["acceptance"]["message"]

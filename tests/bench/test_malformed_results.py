@@ -17,15 +17,13 @@ import yaml
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec.bench.results import read_results, read_whole
-from trtspec.bench.transcript import SCHEMA, read_recording
+from trtspec.client.exchange import read_recording
 from trtspec.errors import UsageError
 
 COUNTS = {"question": "1", "category": "all", "tokens": 4, "steps": 2, "accepted": 2, "drafted": None,
           "histogram": [1, 1], "source": "header"}  # fmt: skip
-ANSWER = {"question": "1", "category": "all", "messages": [{"role": "user", "content": "Why?"}], "text": "So.",
-          "finish_reason": "stop", "tokens": [{"text": "So.", "second": "No.", "gap": 1}]}  # fmt: skip
-RECORDING = {"schema": SCHEMA, "url": "http://a", "server": {}, "max_tokens": 4, "transcripts": [ANSWER],
-             "tools": [{"calls": [], "content": "", "error": None}], "counts": [COUNTS]}  # fmt: skip
+RECORDING = {"key": "text 0", "kind": "text", "run": "ids", "path": "/v1/completions", "finish": "stop", "steps": 1,
+             "body": {"prompt": [1, 2], "max_tokens": 8}, "token_ids": [3, 4], "counted": [1, 2]}  # fmt: skip
 RESULTS = {"workload": {}, "categories": {}, "turns_detail": [COUNTS]}
 
 
@@ -35,38 +33,15 @@ def write(path: Path, value: dict[str, Any]) -> Path:
 
 
 def test_what_was_recorded_is_read(tmp_path: Path) -> None:
-    read = read_recording(write(tmp_path / "a.json", RECORDING))
-    assert read.counts[0].histogram == (1, 1) and read.transcripts[0].tokens[0].gap == 1.0  # type: ignore[index]
-    shown = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "What is it?"}]
-    picture = {**ANSWER, "messages": [{"role": "user", "content": shown}]}
-    pictures = read_recording(write(tmp_path / "c.json", {**RECORDING, "transcripts": [picture]}))
-    assert pictures.transcripts[0].messages[0]["content"] == shown
+    (read,) = read_recording(write(tmp_path / "a.json", RECORDING))
+    assert read.token_ids == (3, 4) and read.answered and read.name == ("text 0", "ids")
     results = read_results(write(tmp_path / "b.json", RESULTS))
     assert results.turns_detail[0].accepted == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"max_tokens": float("inf")}, "Out of range float"),
-        ({"max_tokens": 1.5}, "max_tokens"),
-        ({"max_tokens": 0}, "no prompt that was answered"),
-        ({"transcripts": []}, "no prompt that was answered"),
-        ({"transcripts": [{**ANSWER, "messages": 1e308}]}, "transcripts.0.messages"),
-        ({"transcripts": [{**ANSWER, "messages": []}]}, "not a recording"),
-        ({"transcripts": [{**ANSWER, "messages": [{"role": "user"}]}]}, "'content' is missing"),
-        ({"transcripts": [{**ANSWER, "text": 3}]}, "transcripts.0.text"),
-        ({"tools": [{"calls": [{"name": "lookup", "arguments": [1]}]}]}, "tools.0.calls.0.arguments"),
-        ({"tools": [{"calls": [{"name": "lookup"}]}]}, "no name or no arguments"),
-        ({"tools": [{"content": [{}]}]}, "tools.0.content"),
-        ({"schema": 99}, "its schema is '99'"),
-        ({"schema": 1}, "its schema is '1', and this release reads 3"),
-        ({"transcripts": [ANSWER, ANSWER]}, "2 answers to the question"),
-        ({"repeats": [{"concurrency": 1, "transcripts": [ANSWER, ANSWER]}]}, "2 answers to the question"),
-    ],
-)
-def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+@pytest.mark.parametrize("change", [{"token_ids": "x"}, {"steps": 1.5}, {"key": None}, {"body": []}, {"calls": [3]}])
+def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="line 1, is no exchange"):
         read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trtspec.bench.battery import make_battery
+from trtspec.bench.gate import answers_needed
 
 from tests.command_line import trtspec
 from trtspec.bench.acceptance import summarize
-from trtspec.bench.battery import make_battery
 from trtspec.bench.datasets import load_dataset
-from trtspec.bench.gate import answers_needed
 from trtspec.bench.prove import (
     CHECKED,
     LONG_LOSS,
@@ -271,7 +271,7 @@ def test_words_for_serve_and_its_engine_do_not_change_what_is_proved() -> None:
     for words in refused + [("--trust-remote-code", "--", "--seed", "7", flag, "2") for flag in engines]:
         with pytest.raises(UsageError, match="cannot be passed to the servers of a proof"):
             refuse_own_options(words)
-    refuse_own_options(("--prefix-reuse", "off", "--max-batch-size=8", "--served-model-name", "head", "--dtype=auto"))
+    refuse_own_options(("--prefix-cache-mib", "0", "--max-batch-size=8", "--served-model-name", "head", "--dtype=auto"))
     refuse_own_options(("--", "--enable_attention_dp", "--ep_size", "4", "--reasoning-parser", "tp"))
     short = {"-sc": "speculative-config", "-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size",
              "-dp": "data-parallel-size"}  # fmt: skip

@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import httpx
 import pytest
 import yaml
 
 from tests.bench.conftest import free_port
-from tests.bench.honest import question_files
 from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vllm_bench_serve
-from tests.command_line import trtspec
 from trtspec import data_files
 from trtspec.bench import assembly, measure
 from trtspec.bench.choose_draft import choose
@@ -194,50 +191,6 @@ def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) ->
     assert [row[0] for row in by_condition.rows] == [condition.label for condition in conditions]
 
 
-# rows of an honest server that are not measured: nothing was asked that they need, or the model reads no images
-NOT_MEASURED = {"image"}
-BY_SPECULATION = {"forced-acceptance", "acceptance-warm", "acceptance-after-burst", "acceptance-long-context"}
-
-
-def alarms(plain: str, drafting: str, recording: Path, *words: Any) -> list[Any]:
-    """A recording of the plain server, and one check of each against it: those that fail, or skip other rows."""
-    recorded = json.loads(trtspec("check", plain, "--record", recording, *words, "--json").stdout)
-    found = [row for row in recorded["results"] if row["status"] == "fail" and row["name"] != "degenerate-output"]
-    alarmed: list[Any] = [("recording", found)] if found else []
-    for name, url, untold in (("plain", plain, BY_SPECULATION), ("head", drafting, set())):
-        done = trtspec("check", url, "--against", recording, "--json")
-        rows = json.loads(done.stdout)["results"]
-        found = [row for row in rows if row["status"] == "fail"]
-        skipped = {row["name"]: row["message"] for row in rows if row["status"] == "skipped"}
-        if done.status or found or set(skipped) != NOT_MEASURED | {"acceptance"} | untold:
-            alarmed.append((name, done.status, found, skipped))
-        print(f"\n{recording.stem}, {name}: status {done.status}", found, skipped)
-    return alarmed
-
-
-@pytest.mark.timeout(7200)
-def test_honest_servers_pass_every_check(reference: Callable[..., str], tmp_path: Path) -> None:
-    """A gate that cries wolf is switched off, and one that skips looks at nothing: TRTSPEC_HONEST_CHECKS checks of 12
-    prompts, half of the plain server and half with the shipped head, each pair with questions of its own. `acceptance`
-    has no floor here. Long prompts of 300 tokens: at 700 the head loses three quarters, and check says so."""
-    plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
-    words = ("--samples", 12, "--max-tokens", 48, "--contexts", "300", "--context-samples", 2)
-    found = [
-        alarms(plain, drafting, tmp_path / f"{questions.stem}.json", "--dataset", questions, *words)
-        for questions in question_files(tmp_path)
-    ]
-    assert not any(found), found
-
-
-@pytest.mark.timeout(7200)
-def test_honest_servers_pass_a_check_of_the_default_length(reference: Callable[..., str], tmp_path: Path) -> None:
-    """But for the contexts, which the model has not. In 128 tokens of greedy decoding kimi-nano loops, which is said
-    when it is recorded and excused beside it."""
-    plain, drafting = reference(), reference("--head", HEAD, "--draft-len", "3")
-    found = alarms(plain, drafting, tmp_path / "whole.json", "--contexts", "300")
-    assert not found, found
-
-
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     """Every `run` step of configs/ci/endpoint.yml but the installation, in its order and with its environment."""
     job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
@@ -249,7 +202,7 @@ def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     env |= {name: f"http://127.0.0.1:{free_port()}" for name in ("ENDPOINT", "PLAIN")}
     env |= {"MODEL": NANO, "HEAD_DIR": HEAD}
     steps = {step["name"]: step["run"] for step in job["steps"] if "run" in step and step["name"] != "install"}
-    assert list(steps) == ["record", "serve", "bench", "check", "stop"]
+    assert list(steps) == ["serve", "bench", "record", "stop", "score"]
     statuses = {}
     for name, script in steps.items():
         done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -258,8 +211,7 @@ def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     assert not any(statuses.values()), statuses
     kept = job["steps"][-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept), kept
-    rows = {row["name"]: row["status"] for row in json.loads((tmp_path / "check.json").read_text())["results"]}
-    cases = [case.get("name") for case in ElementTree.parse(tmp_path / "check.xml").iter("testcase")]
-    assert rows["lossless"] == "pass" and len(cases) == len(rows), rows
+    verdict = json.loads((tmp_path / "check.json").read_text())
+    assert verdict["verdict"] == "SAFE", verdict
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{env['PLAIN']}/health")

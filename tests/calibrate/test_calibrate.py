@@ -191,7 +191,7 @@ def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
     interrupted(source, data, output)
     with pytest.raises(UsageError, match=r"options\.\S+ was") as caught:
         calibrate_checkpoint(source, data, output, K25, FLOAT32)
-    assert "--restart" in caught.value.remedy
+    assert "`restart`" in caught.value.remedy
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "something else entirely"}\n')
     with pytest.raises(UsageError, match="data was"):

@@ -109,7 +109,7 @@ def test_a_changed_header_is_refused_by_name(tmp_path):
     Journal(tmp_path / "j", HEADER).close()
     with pytest.raises(UsageError, match='source was "abc", now "xyz"') as caught:
         Journal(tmp_path / "j", HEADER | {"source": "xyz"})
-    assert "--restart" in caught.value.remedy
+    assert "`restart`" in caught.value.remedy
 
 
 @pytest.mark.parametrize("cut", range(1, 30))

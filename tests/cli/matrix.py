@@ -105,6 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
         words = [hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5] for n in range(min(12, body["max_tokens"]))]
         text = "<think> why </think> " + " ".join(words)
         usage = {"prompt_tokens": 5, "completion_tokens": len(words)}
+        if body.get("echo"):  # 0.4 nats behind the best token everywhere
+            told = {"token_logprobs": [-0.5] * len(asked), "top_logprobs": [{"best": -0.1, "this": -0.5}] * len(asked)}
+            self._send(json.dumps({"choices": [{"text": "", "logprobs": told, "finish_reason": "length"}]}))
+            return
         if not body.get("stream"):
             part = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text}}
             if body.get("logprobs"):
@@ -114,7 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         pieces, drafts = text.split(), body.get("drafts")
         if drafts:  # as --extra-body asks: a chunk is a step
             pieces = [" ".join(pieces[at : at + 3]) for at in range(0, len(pieces), 3)]
-        chunks = [{"choices": [{"text": w} if "prompt" in body else {"delta": {"content": w}}]} for w in pieces]
+        ids = {"token_ids": [5]} if body.get("return_token_ids") else {}
+        chunks = [{"choices": [({"text": w} if "prompt" in body else {"delta": {"content": w}}) | ids]} for w in pieces]
         end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
         if drafts:
             steps = len(pieces)

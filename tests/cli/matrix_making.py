@@ -126,17 +126,16 @@ BENCH = line("bench {url} --samples 2 --concurrency 1 --max-tokens 8")
 DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
 CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
 SLOWLY = (*BENCH, "--extra-body", '{{"delay": 0.4}}')
-CHECK = line("check {url} --samples 3 --max-tokens 8 --contexts 0")
+CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano")
+SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(
     record="--record {out}",
     min_acceptance="--min-acceptance 9",
-    require="--require acceptance",
-    concurrency="--concurrency 1",
-    logprobs="--logprobs",
+    accept_unmeasured="--accept-unmeasured sampled",
+    concurrency=Effect(line("--concurrency 1"), base=(*CHECK, "--samples", "6")),
     timeout="--timeout 0.001",
     model="--model other",
-    junit="--junit {out}",
-    force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
+    tokenizer="--tokenizer {missing}",
     json_="--json",
 )
 RUN = line("inspect {head} --against {target} --run --prompts {questions} --samples 16")
@@ -148,15 +147,10 @@ DRAFTED = effects(
     device="--device cuda",
     json_="--json",
 )
-PROMPTS = effects(
-    dataset="--dataset {data}",
-    samples="--samples 2",
-    max_tokens="--max-tokens 4",
-    contexts=Effect(line("--contexts 40"), base=line("check {url} --samples 3 --max-tokens 8")),
-    context_samples=Effect(line("--context-samples 2"), base=line("check {url} --samples 3 --contexts 40")),
-)
-
 MAKING: dict[str, dict[str, Situation]] = {
+    "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
+        code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
+    ))},
     "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
     "demo": {
         "": Situation(
@@ -373,30 +367,30 @@ MAKING: dict[str, dict[str, Situation]] = {
         )
     },
     "check": {
-        "`check` without --against": Situation(
+        "`check` without --score": Situation(
             CHECK,
-            CHECKED | PROMPTS | effects(url=Effect(instead=line("check {nowhere} --max-tokens 8 --contexts 0"))),
+            CHECKED | effects(
+                url=Effect(instead=line("check {nowhere} --tokenizer kimi-nano")),
+                against="--against {recording}",
+                exact=Effect(line("--exact"), base=(*CHECK, "--against", "{url}")),
+                dataset="--dataset {data}",
+                samples="--samples 1",
+                max_tokens="--max-tokens 9",
+                context_tokens="--context-tokens 40",
+                force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
+            ),
             cheap=line("check {nowhere}"),
         ),
-        "--against URL": Situation(
-            (*CHECK, "--against", "{url}"),
-            slowly(CHECKED | PROMPTS | effects(
-                against=Effect(instead=(*CHECK, "--against", "{nowhere}")),
-                near_tie="--near-tie 0",
-            )) | effects(url=Effect(instead=line("check {nowhere} --against {url}"))),
-            cheap=line("check {nowhere} --against {url}"),
-        ),
-        "--against FILE": Situation(
-            line("check {url} --against {recording}"),
+        "--score": Situation(
+            SCORED,
             slowly(CHECKED) | effects(
-                url=Effect(instead=line("check {nowhere} --against {recording}")),
-                against=Effect(instead=line("check {url} --against {shorter}")),
-                near_tie="--near-tie 0",
-                force=Effect(
-                    line("--force"), base=line("check {url} --against {recording} --record {out}"), before=a_file
-                ),
+                url=Effect(instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")),
+                score="--score {shorter}",
+                concurrency="--concurrency 1",
+                exact="--exact",
+                force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
             ),
-            cheap=line("check {nowhere} --against {recording}"),
+            cheap=line("check {nowhere} --score {recording}"),
         ),
     },
 }  # fmt: skip

@@ -20,8 +20,8 @@ from trtspec.cli import app as application
 from trtspec.report import BLOCKS, sparkline
 
 COMMANDS = (
-    "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
-    "lint", "serve", "bench", "check", "prove", "watch",
+    "demo", "doctor", "inspect", "explain", "quantize", "calibrate", "synthesize", "train", "convert", "plan",
+    "build-config", "lint", "serve", "bench", "check", "prove", "watch",
 )  # fmt: skip
 
 
@@ -150,7 +150,11 @@ def test_with_json_a_failure_is_an_object_on_stdout(
         application.main()
     printed = json.loads(capsys.readouterr().out)
     assert stopped.value.code == status
-    assert set(printed) == {"ok", "error"} and set(printed["error"]) == {"code", "message", "remedy"}
+    assert (
+        set(printed) == {"ok", "problems", "error"}
+        and printed["problems"] == []
+        and set(printed["error"]) == {"code", "message", "remedy"}
+    )
     assert printed["error"]["code"] == code
 
 

@@ -20,9 +20,10 @@ from tests.cli.matrix_making import MAKING
 from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
+from trtspec import records
 from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
-from trtspec.records import Modes, click_command, flag_of, rules_of, variable
+from trtspec.records import Modes, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 
@@ -35,7 +36,7 @@ SELECTING = {
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
     "quantize": {"engine", "shard", "merge"},
     "train": {"dry_run"},
-    "check": {"against"},
+    "check": {"score"},
     "inspect": {"against", "run", "states"},
     "watch": {"once"},
 }
@@ -43,16 +44,14 @@ SELECTING = {
 
 def record_of(command: str) -> type:
     module = command.replace("-", "_")
-    function = getattr(import_module(f"trtspec.cli.{module}"), module)
-    found = [hint for name, hint in typing.get_type_hints(function).items() if name != "return"]
-    assert len(found) == 1 and dataclasses.is_dataclass(found[0]), f"{command} does not take one record: {found}"
-    return found[0]  # type: ignore[return-value]
+    found = records.record_of(getattr(import_module(f"trtspec.cli.{module}"), module))
+    assert dataclasses.is_dataclass(found), f"{command} does not take one record: {found}"
+    return found
 
 
 def declared_modes(command: str) -> set[str]:
     """Names of the modes that the record's metadata speaks of."""
-    record = record_of(command)
-    rules = [rule for name in fields_of(record) for rule in rules_of(record, name)]
+    rules = [rule for field in records.fields_of(record_of(command)).values() for rule in field.rules]
     return {mode.name for rule in rules if isinstance(rule, Modes) for mode in rule.modes}
 
 
@@ -120,12 +119,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     # below the ports that the system gives to outgoing connections of other tests
     found.places |= {"nowhere": "http://127.0.0.1:9", "port": "21310", "taken": str(server.server_port)}
-    short = ["check", server.url, "--max-tokens", 8, "--contexts", 0]
+    short = ["check", server.url, "--max-tokens", 8, "--context-tokens", 0, "--tokenizer", "kimi-nano"]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
         ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
-        [*short, "--samples", 3, "--record", places["recording"]],
-        [*short, "--samples", 2, "--record", places["shorter"]],
+        [*short, "--samples", 2, "--record", places["recording"]],
+        [*short, "--samples", 1, "--record", places["shorter"]],
     ):
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr
@@ -318,8 +317,8 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     """The words that every line of the command needs."""
     words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
              "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
-             "inspect": "{target}", "plan": "{target}", "build-config": "{target}", "lint": "{engine}",
-             "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
+             "explain": "TS-PAIR-WIDTH", "inspect": "{target}", "plan": "{target}", "build-config": "{target}",
+             "lint": "{engine}", "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

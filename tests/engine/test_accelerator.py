@@ -103,13 +103,11 @@ def test_a_round_reads_the_device_once(
 ) -> None:
     rounds = Rounds()
     monkeypatch.setattr(engine_module, "on_host", rounds)
-    with fake_cuda(CARDS[card]) as transfers:
+    with fake_cuda() as transfers:
         target, head = models(specs, dtype_of_capability(CARDS[card]))
         if nvfp4:
             in_nvfp4(target, dtype_of_capability(CARDS[card]))
-        options = EngineOptions(
-            drafter=drafter, max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic"
-        )
+        options = EngineOptions(max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic")
         engine = rounds.engine = Engine(target, head if drafter else None, options)
         for number, (temperature, top_k, top_p) in enumerate(SAMPLING):
             prompt = list(range(10 + 20 * number))

@@ -36,7 +36,7 @@ def test_every_head_kind(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    engine = Engine(target, head_of(kind), EngineOptions(drafter="eagle3", max_batch_size=rows, max_seq_len=128))
+    engine = Engine(target, head_of(kind), EngineOptions(max_batch_size=rows, max_seq_len=128))
     some = requests[: 2 + rows]
     assert token_ids(engine.generate(some)) == {request.id: expected[request.id] for request in some}
     assert engine.totals.drafted > 0
@@ -55,7 +55,7 @@ def test_every_acceptance_pattern(
     engine = Engine(
         target,
         head_of(("mla", "3", None)),
-        EngineOptions(drafter="eagle3", draft_len=draft_len, max_batch_size=rows, max_seq_len=128, prefill_tokens=16),
+        EngineOptions(draft_len=draft_len, max_batch_size=rows, max_seq_len=128, prefill_tokens=16),
     )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
@@ -67,20 +67,9 @@ def test_batch_of_64(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     copies = [replace(request, id=f"{copy}:{request.id}") for copy in range(8) for request in requests][:96]
-    engine = Engine(
-        target, head_of(("mla", "3.1", None)), EngineOptions(drafter="eagle3", max_batch_size=64, max_seq_len=128)
-    )
+    engine = Engine(target, head_of(("mla", "3.1", None)), EngineOptions(max_batch_size=64, max_seq_len=128))
     for name, tokens in token_ids(engine.generate(copies)).items():
         assert tokens == expected[name.partition(":")[2]]
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_prompt_lookup(
-    rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
-) -> None:
-    engine = Engine(target, options=EngineOptions(drafter="prompt-lookup", max_batch_size=rows))
-    assert token_ids(engine.generate(requests)) == expected
-    assert engine.totals.accepted > 0
 
 
 @pytest.mark.parametrize("kind", [("mha", "3", 100), ("mla", "3", None), ("mla", "3.1", None), ("mha", "3.1", None)])
@@ -93,7 +82,7 @@ def test_drafts_are_those_of_a_head_without_cache(
 ) -> None:
     """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
     head = head_of(kind)
-    engine = Engine(target, head, EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, prefill_tokens=16))
+    engine = Engine(target, head, EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16))
     assert isinstance(engine.drafter, Eagle3Drafter)
     oracle = OracleDrafter(engine.drafter, expected)
     engine.drafter = oracle
@@ -112,8 +101,8 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
     request = GenerationRequest("end", list(range(40)), max_tokens=1000, ignore_eos=True)
     engine = Engine(
         target,
-        head_of(("mha", "3", None)),
-        EngineOptions(drafter="eagle3" if drafting else None, max_batch_size=2, max_seq_len=64),
+        head_of(("mha", "3", None)) if drafting else None,
+        EngineOptions(max_batch_size=2, max_seq_len=64),
     )
     expected = greedy_by_definition(target, replace(request, max_tokens=24))
     if drafting:
@@ -129,7 +118,7 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
     free = greedy_by_definition(target, GenerationRequest("e", list(range(9)), 12, ignore_eos=True))
     end = free[4]
     cut = free[: free.index(end) + 1]
-    engine = Engine(target, head_of(("mha", "3", None)), EngineOptions(drafter="eagle3", draft_len=6, max_batch_size=1))
+    engine = Engine(target, head_of(("mha", "3", None)), EngineOptions(draft_len=6, max_batch_size=1))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
     completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
@@ -151,8 +140,8 @@ def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokeni
     requests = [GenerationRequest(f"{i}", prompt, 40, stop=[word], ignore_eos=True) for i, word in enumerate(words)]
     engine = Engine(
         target,
-        head_of(("mha", "3", None)),
-        EngineOptions(drafter="eagle3" if drafting else None, max_batch_size=8, max_seq_len=128),
+        head_of(("mha", "3", None)) if drafting else None,
+        EngineOptions(max_batch_size=8, max_seq_len=128),
         tokenizer=tokenizer,
     )
     if drafting:
@@ -194,9 +183,7 @@ def test_cancel_and_refill(
 def test_statistics_add_up(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    engine = Engine(
-        target, head_of(("mla", "3", None)), EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128)
-    )
+    engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
     for completion in engine.generate(requests).values():

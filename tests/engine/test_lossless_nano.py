@@ -96,7 +96,6 @@ def generate(
         target,
         head,
         EngineOptions(
-            drafter="eagle3" if head else None,
             max_batch_size=rows,
             max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8,
             record_gaps=True,

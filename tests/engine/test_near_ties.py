@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from tests.engine.oracle import OracleDrafter
 from trtspec.data_files import kimi_nano_dir
+from trtspec.engine.batch import Chunk
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.prefill import Chunk
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Completion, Output
 from trtspec.models.eagle3 import Eagle3Head
@@ -38,7 +38,7 @@ def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, reques
     engine = Engine(
         half,
         copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16),
-        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
+        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     assert all(rounding.explains(divergence) for divergence, rounding in judged(half, wanted, plain, engine))
 
@@ -127,7 +127,7 @@ def test_a_slightly_wrong_engine_is_judged_real(
     engine = mutant(
         target,
         head_of(("mha", "3", None)),
-        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
+        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     found = judged(target, wanted, plain, engine)
     assert found, "the mutation changed nothing"
@@ -143,7 +143,7 @@ def test_a_wrong_engine_is_found_in_bfloat16_too(
     wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
     plain = Engine(half, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
     head = copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16)
-    engine = mutant(half, head, EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True))
+    engine = mutant(half, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True))
     found = judged(half, wanted, plain, engine)
     assert found, "the mutation changed nothing"
     assert not any(rounding.explains(divergence) for divergence, rounding in found), found
@@ -186,7 +186,7 @@ def test_gaps_are_those_of_the_emitted_tokens(
     engine = Engine(
         target,
         head_of(("mla", "3", None)),
-        EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128, record_gaps=True),
+        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
@@ -200,9 +200,7 @@ def test_logprobs_are_the_models(
 ) -> None:
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
     wanted = [replace(request, logprobs=3) for request in requests[:6]]
-    engine = Engine(
-        target, head_of(("mla", "3", None)), EngineOptions(drafter="eagle3", max_batch_size=4, max_seq_len=128)
-    )
+    engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)
     for request in wanted:

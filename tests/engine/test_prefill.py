@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.engine.conftest import token_ids
 from tests.engine.test_lossless import HeadOf
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
@@ -114,6 +115,6 @@ def test_a_beginning_that_is_being_computed_is_waited_for(target: KimiModel, mon
     requests = [GenerationRequest(str(n), [*shared, 90 + n, n], 4, ignore_eos=True) for n in range(4)]
     plain = token_ids(Engine(target, options=EngineOptions(max_batch_size=4)).generate(requests))
     counted.passes.clear()
-    engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_reuse=True))
+    engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_bytes=PREFIX_BYTES))
     assert token_ids(engine.generate(requests)) == plain
     assert [[p.begin for p in pieces] for pieces in counted.passes] == [[0], [64, 64, 64]]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.engine.oracle import OracleDrafter, drafts_from_scratch
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.prefix import PrefixCache
+from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.eagle3 import Eagle3Head
@@ -22,9 +22,7 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import LatentCache
 
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
-REUSE = EngineOptions(
-    drafter="eagle3", max_batch_size=4, max_seq_len=128, prefill_tokens=16, prefix_reuse=True, block_tokens=4
-)
+REUSE = EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16, prefix_bytes=PREFIX_BYTES, block_tokens=4)
 MLA, MHA = ("mla", "3.1", None), ("mha", "3", 100)
 TARGET_WORDS, HEAD_WORDS = 3, 1  # bytes per token of the caches of the next test
 
@@ -151,7 +149,7 @@ def test_drafts_behind_a_reused_prefix(kind: tuple[str, str, int | None], target
 
 def test_reported_tokens_and_prompt_logprobs(target: KimiModel) -> None:
     """A prompt whose own log-probabilities are asked for is computed whole."""
-    engine = Engine(target, options=replace(REUSE, drafter=None))
+    engine = Engine(target, options=REUSE)
     request = GenerationRequest("first", list(range(40)), 4, ignore_eos=True)
     again = replace(request, id="again")
     scored = replace(request, id="scored", prompt_logprobs=True)

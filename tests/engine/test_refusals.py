@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import ApiCall, Preparation
-from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, parse_body
-from trtspec.engine.request import GenerationRequest, RequestRefused, Wishes
+from trtspec.engine.request import GenerationRequest, LogitsConstraints, RequestRefused
 from trtspec.models.kimi import KimiModel
 
 HELLO = {"role": "user", "content": "hello"}
@@ -24,8 +25,12 @@ def preparation(target: KimiModel, tokenizer: KimiTokenizer) -> Preparation:
     return Preparation(engine, tokenizer, "tiny-kimi")
 
 
+def parsed(kind: type[ChatBody] | type[CompletionBody], **fields: Any) -> Any:
+    return parse_body(kind, json.dumps(fields).encode())
+
+
 def chat(preparation: Preparation, **fields: Any) -> ApiCall:
-    return preparation.chat(parse_body(ChatBody, {"messages": [HELLO], **fields}))
+    return preparation.chat(parsed(ChatBody, **{"messages": [HELLO], **fields}))
 
 
 def tool(**fields: Any) -> dict:
@@ -43,12 +48,24 @@ def tool(**fields: Any) -> dict:
         ({"tools": [tool(strikt=True)]}, "tools[0].function.strikt"),
         ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
         ({"tools": [tool(strict=True)], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [tool(strict=True, parameters={"type": "no"})]}, "tools"),
+        ({"tools": [{**tool(), "type": "custom"}]}, "tools[0].type"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
+        ({"tools": [tool(), {"type": "function"}]}, "tools[1].function"),
         ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
-        ({"bad": "a", "bad_words": ["b"]}, "bad_words"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"verbosity": "high"}, "verbosity"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort"),
+        (
+            {"messages": [{**HELLO, "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+            "messages[0].content[0].cache_control",
+        ),
+        ({"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{**HELLO, "content": 5}]}, "messages[0].content"),
+        ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [HELLO, {"role": "assistant", "content": "{", "partial": True}]}, "messages[1].partial"),
         ({"messages": [HELLO, {"role": "assistant", "content": "{", "prefix": True}]}, "messages[1].prefix"),
         ({"messages": [{**HELLO, "nonsense": 1}]}, "messages[0].nonsense"),
@@ -92,6 +109,8 @@ SENT_BACK = {  # an answer as openai's client gives it, sent back with the next 
         {"tools": [tool(strict=True)], "tool_choice": {"type": "function", "function": {"name": "f"}}},  # langchain
         {"tools": [tool(strict=False, description="d")], "response_format": {"type": "json_object"}},
         {"tools": [tool(strict=True)], "tool_choice": "none", "ignore_eos": True},
+        {"modalities": ["text"], "verbosity": "medium", "reasoning_effort": None},
+        {"messages": [{**HELLO, "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}]},
     ],
 )
 def test_what_clients_send_is_taken(preparation: Preparation, fields: dict) -> None:
@@ -106,24 +125,24 @@ def test_a_developers_message_is_the_systems(preparation: Preparation) -> None:
 
 
 def test_reasoning_under_either_name(target: KimiModel, tokenizer: KimiTokenizer) -> None:
-    turns = [parse_body(ChatBody, {"messages": [{**HELLO, name: "hm"}]}) for name in ("reasoning", "reasoning_content")]
-    assert turns[0].messages == turns[1].messages == [{**HELLO, "reasoning_content": "hm"}]
+    turns = [parsed(ChatBody, messages=[{**HELLO, name: "hm"}]) for name in ("reasoning", "reasoning_content")]
+    assert all(turn.messages[0].to_dict() == {**HELLO, "reasoning_content": "hm"} for turn in turns)
 
 
-def test_bad_words_under_either_name(preparation: Preparation) -> None:
-    bans = [
-        preparation.completion(parse_body(CompletionBody, {"prompt": "x", name: ["ab", "c"]})).requests[0].wishes
-        for name in ("bad", "bad_words")
-    ]
-    assert bans[0] is not None and bans[0].bad_words and bans[0] == bans[1]
+def test_reasoning_effort_switches_thinking(preparation: Preparation) -> None:
+    efforts = {effort: chat(preparation, reasoning_effort=effort) for effort in ("none", "low", "high")}
+    assert [call.thinking for call in efforts.values()] == [False, True, True]
+    for effort, thinking in (("none", False), ("low", True)):
+        switched = chat(preparation, chat_template_kwargs={"thinking": thinking})
+        assert efforts[effort].prompts == switched.prompts
 
 
 def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
     preparation: Preparation, tokenizer: KimiTokenizer
 ) -> None:
     def ids(**fields: Any) -> list[int]:
-        body = {"prompt": "a<|im_end|>b", **fields}
-        return preparation.completion(parse_body(CompletionBody, body)).requests[0].prompt_ids
+        body = parsed(CompletionBody, prompt="a<|im_end|>b", **fields)
+        return preparation.completion(body).requests[0].prompt_ids
 
     end = tokenizer.special_id("<|im_end|>")
     assert ids(allow_special_tokens=True) == [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
@@ -146,9 +165,9 @@ def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
         ({"seed": 2**64}, "seed"),
         ({"stop": ["x"]}, "stop"),
         ({"stop_token_ids": (10**6,)}, "stop_token_ids"),
-        ({"wishes": Wishes(repetition_penalty=0.0)}, "repetition_penalty"),
-        ({"wishes": Wishes(min_p=1.5)}, "min_p"),
-        ({"wishes": Wishes(logit_bias={10**6: 1.0})}, "logit_bias"),
+        ({"constraints": LogitsConstraints(repetition_penalty=0.0)}, "repetition_penalty"),
+        ({"constraints": LogitsConstraints(min_p=1.5)}, "min_p"),
+        ({"constraints": LogitsConstraints(logit_bias={10**6: 1.0})}, "logit_bias"),
     ],
 )
 def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str, Any], param: str) -> None:
@@ -157,3 +176,18 @@ def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str
         engine.submit(GenerationRequest(**{"id": "x", "prompt_ids": [1, 2], "max_tokens": 4, **fields}))
     assert caught.value.param == param
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("raw", "says", "param"),
+    [
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8", None),
+        ('{"prompt": "x"}'.encode("utf-32"), "not UTF-8", None),
+        (b'{"prompt": "x", "n": 1, "n": 2}', "'n' stands twice", "n"),
+        (b'{"prompt": "x", "response_format": {"type": "text", "type": "regex"}}', "'type' stands twice", "type"),
+    ],
+)
+def test_what_json_leaves_open_is_refused(raw: bytes, says: str, param: str | None) -> None:
+    with pytest.raises(ApiError, match=says) as refused:
+        parse_body(CompletionBody, raw)
+    assert (refused.value.status, refused.value.param) == (400, param)

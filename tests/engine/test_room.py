@@ -15,9 +15,9 @@ import pytest
 from tests.engine.test_server import launch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.bodies import ChatBody, CompletionBody
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.prepare import MAX_SCORES, Preparation
-from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody
+from trtspec.engine.prepare import Preparation
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.models.kimi import KimiModel
 
@@ -54,7 +54,7 @@ def test_a_burst_finds_a_bounded_queue(
             await asyncio.gather(*asked)
             assert seen == {429: 192, 200: 8}
             await asyncio.gather(*(ask(client, number) for number in range(8)))
-            assert seen[200] == 16 and app.state.worker.free == 8
+            assert seen[200] == 16 and app.state.worker.reserved == set()
 
     asyncio.run(burst())
 
@@ -71,7 +71,7 @@ def test_what_was_refused_holds_nothing(target: KimiModel, tokenizer: KimiTokeni
             for _ in range(3):  # the context is too short: refused in its preparation
                 answer = await client.post("/v1/completions", json={"prompt": "x" * 99, "n": 2})
                 assert answer.status_code == 400, answer.text
-            assert app.state.worker.free == 2
+            assert not app.state.worker.reserved
 
     asyncio.run(ask())
 
@@ -118,17 +118,27 @@ def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiToken
     preparation = Preparation(engine, tokenizer, "tiny-kimi")
     common = {"messages": ASK, "logprobs": True, "top_logprobs": 20}
     taken = preparation.chat(ChatBody(**common, n=16, max_tokens=4000))
-    assert taken.scores == 16 * 4000 * 21 < MAX_SCORES
-    assert preparation.chat(ChatBody(messages=ASK, n=16)).scores == 0
+    assert taken.scores(8192) == 16 * 4000 * 21 < SCORES_IN_FLIGHT
+    assert preparation.chat(ChatBody(messages=ASK, n=16)).scores(8192) == 0
     echo = {"echo": True, "max_tokens": 0}
-    assert preparation.completion(CompletionBody(prompt=[[1] * 50] * 3, logprobs=1, **echo)).scores == 3 * 51 * 2
-    for make, body in (
-        (preparation.chat, ChatBody(**common, n=16)),
-        (preparation.completion, CompletionBody(prompt=[[1] * 4095] * 24, logprobs=20, **echo)),
-    ):
-        with pytest.raises(ApiError, match=str(MAX_SCORES)) as refused:
-            make(body)
-        assert (refused.value.status, refused.value.param) == (400, "logprobs")
+    completion = CompletionBody(prompt=[[1] * 50] * 3, logprobs=1, **echo)
+    assert preparation.completion(completion).scores(8192) == 3 * 51 * 2
+    app = create_app(engine, tokenizer, AppOptions("tiny-kimi"))
+
+    async def ask() -> list[httpx.Response]:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
+        ):
+            echoed = {"prompt": [[1] * 4095] * 24, "logprobs": 20, **echo}
+            return [
+                await client.post("/v1/chat/completions", json={**common, "n": 16}),
+                await client.post("/v1/completions", json=echoed),
+            ]
+
+    for answer in asyncio.run(ask()):
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
+        assert str(SCORES_IN_FLIGHT) in answer.json()["error"]["message"]
 
 
 def test_scores_in_flight_are_limited(target: KimiModel) -> None:
@@ -139,7 +149,7 @@ def test_scores_in_flight_are_limited(target: KimiModel) -> None:
     assert second.take(scores=0)
     first.release()
     first.release()
-    assert worker.free == 3 and second.take(scores=1)
+    assert second.take(scores=1)
 
 
 BIG = {

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import (
     LogitsProcessor,
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.request import GenerationRequest, Wishes
+from trtspec.engine.request import GenerationRequest, LogitsConstraints
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
@@ -57,15 +56,13 @@ def head_for(small: KimiModel, head: Eagle3Head, draft_ids: list[int] | None) ->
 def outcomes(
     small: KimiModel,
     head: Eagle3Head | None,
-    drafter: str | None,
     seed: int,
     draft_sampling: str = "argmax",
-    wishes: Wishes | None = None,
+    constraints: LogitsConstraints | None = None,
     **sampling: float,
 ) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
     options = EngineOptions(
-        drafter=drafter,  # type: ignore[arg-type]
         max_batch_size=64,
         max_seq_len=16,
         draft_len=2,
@@ -73,17 +70,17 @@ def outcomes(
         draft_sampling=draft_sampling,  # type: ignore[arg-type]
     )
     engine = Engine(small, head, options)
-    one = GenerationRequest("", PROMPT, 3, wishes=wishes, **{"temperature": 1.2, **sampling})  # type: ignore[arg-type]
+    one = GenerationRequest("", PROMPT, 3, constraints=constraints, **{"temperature": 1.2, **sampling})  # type: ignore[arg-type]
     wanted = [replace(one, id=str(n)) for n in range(RUNS)]
     done = engine.generate(wanted)
-    if drafter:
+    if head is not None:
         assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
     return Counter(tuple(completion.token_ids) for completion in done.values())
 
 
 @pytest.fixture(scope="module")
 def plain_outcomes(small: KimiModel) -> Counter:
-    return outcomes(small, None, None, seed=1)
+    return outcomes(small, None, seed=1)
 
 
 @torch.inference_mode()
@@ -112,19 +109,17 @@ def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outco
     [
         pytest.param(("mha", "3", None), None, marks=pytest.mark.slow),
         (("mla", "3.1", None), [0, 2, 3]),
-        pytest.param(None, None, marks=pytest.mark.slow),
     ],
 )
 def test_speculation_keeps_the_distribution(
     draft_sampling: str,
-    kind: tuple[str, str, int | None] | None,
+    kind: tuple[str, str, int | None],
     draft_ids: list[int] | None,
     small: KimiModel,
     head_of: HeadOf,
     plain_outcomes: Counter,
 ) -> None:
-    head = head_for(small, head_of(kind), draft_ids) if kind else None
-    counts = outcomes(small, head, "eagle3" if kind else "prompt-lookup", 2, draft_sampling)
+    counts = outcomes(small, head_for(small, head_of(kind), draft_ids), 2, draft_sampling)
     assert fits(counts, exact(small))
     common = [outcome for outcome in plain_outcomes | counts if plain_outcomes[outcome] + counts[outcome] >= 10]
     table = [[source[outcome] for outcome in common] for source in (plain_outcomes, counts)]
@@ -133,30 +128,31 @@ def test_speculation_keeps_the_distribution(
 
 @pytest.mark.parametrize("draft_sampling", [pytest.param("argmax", marks=pytest.mark.slow), "probabilistic"])
 def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, small: KimiModel, head_of: HeadOf) -> None:
-    wishes = Wishes(presence_penalty=1.1, logit_bias={2: 0.8})
+    constraints = LogitsConstraints(presence_penalty=1.1, logit_bias={2: 0.8})
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     expected = exact(small, 1.1, 0.8)
-    assert fits(outcomes(small, None, None, 5, wishes=wishes), expected)
-    counts = outcomes(small, head, "eagle3", 6, draft_sampling, wishes)
+    assert fits(outcomes(small, None, None, 5, constraints=constraints), expected)
+    counts = outcomes(small, head, "eagle3", 6, draft_sampling, constraints)
     assert fits(counts, expected) and not fits(counts, exact(small))
 
 
-OPTIONS: dict[str, tuple[dict[str, float], Wishes | None]] = {
+OPTIONS: dict[str, tuple[dict[str, float], LogitsConstraints | None]] = {
     "temperature": ({"temperature": 0.5}, None),
     "top_k": ({"top_k": 3}, None),
     "top_p": ({"top_p": 0.6}, None),
-    "min_p": ({}, Wishes(min_p=0.5)),
-    "frequency": ({}, Wishes(frequency_penalty=1.5)),
-    "presence": ({}, Wishes(presence_penalty=1.5)),
-    "repetition": ({}, Wishes(repetition_penalty=3.0)),
-    "logit_bias": ({}, Wishes(logit_bias={2: 0.8, 4: -1.0})),
-    "bad_words": ({}, Wishes(bad_words=((1,), (3, 0)))),
-    "all": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9}, Wishes(0.4, 0.3, 1.5, 0.1, logit_bias={2: 0.8})),
+    "min_p": ({}, LogitsConstraints(min_p=0.5)),
+    "frequency": ({}, LogitsConstraints(frequency_penalty=1.5)),
+    "presence": ({}, LogitsConstraints(presence_penalty=1.5)),
+    "repetition": ({}, LogitsConstraints(repetition_penalty=3.0)),
+    "logit_bias": ({}, LogitsConstraints(logit_bias={2: 0.8, 4: -1.0})),
+    "all": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9}, LogitsConstraints(0.4, 0.3, 1.5, 0.1, logit_bias={2: 0.8})),
 }
 
 
 @torch.inference_mode()
-def exact_by_transformers(small: KimiModel, sampling: dict[str, float], wishes: Wishes) -> dict[tuple[int, ...], float]:
+def exact_by_transformers(
+    small: KimiModel, sampling: dict[str, float], constraints: LogitsConstraints
+) -> dict[tuple[int, ...], float]:
     """Probability of each outcome by the chain rule with transformers' processors, in the documented order: bans,
     biases, penalties, temperature, min_p, top_k, top_p. OpenAI's two penalties by their formula."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
@@ -165,11 +161,11 @@ def exact_by_transformers(small: KimiModel, sampling: dict[str, float], wishes: 
         for tokens, probability in found.items():
             ids = torch.tensor([[*PROMPT, *tokens]])
             scores = small(ids, last_only=True).logits[:, -1].float()
-            for processor in before_penalties(wishes):
+            for processor in before_penalties(constraints):
                 scores = processor(ids, scores)
             counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=VOCAB)
-            scores = scores - wishes.frequency_penalty * counts - wishes.presence_penalty * (counts > 0)
-            for warper in warpers(sampling, wishes):
+            scores = scores - constraints.frequency_penalty * counts - constraints.presence_penalty * (counts > 0)
+            for warper in warpers(sampling, constraints):
                 scores = warper(ids, scores)
             for token, conditional in enumerate(scores.softmax(-1)[0].tolist()):
                 longer[(*tokens, token)] = probability * conditional
@@ -177,19 +173,19 @@ def exact_by_transformers(small: KimiModel, sampling: dict[str, float], wishes: 
     return found
 
 
-def before_penalties(wishes: Wishes) -> list[LogitsProcessor]:
+def before_penalties(constraints: LogitsConstraints) -> list[LogitsProcessor]:
     processors: list[LogitsProcessor] = []
-    if wishes.bad_words:
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in wishes.bad_words]))
-    if wishes.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in wishes.logit_bias.items()}))
-    return [*processors, RepetitionPenaltyLogitsProcessor(wishes.repetition_penalty)]
+    if constraints.logit_bias:
+        processors.append(
+            SequenceBiasLogitsProcessor({(token,): bias for token, bias in constraints.logit_bias.items()})
+        )
+    return [*processors, RepetitionPenaltyLogitsProcessor(constraints.repetition_penalty)]
 
 
-def warpers(sampling: dict[str, float], wishes: Wishes) -> list[LogitsProcessor]:
+def warpers(sampling: dict[str, float], constraints: LogitsConstraints) -> list[LogitsProcessor]:
     chain: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.get("temperature", 1.2))]
-    if wishes.min_p:
-        chain.append(MinPLogitsWarper(wishes.min_p))
+    if constraints.min_p:
+        chain.append(MinPLogitsWarper(constraints.min_p))
     if "top_k" in sampling:
         chain.append(TopKLogitsWarper(int(sampling["top_k"])))
     return [*chain, TopPLogitsWarper(sampling.get("top_p", 1.0))]
@@ -201,12 +197,12 @@ def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
     """With drafts, against probabilities of transformers' own processors; without the option they would differ."""
-    sampling, wishes = OPTIONS[option]
+    sampling, constraints = OPTIONS[option]
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
-    counts = outcomes(small, head, "eagle3", 7, draft_sampling, wishes, **sampling)
-    expected = exact_by_transformers(small, sampling, wishes or Wishes())
+    counts = outcomes(small, head, "eagle3", 7, draft_sampling, constraints, **sampling)
+    expected = exact_by_transformers(small, sampling, constraints or LogitsConstraints())
     assert fits(counts, expected)
-    assert not fits(counts, exact_by_transformers(small, {}, Wishes()))
+    assert not fits(counts, exact_by_transformers(small, {}, LogitsConstraints()))
     assert all(expected[outcome] > 0 for outcome in counts)
 
 
@@ -223,21 +219,10 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
     return chisquare([*seen, total - sum(seen)], [*want, total - sum(want)]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("drafter", "draft_sampling"),
-    [
-        (None, "argmax"),
-        ("eagle3", "argmax"),
-        ("eagle3", "probabilistic"),
-        ("prompt-lookup", "argmax"),
-        # only a head draws its drafts: these two go the ways of those above
-        pytest.param(None, "probabilistic", marks=pytest.mark.slow),
-        pytest.param("prompt-lookup", "probabilistic", marks=pytest.mark.slow),
-    ],
-)
-def test_a_seed_decides_alone(draft_sampling: str, drafter: str | None, target: KimiModel, head_of: HeadOf) -> None:
+@pytest.mark.parametrize(("drafting", "draft_sampling"), [(False, "argmax"), (True, "argmax"), (True, "probabilistic")])
+def test_a_seed_decides_alone(draft_sampling: str, drafting: bool, target: KimiModel, head_of: HeadOf) -> None:
     """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
-    head = head_of(("mha", "3", None)) if drafter == "eagle3" else None
+    head = head_of(("mha", "3", None)) if drafting else None
     seeded = [
         GenerationRequest(f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True)
         for n in range(4)
@@ -245,7 +230,7 @@ def test_a_seed_decides_alone(draft_sampling: str, drafter: str | None, target: 
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
-        options = EngineOptions(drafter=drafter, max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
+        options = EngineOptions(max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
         engine = Engine(target, head, options)
         return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
 

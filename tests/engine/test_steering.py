@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
@@ -23,70 +22,72 @@ from transformers import (
 from tests.engine.test_server import Running, launch
 from tests.tiny import make_head
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.bodies import Function
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.request import GenerationRequest, Wishes
-from trtspec.engine.steering import Grammars, tool_call_grammar
+from trtspec.engine.grammars import Grammar, Grammars, tool_call_grammar
+from trtspec.engine.request import GenerationRequest, LogitsConstraints
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 PROMPT = [1, 2, 3, 1, 2, 3, 40, 41]
-WISHES = {
-    "frequency": Wishes(frequency_penalty=0.7),
-    "presence": Wishes(presence_penalty=1.5),
-    "repetition": Wishes(repetition_penalty=1.4),
-    "bias": Wishes(logit_bias={7: 3.0, 9: -100.0}),
-    "all": Wishes(0.3, 0.4, 1.2, 0.0, 6, {7: 1.0, 200: 2.0}),
+CONSTRAINTS = {
+    "frequency": LogitsConstraints(frequency_penalty=0.7),
+    "presence": LogitsConstraints(presence_penalty=1.5),
+    "repetition": LogitsConstraints(repetition_penalty=1.4),
+    "bias": LogitsConstraints(logit_bias={7: 3.0, 9: -100.0}),
+    "all": LogitsConstraints(0.3, 0.4, 1.2, 0.0, 6, {7: 1.0, 200: 2.0}),
 }
 
 
 @torch.inference_mode()
-def by_definition(target: KimiModel, wishes: Wishes, count: int) -> list[int]:
+def by_definition(target: KimiModel, constraints: LogitsConstraints, count: int) -> list[int]:
     """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's penalty formula."""
     processors = LogitsProcessorList()
-    if wishes.bad_words:
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in wishes.bad_words]))
-    if wishes.logit_bias:
-        processors.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in wishes.logit_bias.items()}))
-    if wishes.min_tokens:
+    if constraints.logit_bias:
+        processors.append(
+            SequenceBiasLogitsProcessor({(token,): bias for token, bias in constraints.logit_bias.items()})
+        )
+    if constraints.min_tokens:
         ends = list(target.spec.eos_token_ids)
-        processors.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), wishes.min_tokens, ends))
-    if wishes.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(wishes.repetition_penalty))
+        processors.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), constraints.min_tokens, ends))
+    if constraints.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(constraints.repetition_penalty))
     tokens = list(PROMPT)
     for _ in range(count):
         logits = target(torch.tensor([tokens]), last_only=True).logits[:, -1].float()
         scores = processors(torch.tensor([tokens]), logits)
         counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=scores.shape[-1])
-        scores = scores - wishes.frequency_penalty * counts - wishes.presence_penalty * (counts > 0)
+        scores = scores - constraints.frequency_penalty * counts - constraints.presence_penalty * (counts > 0)
         tokens.append(int(scores.argmax()))
         if tokens[-1] in target.spec.eos_token_ids:
             break
     return tokens[len(PROMPT) :]
 
 
-def generate(target: KimiModel, head: Eagle3Head | None, wishes: list[Wishes], **fields: Any) -> list[list[int]]:
-    options = EngineOptions(drafter="eagle3" if head else None, max_batch_size=3, max_seq_len=96)
-    requests = [GenerationRequest(str(n), PROMPT, 24, wishes=wish, **fields) for n, wish in enumerate(wishes)]
+def generate(
+    target: KimiModel, head: Eagle3Head | None, constraints: list[LogitsConstraints], **fields: Any
+) -> list[list[int]]:
+    options = EngineOptions(max_batch_size=3, max_seq_len=96)
+    requests = [GenerationRequest(str(n), PROMPT, 24, constraints=wish, **fields) for n, wish in enumerate(constraints)]
     done = Engine(target, head, options).generate(requests)
-    return [done[str(n)].token_ids for n in range(len(wishes))]
+    return [done[str(n)].token_ids for n in range(len(constraints))]
 
 
 def test_every_wish_is_what_transformers_does(target: KimiModel, head_of: HeadOf) -> None:
-    free = by_definition(target, Wishes(), 24)
-    banned = Wishes(bad_words=((free[1],), (free[0], free[3])))
-    wishes = [*WISHES.values(), banned]
-    expected = [by_definition(target, wish, 24) for wish in wishes]
-    assert sum(tokens != free for tokens in expected) >= 5
-    assert generate(target, None, wishes) == expected
+    free = by_definition(target, LogitsConstraints(), 24)
+    constraints = list(CONSTRAINTS.values())
+    expected = [by_definition(target, wish, 24) for wish in constraints]
+    assert sum(tokens != free for tokens in expected) >= 4
+    assert generate(target, None, constraints) == expected
     for kind in (("mla", "3.1", None), ("mha", "3", 100)):
-        assert generate(target, head_of(kind), wishes) == expected
+        assert generate(target, head_of(kind), constraints) == expected
 
 
 def test_min_p_one_is_greedy(target: KimiModel, head_of: HeadOf) -> None:
-    greedy = by_definition(target, Wishes(), 24)
+    greedy = by_definition(target, LogitsConstraints(), 24)
     for head in (None, head_of(("mla", "3", None))):
-        assert generate(target, head, [Wishes(min_p=1.0)], temperature=1.5, seed=3) == [greedy]
+        assert generate(target, head, [LogitsConstraints(min_p=1.0)], temperature=1.5, seed=3) == [greedy]
 
 
 SCHEMA = {
@@ -104,20 +105,20 @@ def test_a_grammar_holds_with_and_without_drafts(
     grammars = Grammars(tokenizer, tokenizer.eos_ids)
     schema = json.dumps(SCHEMA)
 
-    def wishes() -> list[Wishes]:
+    def constraints() -> list[LogitsConstraints]:
         return [
-            Wishes(grammar=grammars.matcher("json", schema)),
-            Wishes(grammar=grammars.matcher("regex", "[ab]{3,9}c")),
-            Wishes(grammar=grammars.matcher("json", schema), frequency_penalty=0.5),
+            LogitsConstraints(grammar=Grammar(grammars.compile("json", schema))),
+            LogitsConstraints(grammar=Grammar(grammars.compile("regex", "[ab]{3,9}c"))),
+            LogitsConstraints(grammar=Grammar(grammars.compile("json", schema)), frequency_penalty=0.5),
         ]
 
     found = []
     for head in (None, head_of(("mla", "3.1", None)), head_of(("mha", "3", 100))):
-        options = EngineOptions(drafter="eagle3" if head else None, max_batch_size=3, max_seq_len=128)
+        options = EngineOptions(max_batch_size=3, max_seq_len=128)
         engine = Engine(target, head, options, tokenizer)
         requests = [
-            GenerationRequest(str(n), PROMPT, 80, wishes=wish, temperature=temperature, seed=n)
-            for n, wish in enumerate(wishes())
+            GenerationRequest(str(n), PROMPT, 80, constraints=wish, temperature=temperature, seed=n)
+            for n, wish in enumerate(constraints())
         ]
         texts = [engine.generate([request])[request.id] for request in requests]
         for answer in (texts[0], texts[2]):
@@ -134,9 +135,8 @@ def test_a_grammar_that_cannot_be(tokenizer: KimiTokenizer) -> None:
     grammars = Grammars(tokenizer, tokenizer.eos_ids)
     for kind, text in (("json", '{"type": "nothing"}'), ("json", "{"), ("regex", "("), ("lark", "start: nowhere")):
         with pytest.raises(ValueError):
-            grammars.matcher(kind, text)
-    tools = [{"type": "function", "function": {"name": "get.it"}}]
-    assert grammars.matcher("lark", tool_call_grammar(tools, several=True)) is not None
+            grammars.compile(kind, text)
+    assert grammars.compile("lark", tool_call_grammar([Function(name="get.it")], several=True)) is not None
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +192,24 @@ def test_a_demanded_tool_is_called(
         assert set(json.loads(calls[0].function.arguments)) == {"name", "n"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_is_cut_off_is_a_partial_call(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": TOOLS[:1], "tool_choice": "required"}
+    answer = client.chat.completions.create(**asked, max_tokens=36, temperature=0, stream=stream)
+    if stream:
+        parts = list(answer)
+        (call,) = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+        content, reason = (
+            "".join(part.choices[0].delta.content or "" for part in parts),
+            parts[-1].choices[0].finish_reason,
+        )
+    else:
+        (call,) = answer.choices[0].message.tool_calls or []
+        content, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+    assert call.function.name == "get_weather" and not content and reason == "length"
+    assert '{"name":"ab","n":99}'.startswith(call.function.arguments[:2])
+
+
 class Lookup(BaseModel):
     city: Literal["Oslo", "Rome"]
 
@@ -214,11 +232,14 @@ def test_a_strict_function_is_called_as_it_says(client: openai.OpenAI, tokenizer
 
 def test_structured_output(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    for fields in ({"response_format": form}, {"extra_body": {"guided_json": SCHEMA}}):
-        answer = client.chat.completions.create(model="tiny-kimi", messages=ASK, max_tokens=300, n=2, **fields)
-        assert all(set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices)
+    answer = client.chat.completions.create(model="tiny-kimi", messages=ASK, max_tokens=300, n=2, response_format=form)
+    assert all(set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices)
     ended = client.completions.create(
-        model="tiny-kimi", prompt="x", n=8, max_tokens=9, extra_body={"guided_regex": "[ab]c"}
+        model="tiny-kimi",
+        prompt="x",
+        n=8,
+        max_tokens=9,
+        extra_body={"response_format": {"type": "regex", "regex": "[ab]c"}},
     )
     assert all(choice.text in ("ac", "bc") and choice.finish_reason == "stop" for choice in ended.choices)
     free = client.chat.completions.create(
@@ -232,11 +253,10 @@ def test_structured_output(client: openai.OpenAI) -> None:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"guided_regex": "("}, "response_format"),
+        ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
@@ -290,10 +310,7 @@ def test_text_options(server: Running) -> None:
 
     free = ask()["choices"][0]["text"]
     word = next(free[i : i + 2] for i in range(4, len(free) - 2) if "\ufffd" not in free[i : i + 2])
-    kept = ask(stop=[word], include_stop_str_in_output=True)["choices"][0]["text"]
-    assert kept == free[: free.index(word)] + word
-    assert ask(truncate_prompt_tokens=2)["usage"]["prompt_tokens"] == 2
-    assert ask(truncate_prompt_tokens=2)["choices"][0]["text"] == ask(prompt="bc")["choices"][0]["text"]
+    assert ask(stop=[word])["choices"][0]["text"] == free[: free.index(word)]
     assert ask(max_tokens=8, logit_bias={"300": 100})["choices"][0]["text"] == ""
-    named = ask(max_tokens=2, logit_bias={"300": 100}, skip_special_tokens=False)["choices"][0]["text"]
-    assert named == "<|reserved_token_300|>" * 2
+    told = ask(max_tokens=2, logit_bias={"300": 100}, return_token_ids=True)["choices"][0]
+    assert told["token_ids"] == [300, 300] and told["prompt_token_ids"] == [97, 98, 99]

@@ -81,8 +81,8 @@ def test_everything_at_once_against_serial_decoding(
 ) -> None:
     made, expected = conversations
     options = EngineOptions(
-        drafter="eagle3", draft_len=4, max_batch_size=rows, max_seq_len=MAX_SEQ_LEN, prefill_tokens=48,
-        max_num_tokens=48 + 5 * rows, prefix_reuse=True, prefix_bytes=16 << 20,
+        draft_len=4, max_batch_size=rows, max_seq_len=MAX_SEQ_LEN, prefill_tokens=48,
+        max_num_tokens=48 + 5 * rows, prefix_bytes=16 << 20,
     )  # fmt: skip
     engine = Engine(target, load_head(DATA / "kimi-nano-eagle3", target, dtype=torch.float32), options)
     numbers, got, ended = random.Random(rows), {name: [] for name in expected}, {}

@@ -143,11 +143,7 @@ class Crowd:
     async def _exchange(self, attack: Attack) -> bytes:
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
-            if attack.manner == "slow":
-                for start in range(0, len(attack.data), 40):
-                    writer.write(attack.data[start : start + 40])
-                    await asyncio.sleep(0.02)
-            writer.write(b"" if attack.manner == "slow" else attack.data)
+            writer.write(attack.data)
             if attack.manner == "leaves":
                 await asyncio.wait_for(reader.read(200), LEAVES_AFTER)
                 return b""
@@ -155,7 +151,7 @@ class Crowd:
                 await self._pour(writer, chunked=b"chunked" in attack.data)
             if attack.manner == "half-closed":
                 writer.write_eof()
-            return await self._answer(reader)
+            return await reader.read()
         except TimeoutError:
             if attack.manner != "leaves":
                 raise
@@ -167,16 +163,6 @@ class Crowd:
         for _ in range(LARGE // len(BLOCK)):
             writer.write(b"%x\r\n%b\r\n" % (len(BLOCK), BLOCK) if chunked else BLOCK)
             await writer.drain()
-
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        """All that the server sends until it closes. Interim answers are dropped."""
-        parts = []
-        while part := await reader.read(65536):
-            parts.append(part)
-        answer = b"".join(parts)
-        while answer.startswith(b"HTTP/1.1 100"):
-            answer = answer.partition(b"\r\n\r\n")[2]
-        return answer
 
 
 @dataclass
@@ -219,26 +205,3 @@ class Soak:
         self.ended[kind] += 1
         if not right:
             self.wrong.append(f"request {number}, {kind}: {answer[-300:]!r}")
-
-
-async def stay_idle(host: str, port: int, count: int, done: asyncio.Event, peak: list[int]) -> None:
-    """Holds `count` connections that say nothing, and opens each again when the server closes it."""
-
-    async def idle() -> None:
-        while not done.is_set():
-            try:
-                reader, writer = await asyncio.open_connection(host, port)
-            except OSError:
-                await asyncio.sleep(0.2)
-                continue
-            open_now[0] += 1
-            peak[0] = max(peak[0], open_now[0])
-            waiting = [asyncio.create_task(reader.read(1)), asyncio.create_task(done.wait())]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
-            open_now[0] -= 1
-            writer.transport.abort()
-
-    open_now = [0]
-    await asyncio.gather(*(idle() for _ in range(count)))

@@ -353,8 +353,8 @@ class Inputs(Damage):
             ],
             "recording.json": [
                 ["check", self.url, "--against", str(file)],
-                ["check", self.url, "--against", str(file), "--json"],
-                ["check", NOWHERE, "--against", str(file)],
+                ["check", self.url, "--score", str(file), "--json"],
+                ["check", NOWHERE, "--score", str(file)],
             ],
             "acceptance.json": [["plan", str(target), "--head", str(head), "--acceptance", str(file)]],
         }

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Manner = Literal["plain", "slow", "half-closed", "leaves", "large"]
+Manner = Literal["plain", "half-closed", "leaves", "large"]
 LARGE = 50_000_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GRAMMARS = (
@@ -44,14 +44,19 @@ FIELDS = (
     *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n"),
     *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
     *(
-        "bad",
-        "bad_words",
-        "truncate_prompt_tokens",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
         "response_format",
+        "return_token_ids",
+        "reasoning_effort",
+        "modalities",
+        "verbosity",
+        "best_of",
+        "suffix",
+        "max_tokens",
+        "logprobs",
+        "echo",
+        "prompt",
+        "messages",
     ),
-    *("guided_json", "guided_regex", "best_of", "suffix", "max_tokens", "logprobs", "echo", "prompt", "messages"),
     *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens"),
 )
 PATHS = (COMPLETIONS, CHAT, "/health", "/v1/models", "/metrics", "/openapi.json", "/", "/../etc/passwd", "/%00", "/v1")
@@ -69,7 +74,7 @@ CHUNKS = (b"zz\r\n", b"-1\r\n", b"5\r\nabc", b"FFFFFFFFFFFFFFFFF\r\n")
 
 @dataclass(frozen=True)
 class Attack:
-    """What to send, and how: at once, in pieces, closing the sending side, leaving before the answer, or with
+    """What to send, and how: at once, closing the sending side, leaving before the answer, or with
     `LARGE` bytes of body to follow."""
 
     name: str
@@ -138,9 +143,7 @@ class Attacks:
     def _grammar(self) -> Attack:
         path, body = self._body()
         if self.random.random() < 0.5:
-            body["guided_regex"] = self.random.choice(GRAMMARS)
-        elif self.random.random() < 0.5:
-            body["guided_json"] = self.random.choice(SCHEMAS)
+            body["response_format"] = {"type": "regex", "regex": self.random.choice(GRAMMARS)}
         else:
             schema = {"name": "x", "schema": self.random.choice(SCHEMAS)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -224,7 +227,7 @@ class Attacks:
 
     def _manners(self) -> Attack:
         path, body = self._body()
-        manner: Manner = self.random.choice(("slow", "half-closed", "leaves", "leaves"))
+        manner: Manner = self.random.choice(("half-closed", "leaves", "leaves"))
         if manner == "leaves":
             body["max_tokens"] = 200
         data = post(path, json.dumps(body).encode())

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from tests.engine.test_server import Running, launch
-from tests.hostile.crowd import Crowd, Good, Right, Soak, Watch, stay_idle, streamed_text
+from tests.hostile.crowd import Crowd, Good, Right, Soak, Watch, streamed_text
 from tests.hostile.requests import COMPLETIONS, Attacks, post
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
@@ -41,7 +41,6 @@ SOAK = int(os.environ.get("TRTSPEC_SOAK_REQUESTS", "10000"))
 SCHEMATHESIS = os.environ.get("TRTSPEC_SCHEMATHESIS_PYTHON", "")
 AT_ONCE = 256
 STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 64, 32
-IDLE = 1000
 HEALTH_SECONDS = 1.0
 GROWTH = 32 << 20  # bytes that the process may have more at the end than when half of the time was over
 
@@ -126,13 +125,13 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     threads = [threading.Thread(target=good.run, args=(number, stop)) for number in range(STREAMS)]
     for thread in threads:
         thread.start()
-    crowd, idle = Crowd(*place(server)), [0]
+    crowd = Crowd(*place(server))
     sent, found = 0, ""
     try:
         if SCHEMATHESIS:
             sent, found = by_schemathesis(server, HOSTILE // 4, tmp_path)
             assert sent or found, "schemathesis sent nothing"
-        asyncio.run(with_idle(crowd, Attacks(SEED), HOSTILE - sent, idle))
+        asyncio.run(crowd.run(Attacks(SEED).next, HOSTILE - sent))
     finally:
         stop.set()
         for thread in threads:
@@ -142,7 +141,7 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     settled = watch.memory[len(watch.memory) // 2 :]
     grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
     print(f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s")
-    print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}, {idle[0]} idle connections at once")
+    print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}")
     print(f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back")
     print(f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed")
     size = len(watch.memory)
@@ -158,14 +157,6 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     assert not [line for line in server.log if "Traceback" in line or "request " in line], "".join(server.log)
     if not SCHEMATHESIS:
         pytest.skip("TRTSPEC_SCHEMATHESIS_PYTHON is not set: the rest passed without schemathesis")
-
-
-async def with_idle(crowd: Crowd, attacks: Attacks, count: int, peak: list[int]) -> None:
-    done = asyncio.Event()
-    idle = asyncio.create_task(stay_idle(crowd.host, crowd.port, IDLE, done, peak))
-    await crowd.run(attacks.next, count)
-    done.set()
-    await idle
 
 
 def test_soak(server: Running, right: Right) -> None:

@@ -194,9 +194,7 @@ class Reference:
 
 
 def reference(target: Path, head: Path | None, prompts: list[GenerationRequest]) -> Reference:
-    options = ServerOptions(
-        dtype="float32", drafter="eagle3" if head else None, draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH
-    )
+    options = ServerOptions(dtype="float32", draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH)
     engine, _ = build_engine(target, head, options)
     engine.options = replace(engine.options, record_gaps=True)
     return Reference(engine.generate(prompts), engine.totals.steps, engine.target)

@@ -90,7 +90,7 @@ def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path
     save_file(entries(source), path)
     with pytest.raises(UsageError, match="does not say which source") as refused:
         plan(source, path)
-    assert "--accept-input-scales" in refused.value.remedy
+    assert "`accept_input_scales`" in refused.value.remedy
     assert plan(source, path, accept=True).quantized == 2 * 12
 
 

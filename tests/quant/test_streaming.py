@@ -192,7 +192,7 @@ def test_changed_options_or_source_are_refused_until_restart(tmp_path):
         quantize_checkpoint(source, out, K26, ConversionOptions(weight_scales="max"))
     with pytest.raises(UsageError, match='options.kv_cache was "fp8", now null$'):  # a dry run runs the same checks
         quantize_checkpoint(source, out, K26, ConversionOptions(kv_cache=None), OutputOptions(dry_run=True))
-    assert "--restart" in caught.value.remedy
+    assert "`restart`" in caught.value.remedy
     assert quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True)).shards_resumed == 0
     shard = source / "model-00001-of-00002.safetensors"
     size = shard.stat().st_size
@@ -218,7 +218,7 @@ def test_other_times_are_no_other_source_but_other_content_is(tmp_path):
         shard.write_bytes(data)
         with pytest.raises(UsageError, match=f"converted from something else than .*{shard.name}") as caught:
             quantize_checkpoint(source, out, K26)
-        assert "--restart" in caught.value.remedy
+        assert "`restart`" in caught.value.remedy
         data[at] ^= 1
         shard.write_bytes(data)
         assert quantize_checkpoint(source, out, K26).shards_resumed == 3

@@ -37,7 +37,7 @@ SAMPLES: list[Any] = [
 ]
 GOOD = """\
 kv_cache_config: {free_gpu_memory_fraction: 0.8}
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /heads/one}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 """
 
 

@@ -209,7 +209,7 @@ def test_an_engine_that_dies_under_load_is_told_and_not_restarted(start: Start, 
 
 
 def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: Path) -> None:
-    process = start("--dry-run", "--json", "--", "--log_level", "debug")
+    process = start("--dry-run", "--json", "--trtllm-version", "1.3.0rc20", "--", "--log_level", "debug")
     promised = json.loads(process.communicate(timeout=60)[0])
     process = start("--", "--log_level", "debug", MY_OWN="1")
     until_ready(process)

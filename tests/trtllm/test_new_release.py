@@ -150,6 +150,7 @@ def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> N
     schema.write_text(schema.read_text().replace("[AUTO, DFlash, DSpark,", "[AUTO, Weaver, DFlash, DSpark,"))
     assert touched(copy) == ["trtllm/schemas/1.4.yaml", "trtllm/speculation.yaml"]  # data, and no code at all
     whole = {"speculative_config": eagle(decoding_type="Weaver"), "max_batch_size": 8, "max_num_tokens": 40}
+    whole["kv_cache_config"] = {"use_kv_cache_manager_v2": False}  # the manager in which a reused prefix is hidden
     nothing = {"speculative_config": {"decoding_type": "Weaver"}}
     good, empty = judged(copy, [(yaml.safe_dump(text), "1.4.0rc1") for text in (whole, nothing)])
     assert not {"TS-LINT-BAD-VALUE", "TS-LINT-NO-DRAFT-MODEL", "TS-LINT-CAPTURE-LAYERS-MISSING"} & codes(good)

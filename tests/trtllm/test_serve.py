@@ -101,8 +101,7 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
         (["serve", K25[0], "--backend", "reference", "--goal", "latency", "--dry-run"], 2, "--backend trtllm"),
-        (["serve", K25[0], "--backend", "reference", "--speculation", "eagle3", "--dry-run"], 2, "needs a head"),
-        (["serve", K25[0], "--speculation", "prompt-lookup", "--dry-run"], 2, "--backend reference"),
+        (["serve", K25[0], "--prefix-cache-mib", "9", "--dry-run"], 2, "--backend reference"),
         (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
         (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
         (["lint", "/nowhere.yml"], 2, "cannot be read"),
@@ -122,7 +121,7 @@ def test_reference_dry_run_names_every_choice() -> None:
     assert answer["status"] == 0
     words = " ".join(answer["argv"])
     assert "--head nvidia/Kimi-K2.5-Eagle3 --backend reference" in words
-    assert "--speculation eagle3" in words and "--draft-len 2" in words and "--dtype float32" in words
+    assert "--draft-len 2" in words and "--dtype float32" in words
 
 
 def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: Path) -> None:
@@ -200,8 +199,8 @@ NOT_THE_REFERENCES = (
     "--stop-grace 9", "--health-interval 9", "--health-failures 9",
 )  # fmt: skip
 NOT_THE_ENGINES = (
-    "--speculation eagle3", "--speculation none", "--dtype auto", "--device cpu", "--draft-sampling argmax",
-    "--prefix-reuse warm", "--prefix-cache-mib 9", "--max-queue 9", "--api-key k", "--vllm-version 0.11.0",
+    "--dtype auto", "--device cpu", "--draft-sampling argmax",
+    "--prefix-cache-mib 9", "--max-queue 9", "--api-key k", "--vllm-version 0.11.0",
 )  # fmt: skip
 NOT_THE_FRONTS = (
     "--head x", "--host h", "--port 8000", "--max-batch-size 1", "--max-seq-len 9", "--draft-len 3",
@@ -258,11 +257,7 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
     ("words", "says"),
     [
         (["--draft-len", "3"], "--draft-len is not used without --head"),
-        (
-            ["--backend", "reference", "--draft-len", "3"],
-            "--draft-len is not used without --head or --speculation prompt-lookup",
-        ),
-        (["--backend", "reference", "--head", "x", "--speculation", "none"], "--head is not used with"),
+        (["--backend", "reference", "--draft-len", "3"], "--draft-len is not used without --head"),
         (
             ["--launcher-args", "--hostfile h"],
             "--launcher-args is not used without --launcher slurm, --launcher mpi or --launcher lws",

@@ -10,7 +10,6 @@ use the machine too). Prompts are JSON lines with `messages`; transformers decod
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.drafters import DrafterName, DraftSampling
+from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.server import thread_count
@@ -45,7 +44,6 @@ def main() -> None:
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--drafters", nargs="+", choices=["eagle3", "prompt-lookup"], default=["eagle3"])
     parser.add_argument("--draft-sampling", nargs="+", choices=["argmax", "probabilistic"], default=["argmax"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
@@ -58,13 +56,11 @@ def main() -> None:
     print(f"{dtype}, {torch.get_num_threads()} threads, draft length {options.draft_len}, "
           f"{options.new_tokens} new tokens at most, {options.rounds} turns")  # fmt: skip
 
-    def engine(drafter: DrafterName | None, concurrency: int, draft_sampling: DraftSampling = "argmax") -> Engine:
-        drafting = head if drafter == "eagle3" else None
+    def engine(drafting: Eagle3Head | None, concurrency: int, draft_sampling: DraftSampling = "argmax") -> Engine:
         return Engine(
             target,
             drafting,
             EngineOptions(
-                drafter=drafter,
                 draft_len=options.draft_len,
                 draft_sampling=draft_sampling,
                 max_batch_size=concurrency,
@@ -75,9 +71,9 @@ def main() -> None:
         requests = read_requests(options, temperature)
         for concurrency in options.concurrency:
             engines: dict[str, Callable[[], Engine]] = {"plain": partial(engine, None, concurrency)}
-            for name, sampling in itertools.product(options.drafters, options.draft_sampling):
-                label = name if sampling == "argmax" else f"{name}, {sampling}"
-                engines[label] = partial(engine, name, concurrency, sampling)
+            for sampling in options.draft_sampling:
+                label = "eagle3" if sampling == "argmax" else f"eagle3, {sampling}"
+                engines[label] = partial(engine, head, concurrency, sampling)
             print(f"\ntemperature {temperature:g}, concurrency {concurrency}")
             compare(engines, requests, concurrency, options.rounds)
     for rows in options.concurrency:
@@ -101,7 +97,7 @@ def read_requests(options: argparse.Namespace, temperature: float) -> list[Gener
 def compare(
     engines: dict[str, Callable[[], Engine]], requests: list[GenerationRequest], concurrency: int, rounds: int
 ) -> None:
-    """Each turn runs 2 or more waves of fresh requests through every variant, in rotating order."""
+    """Runs every variant in turn, in rotating order; a turn has 2 or more waves of fresh requests."""
     wave = max(4, 2 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
@@ -170,7 +166,7 @@ def draft_cost(target: KimiModel, head_dir: Path, rows: int) -> None:
 def transformers_speed(
     options: argparse.Namespace, head: Eagle3Head, target: KimiModel, requests: list[GenerationRequest]
 ) -> None:
-    """transformers' own greedy generate and prompt lookup, and both engines, in turn on the same prompts, batch 1."""
+    """transformers' own greedy generate and both engines, in turn on the same prompts, batch 1."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -179,7 +175,7 @@ def transformers_speed(
     model = kind.from_pretrained(options.target, dtype=target.dtype).eval()
     ends = list(KimiTokenizer(options.target).eos_ids)
 
-    def generate(request: GenerationRequest, **lookup: int) -> int:
+    def generate(request: GenerationRequest) -> int:
         prompt = torch.tensor([request.prompt_ids])
         with torch.inference_mode():
             made = model.generate(
@@ -189,20 +185,17 @@ def transformers_speed(
                 do_sample=False,
                 eos_token_id=ends,
                 pad_token_id=0,
-                **lookup,
             )
         return made.shape[1] - prompt.shape[1]
 
-    def ours(request: GenerationRequest, drafter: DrafterName | None) -> int:
-        sizes = EngineOptions(drafter=drafter, draft_len=options.draft_len, max_batch_size=1)
-        engine = Engine(target, head if drafter else None, sizes)
+    def ours(request: GenerationRequest, drafting: Eagle3Head | None) -> int:
+        engine = Engine(target, drafting, EngineOptions(draft_len=options.draft_len, max_batch_size=1))
         return len(engine.generate([request])[request.id].token_ids)
 
     variants: dict[str, Callable[[GenerationRequest], int]] = {
         "generate": generate,
-        "generate, prompt lookup": partial(generate, prompt_lookup_num_tokens=options.draft_len),
-        "plain engine": partial(ours, drafter=None),
-        "engine with the head": partial(ours, drafter="eagle3"),
+        "plain engine": partial(ours, drafting=None),
+        "engine with the head": partial(ours, drafting=head),
     }
     speeds: dict[str, list[float]] = {name: [] for name in variants}
     for turn, request in enumerate(requests[: 1 + 2 * options.rounds]):

@@ -1,4 +1,4 @@
-"""Files of the package that somebody reads who follows one input through a command.
+"""Files of the package in which one input of a command is processed: what a reader must open to follow it.
 
     python -m tools.benchmarks.files_visited [COMMAND ...] [--files]      for the tree in whose root it is run
 

@@ -5,7 +5,7 @@
 Random BF16 weights in NVIDIA's MLA layout (16 tensors, 1,841,199,104 parameters, 3.7 GB) and in lightseek's (with
 embeddings, 3,015,604,224 parameters, 6.0 GB), written in pieces, so that this script needs no memory for them either.
 Each command runs in a process of its own; its peak resident memory is the kernel's figure for that process. A plain
-copy of the same file with `cp` stands beside, because disks differ more than programs do. Needs 16 GB of disk.
+copy of the same file with `cp` is timed too, because disks differ more than programs do. Needs 16 GB of disk.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def stored(format: str, shape: tuple[int, int], generator: torch.Generator) -> d
 
 
 def varied(parts: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """Other rows first, so that no two experts are alike; drawing each anew would take longer than converting it."""
+    """Other rows first, so that no two experts are alike; drawing each one would take longer than converting it."""
     return {name: part.roll(number, 0) if part.dim() == 2 else part for name, part in parts.items()}
 
 

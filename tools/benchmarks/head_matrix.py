@@ -10,7 +10,7 @@ EAGLE-3 at draft length 7 on contexts four times as long as the longest trained 
 another template. Brackets hold 95 % intervals over prompts, for one training run each: a second seed moves the figures.
 
 Every training (resumable) and every measurement is kept in DIR and not made again; `--only` makes those heads and the
-tables show all that are there. The options belong to DIR: other ones want another directory.
+tables show all that are there. The options belong to DIR: other options need another directory.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def timed(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, 
 
 
 def trained(shop: Workshop, options: TrainOptions, directory: Path) -> dict[str, Any]:
-    """Trains, or goes on; writes the head; compares it with its training module."""
+    """Trains or resumes; writes the head; compares it with its training module."""
     module = shop.module(options)
     began = time.process_time()
     result = shop.train(module, options, directory / "work")

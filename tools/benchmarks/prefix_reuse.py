@@ -18,6 +18,7 @@ import torch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
@@ -39,9 +40,9 @@ def main() -> None:
     torch.set_num_threads(1)
     target = load_target(kimi_nano_dir(), dtype=torch.float32)
     head = load_head(DATA / "kimi-nano-eagle3", target, dtype=torch.float32)
-    sizes = EngineOptions("eagle3", max_batch_size=options.concurrency, max_seq_len=1536)
+    sizes = EngineOptions(max_batch_size=options.concurrency, max_seq_len=1536)
     for name, reuse in (("off", False), ("warm", True)):
-        engine = Engine(target, head, replace(sizes, prefix_reuse=reuse))
+        engine = Engine(target, head, replace(sizes, prefix_bytes=PREFIX_BYTES if reuse else 0))
         began = time.process_time()
         by_turn = converse(engine, options)
         seconds, totals = time.process_time() - began, engine.totals

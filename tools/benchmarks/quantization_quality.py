@@ -194,7 +194,7 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
     """1 + accepted drafts per step, pooled over the prompts, greedy."""
     head = load_head(HEAD, model, dtype=torch.float32)
     sizes = {"max_batch_size": 8, "max_seq_len": 256 + options.tokens + DRAFTS + 8}
-    engine = Engine(model, head, EngineOptions(drafter="eagle3", draft_len=DRAFTS, **sizes))  # type: ignore[arg-type]
+    engine = Engine(model, head, EngineOptions(draft_len=DRAFTS, **sizes))  # type: ignore[arg-type]
     requests = [
         GenerationRequest(str(i), prompt, options.tokens) for i, (prompt, _, _) in enumerate(texts[: options.prompts])
     ]

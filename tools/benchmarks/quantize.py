@@ -93,7 +93,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def command(source: Path, target: Path, weight_scales: str, workers: int) -> dict[str, object]:
-    """The whole command; its JSON object."""
+    """The JSON object of the whole command."""
     shutil.rmtree(target, ignore_errors=True)
     words = ["quantize", str(source), "-o", str(target), "--policy", "k2.5", "--weight-scales", weight_scales]
     words += ["--workers", str(workers), "--json"]
@@ -105,7 +105,7 @@ def command(source: Path, target: Path, weight_scales: str, workers: int) -> dic
 
 
 def children() -> float:
-    """CPU seconds of the processes that have ended."""
+    """CPU seconds of finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -81,7 +81,7 @@ class Workshop:
         self, module: train.TrainingModule, options: TrainOptions, work: Path,
         on_step: Callable[[CurvePoint], None] = lambda _: None,
     ) -> Result:  # fmt: skip
-        """Trains in place on the shared states; goes on where a killed run in `work` was, refuses other options."""
+        """Trains in place on the shared states; resumes a killed run in `work`, refuses other options."""
         fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
         kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
         return train_head(module, self.features, options, kept, way=Way(on_step))
@@ -92,7 +92,7 @@ class Workshop:
         """Free-running generation; 95 % interval over prompts and the distinct 4-grams of the answers."""
         longest = max(map(len, prompts)) + max_tokens
         sizes = EngineOptions(
-            drafter="eagle3", draft_len=draft_len, max_batch_size=BATCH_ROWS,
+            draft_len=draft_len, max_batch_size=BATCH_ROWS,
             max_seq_len=longest + draft_len,
         )  # fmt: skip
         engine = Engine(self.target, head, sizes, self.tokenizer)

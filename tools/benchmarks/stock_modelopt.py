@@ -1,4 +1,4 @@
-"""What the norm that stock ModelOpt applies twice costs, as training goes on: its export against ours.
+"""What the norm that stock ModelOpt applies twice costs, over the course of training: its export against ours.
 
     python -m tools.benchmarks.stock_modelopt --answers answers.jsonl -o DIR [--steps 1600] [--at 100 400 1600]
 
@@ -8,15 +8,15 @@ the loop around it is shared. Accepted in the reference engine, which computes w
 
     ours              trained once normed, exported
     stock, as trained stock weights with the function they were trained with (which no server computes): the second norm
-                      put into the engine. As good as ours, if the two trainings are
+                      added to the engine. Equal to ours if the two trainings are
     stock, own rope   stock weights as servers compute them, with the rope they were trained with: the double norm alone
     stock export      as `export_speculative_decoding` writes it: YaRN injected into its config too
 
 Trained LN(LN(x; g1); g2) against served LN(x; g2): the second normalisation undoes the scale of the first, so that the
-two differ by the gains g1 alone, channel by channel. g1 belongs to the embedding's norm and starts at one: at first
-there is nothing to see, and the damage grows with the spread of g1. Printed for each number of steps in `--at`: that
-spread; how far a draft logit of the training module is from the engine's for the same weights, and how often their best
-tokens differ (on answers, no sampling noise); acceptance with 95 % intervals over prompts.
+two differ by the gains g1 alone, channel by channel. g1 belongs to the embedding's norm and starts at one: the damage
+is zero at first and grows with the spread of g1. Printed for each number of steps in `--at`: that spread; how far a
+draft logit of the training module is from the engine's for the same weights, and how often their best tokens differ (on
+answers, no sampling noise); acceptance with 95 % intervals over prompts.
 
 Trainings (resumable), heads and measurements are kept in DIR and not made again.
 """
@@ -108,7 +108,7 @@ def modules(shop: Workshop, options: TrainOptions) -> dict[str, Callable[[], tra
 
 
 def stock_module(shop: Workshop, options: TrainOptions) -> train.TrainingModule:
-    """ModelOpt as it comes."""
+    """ModelOpt with its defaults."""
     import modelopt.torch.speculative as mtsp
 
     spec, target = shop.spec(options), shop.target
@@ -143,7 +143,7 @@ def heads(shop: Workshop, options: TrainOptions, directory: Path, step: int) -> 
 
 
 def rounded(value: torch.Tensor) -> torch.Tensor:
-    """What an export keeps of a weight."""
+    """A weight at the precision of an export."""
     return value.bfloat16().float() if value.is_floating_point() else value
 
 

@@ -11,7 +11,7 @@ less than wall time: the median over steps without the first, over rounds.
     ours           the target's forward, then one step; "cached" is the step alone, as in every epoch but the first
     ModelOpt       transformers' target inside ModelOpt's converted model, as its examples' Trainer calls it
     SpecForge      its OnlineEagle3Model and Llama draft after transformers' forward of the same target. Its loss is a
-                   Triton kernel, which has no CPU backend, so a plain log-softmax stands in and Triton is a stub
+                   Triton kernel, which has no CPU backend, so a plain log-softmax replaces it and Triton is a stub
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     make test-gpu              or    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
 
-Prints the table and writes it as JSON too. Exit status: 0 when all is as it should be, 3 when a check failed, 4 without
-a GPU. `--device cpu` runs the same code where there is none; its figures say nothing about a GPU.
+Prints the table and writes it as JSON too. Exit status: 0 when every check passed, 3 when one failed, 4 without
+a GPU. `--device cpu` runs the same code without a GPU; its figures say nothing about one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def why_none() -> str:
 
 
 def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """What the figures were taken on."""
+    """The machine and versions behind the figures."""
     found = {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "dtype": dtype_name(dtype)}
     if device.type != "cuda":
         return {"device": f"{device} ({platform.machine()})", "compute capability": "none", **found}

@@ -52,7 +52,7 @@ def judged(check: str, setting: str, figure: str, good: bool) -> Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything is run."""
+    """Prompts, tokens and repetitions of each check."""
 
     texts: int = 16
     text_tokens: int = 128
@@ -106,7 +106,7 @@ class Models:
 
     def engine(self, drafts: int, rows: int, dtype: torch.dtype | None = None, **options: object) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
-        sizes = EngineOptions("eagle3" if drafts else None, drafts or DRAFTS, rows, 512)
+        sizes = EngineOptions(drafts or DRAFTS, rows, 512)
         return Engine(target, head if drafts else None, replace(sizes, **options))  # type: ignore[arg-type]
 
     def wait(self) -> None:
@@ -150,7 +150,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def losslessness(models: Models) -> list[Row]:
-    """Greedy answers with and without drafts; what differs must be a near-tie within measured rounding."""
+    """Greedy answers with and without drafts; each difference must be a near-tie within measured rounding."""
     rows, requests = [], models.requests(models.sizes.answers)
     for dtype in models.dtypes:
         plain = models.engine(0, 1, dtype, record_gaps=True).generate(requests)
@@ -166,7 +166,7 @@ def losslessness(models: Models) -> list[Row]:
 def compared(
     target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Completion], other: dict[str, Completion]
 ) -> tuple[int, int]:
-    """(answers that are equal, those that part within rounding)."""
+    """(equal answers, answers that diverge within rounding)."""
     found = [(request, first_divergence(plain[request.id], other[request.id])) for request in requests]
     parted = [(request, divergence) for request, divergence in found if divergence is not None]
     near = sum(rounding_at(target, r.prompt_ids, plain[r.id], d).explains(d) for r, d in parted)
@@ -174,7 +174,7 @@ def compared(
 
 
 def distribution(models: Models) -> list[Row]:
-    """Tokens 2 to 4 of many sampled answers to one prompt, with drafts and without: one distribution?"""
+    """Tests tokens 2 to 4 of many sampled answers to one prompt, with and without drafts, for one distribution."""
     rows, count = [], models.sizes.samples
     plain = sampled(models.engine(0, 64), models, count, first_seed=0)
     samplings: tuple[DraftSampling, ...] = ("argmax", "probabilistic")
@@ -260,7 +260,7 @@ def bandwidth(models: Models) -> list[Row]:
 
 
 def seconds(models: Models, step: Callable[[], object], runs: int = 20) -> float:
-    """Median time of a step; each is waited for."""
+    """Median seconds of a step, waiting for the device each time."""
     found = []
     for run in range(runs + 3):
         models.wait()

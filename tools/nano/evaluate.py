@@ -23,10 +23,10 @@ from torch import nn
 
 import trtspec
 from tools.nano import exercises
+from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.text_quality import degeneration, mean_distinct_ratio
 from trtspec.data_files import kimi_nano_head_dir
-from trtspec.engine.answers import parse_reply
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models import figures

@@ -2,9 +2,8 @@
 
     python -m tools.nano.exercises -o FILE [--each 16] [--training]
 
-writes held-out ones, or with --training others of the training side, as JSON lines: the same number of each kind, for
-bench, check and the demo. The kind `results` ends in the result of a tool and not in a question: evaluate asks it, the
-file leaves it out.
+writes held-out ones, or with --training others of the training side, as JSON lines: the same number of each kind, in
+mixed order, for bench, check and the demo. LEFT_OUT names the kinds that evaluate asks and the files leave out.
 
 A kind is a function of a `Draw` that returns a `Task`: the question, the answer, and the steps to it, which are written
 before the answer or, where the conversation has a reasoning part, there. Steps name digits one by one, because a small
@@ -16,6 +15,7 @@ from __future__ import annotations
 import argparse
 import calendar
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from tools.nano.values import TEXT, WORDS, Draw, plural
 from trtspec.report import write_atomic
 
 Message = dict[str, Any]
+LEFT_OUT = ("results", "table", "document")  # ends in a tool's result instead of a question; seldom right
 LONGEST_DOCUMENT = 4400  # characters, about 1,500 tokens
 COPYING = ("repeat", "sorting", "spelling", "extraction", "table")  # taught first
 WEIGHTS = {  # long conversations come seldom: a few of them have as many tokens as all others
@@ -482,9 +483,10 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=16, help="exercises of each kind")
     parser.add_argument("--training", action="store_true", help="of the training side, to train a head on")
     options = parser.parse_args()
-    rows = [row for row in prompts(options.each, heldout=not options.training) if row["category"] != "results"]
+    rows = [row for row in prompts(options.each, heldout=not options.training) if row["category"] not in LEFT_OUT]
+    random.Random(0).shuffle(rows)  # the first few are of many kinds
     write_atomic(options.output, "".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} exercises of {len(KINDS) - 1} kinds")
+    print(f"{len(rows)} exercises of {len(KINDS) - len(LEFT_OUT)} kinds")
 
 
 if __name__ == "__main__":

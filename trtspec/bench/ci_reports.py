@@ -13,17 +13,16 @@ import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trtspec.bench import tables
-from trtspec.bench.check import GateVerdict
-from trtspec.bench.gate import Status
 from trtspec.bench.results import BenchResults
 from trtspec.errors import Problem, TrtspecError
 from trtspec.report import Table, write_stderr
 
 # what XML 1.0 cannot hold at all, even escaped
 UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-BENCH, CHECK = "trtspec bench", "trtspec check"
+BENCH = "trtspec bench"
 UNMEASURED = "measurement"  # the only case of a suite where nothing could be measured
 LEVELS = {"error": "error", "warning": "warning", "info": "notice"}
 
@@ -33,7 +32,7 @@ class JunitCase:
     """One row: passed, failed with a code, or skipped with a reason."""
 
     name: str
-    status: Status
+    status: Literal["pass", "fail", "skipped"]
     message: str
     code: str = ""
     remedy: str = ""
@@ -65,21 +64,6 @@ def annotation(level: str, title: str, message: str) -> str:
     return f"::{level} title={_escaped(title, properties=True)}::{_escaped(message)}"
 
 
-def check_xml(verdict: GateVerdict) -> str:
-    """The gate's rows as test cases."""
-    cases = [JunitCase(row.name, row.status, row.message, row.code, row.remedy) for row in verdict.results]
-    return junit_xml(CHECK, cases)
-
-
-def check_annotations(verdict: GateVerdict) -> list[str]:
-    """Failures as errors, what was not measured as notices."""
-    return [
-        annotation("error", row.code, f"{row.name}: {row.message} -> {row.remedy}") if row.status == "fail"
-        else annotation("notice", f"check: {row.name} not measured", row.message)
-        for row in verdict.results if row.status != "pass"
-    ]  # fmt: skip
-
-
 def bench_xml(results: BenchResults) -> str:
     """Each endpoint that was measured as a test case, and each finding as one: errors fail, the rest passes."""
     measured = [JunitCase(endpoint.name, "pass", "measured") for endpoint in results.all]
@@ -101,10 +85,7 @@ def nothing_measured(path: Path) -> bool:
         cases = list(xml.parse(path).iter("testcase"))
     except (OSError, xml.ParseError):
         return False
-    return [(case.get("classname"), case.get("name")) for case in cases] in (
-        [(BENCH, UNMEASURED)],
-        [(CHECK, UNMEASURED)],
-    )
+    return [(case.get("classname"), case.get("name")) for case in cases] == [(BENCH, UNMEASURED)]
 
 
 def annotate(lines: Iterable[str]) -> None:

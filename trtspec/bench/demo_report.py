@@ -92,8 +92,8 @@ def titled(data: dict[str, Any]) -> dict[str, BenchResults]:
 
 def in_order(endpoints: Sequence[EndpointResult]) -> list[EndpointResult]:
     """Speculation first, so that it keeps the page's first colour."""
-    rank = {"eagle3": 0, "plain": 1, "prompt-lookup": 2}
-    return sorted(endpoints, key=lambda endpoint: rank.get(endpoint.name, 3))
+    rank = {"eagle3": 0, "plain": 1}
+    return sorted(endpoints, key=lambda endpoint: rank.get(endpoint.name, 2))
 
 
 def key_figures(data: dict[str, Any]) -> list[dict[str, str]]:
@@ -235,7 +235,7 @@ def position_table(data: dict[str, Any]) -> Table | None:
 
 
 def speed_tables(data: dict[str, Any]) -> list[Table]:
-    """Tokens/s without speculation, with Eagle3 and with prompt lookup, with the ratios, greedy and sampled."""
+    """Tokens/s without speculation and with Eagle3, with the ratio, greedy and sampled."""
     found = []
     for name in ("greedy", "sampled"):
         results = data["bench"].get(name)
@@ -245,15 +245,14 @@ def speed_tables(data: dict[str, Any]) -> list[Table]:
         for level in results.interleaved:
             rates = level.tokens_per_s
             cells = [str(level.concurrency), number(tables.mean(rates["plain"]), 1)]
-            for other in ("eagle3", "prompt-lookup"):
-                ratio, mark = ratio_of(level, other, "plain")
-                cells += [number(tables.mean(rates[other]), 1), spread(ratio) + mark]
+            ratio, mark = ratio_of(level, "eagle3", "plain")
+            cells += [number(tables.mean(rates["eagle3"]), 1), spread(ratio) + mark]
             steady = level.metric.startswith("steady")
             rows.append([*cells, str(len(rates["plain"])), "steady" if steady else "whole round"])
-        columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s", "over none", "prompt lookup tokens/s"]
+        columns = ["concurrency", "none tokens/s", "Eagle3 tokens/s"]
         note = (
             f"Same engine, same prompts, computed in {computed_in(data)}, draft length 3. Rounds alternate between the "
-            "three servers, one loaded at a time; ratio = median over rounds with its range. steady = while all slots "
+            "two servers, one loaded at a time; ratio = median over rounds with its range. steady = while all slots "
             "were busy."
         )
         found.append(

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from trtspec.checkpoint.rows import CODE, DataRow, read_rows
 from trtspec.errors import UsageError
-from trtspec.records import note
+from trtspec.report import note
 
 ROLES = {
     "user": "user", "human": "user",

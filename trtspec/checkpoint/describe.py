@@ -137,7 +137,7 @@ def describe(
         message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
         here = "pass the directory that holds its weights"
         fetch = f"run `hf download {resolved.hub_id}`" if resolved.hub_id else here
-        raise UsageError(message, f"{fetch}, or leave --sample and --hashes out")
+        raise UsageError(message, f"{fetch}, or leave `sample` and `hashes` out")
     if resolved.hub_id is not None and resolved.known is None and is_online():
         checkpoint = open_remote(resolved.hub_id)
         report = _from_headers(checkpoint, resolved)

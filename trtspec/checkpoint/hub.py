@@ -64,8 +64,8 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
 
 
 def same_checkpoint(first: str, second: str) -> bool:
-    """Whether two names are one checkpoint: equal, or names under which the hub has the same."""
-    if first == second:
+    """Whether two names are one checkpoint: equal, one shipped model, or names under which the hub has the same."""
+    if engine_name(first) == engine_name(second):
         return True
     entries = [known(name) for name in (first, second)]
     names = [entry[1].get("published_as", entry[1]["id"]) for entry in entries if entry is not None]
@@ -330,7 +330,7 @@ def must_be_target(resolved: Resolved) -> None:
     """As `load_target`, of what was found already."""
     if resolved.kind != "target":
         message = f"{resolved.name} is a draft head, not a target"
-        raise UsageError(message, "pass the target first and the head with --head")
+        raise UsageError(message, "pass the target first and the head with `head`")
 
 
 def _must_equal(name: str, here: ModelSpec, like: str) -> None:
@@ -341,7 +341,7 @@ def _must_equal(name: str, here: ModelSpec, like: str) -> None:
     if (here.quant.format, here.quant.kv_cache) != (there.quant.format, there.quant.kv_cache):
         differing.append("quantization")
     if differing:
-        remedy = f"leave --like out: {name} is here and is read itself"
+        remedy = f"leave `like` out: {name} is here and is read itself"
         raise UsageError(f"{name} is not like {like}: {', '.join(differing)}", remedy)
 
 
@@ -366,7 +366,7 @@ def _no_head(resolved: Resolved) -> Problem:
 
     whole = Problem(
         "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
-        "pass the target first and an Eagle3 head with --head",
+        "pass the target first and an Eagle3 head with `head`",
     )  # fmt: skip
     if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
         return whole
@@ -375,8 +375,16 @@ def _no_head(resolved: Resolved) -> Problem:
 
 
 def findable(name: str) -> bool:
-    """Whether a name that only a file gives can be looked at here; it may lie on another machine."""
+    """Whether a name that only a file gives can be looked at here: a directory, a published id, or a cached one. Raises
+    TrtspecError for a model that is known and refused."""
     try:
-        return local_directory(name) is not None or known(name) is not None
+        here = local_directory(name) is not None or (HUB_ID.fullmatch(name) and cached_snapshot(name, complete=False))
     except OSError:  # longer than any path
         return False
+    return bool(here) or known(name) is not None
+
+
+def engine_name(name: str) -> str:
+    """What an engine is given for a checkpoint: the directory of a shipped model, else the name itself."""
+    found = local_directory(name)
+    return name if found is None or Path(name).expanduser().is_dir() else str(found)

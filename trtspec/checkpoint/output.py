@@ -63,7 +63,7 @@ class OutputDirectory:
             probe.touch()
             probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
         except OSError as error:
-            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", "choose another --output") from None
+            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", "choose another `output`") from None
         resumes = self.check(again)
         try:
             with Journal(self.journal, header, restart=again.restart) as journal:
@@ -88,13 +88,13 @@ class OutputDirectory:
         if strays := sorted(present - self._ours()):
             raise UsageError(
                 f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
-                "move it away, or choose another --output",
+                "move it away, or choose another `output`",
             )
         free, replaced = machine.free_disk(self.path), sum((self.path / name).stat().st_size for name in present)
         if free + replaced < self.size + SPARE_BYTES:
             raise TrtspecError(
                 f"{self.path} needs {self.size:,} bytes and its disk has {free:,} free",
-                "free space, or choose an --output on another disk",
+                "free space, or choose an `output` on another disk",
             )
         return begun and not again.restart
 
@@ -111,12 +111,12 @@ class OutputDirectory:
         present = [path.name for path in self.path.iterdir() if not _is_temporary(path.name)]
         if present and not force:
             raise UsageError(
-                f"{self.path} already exists and would be overwritten", "pass --force, or choose another --output"
+                f"{self.path} already exists and would be overwritten", "pass `force`, or choose another `output`"
             )
         if foreign := sorted(set(present) - (self._ours() if self._provenance() else set())):
             raise UsageError(
                 f"{self.path} holds {_listed(foreign)}, which `trtspec {self.command}` did not write",
-                f"move that away, or choose another --output; --force replaces only what {self.command} wrote",
+                f"move that away, or choose another `output`; `force` replaces only what {self.command} wrote",
             )
 
     def _ours(self) -> set[str]:

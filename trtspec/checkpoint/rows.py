@@ -246,7 +246,7 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"cannot read split {wanted!r} of the hub data set {name}: {error}",
-            "check --split, `hf auth login` for gated data, or download it and pass the directory",
+            "check `split`, `hf auth login` for gated data, or download it and pass the directory",
         ) from None
 
 

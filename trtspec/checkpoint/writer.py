@@ -31,7 +31,7 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
-REPEAT = "pass --restart to start over"
+REPEAT = "pass `restart` to start over"
 
 
 def byte_count(code: str, shape: tuple[int, ...]) -> int:

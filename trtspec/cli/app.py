@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import typing
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -17,7 +16,8 @@ from trtspec.records import (
     CLICK_ERROR,
     click_command,
     ignore_service_links,
-    note,
+    ready,
+    record_of,
     unknown_variables,
     variable,
     without_types,
@@ -28,6 +28,7 @@ COMMANDS = {
         "demo": "Run the whole workflow on a small Kimi model on this CPU and write a report.",
         "doctor": "Report what is installed, what each command needs, and what this machine has.",
         "inspect": "Report what a target or head checkpoint is and what is wrong with it.",
+        "explain": "Say what a problem code means and what to do about it.",
     },
     "Target": {
         "quantize": "Convert a BF16, FP8 or INT4 Kimi checkpoint to NVFP4, shard by shard.",
@@ -64,20 +65,26 @@ class LazyCommand(TyperCommand):
     """Listed by its summary; trtspec/cli/<name>.py is imported when the command is called, not for `--help`."""
 
     def load(self) -> TyperCommand:
-        """The command itself: the function called like its module."""
+        """The command itself: the function called like its module. A `Result` that it returns is printed here."""
         module = str(self.name).replace("-", "_")
         function = getattr(import_module(f"trtspec.cli.{module}"), module)
-        record = next(hint for name, hint in typing.get_type_hints(function).items() if name != "return")
-        epilog = f"Options can also be set as {variable(module, '')}<OPTION>."
-        return click_command(str(self.name), record, function, epilog=epilog)
+
+        def run(options: Any) -> None:
+            if (result := function(ready(options))) is not None:
+                report.print_result(result, options.json_)
+
+        run.__doc__ = function.__doc__
+        return click_command(str(self.name), record_of(function), run)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = self.load()
         links = ignore_service_links(command, os.environ)
         if links:
-            note(f"{', '.join(links)}: set by Kubernetes for a Service of this name, not options of trtspec; ignored")
+            report.note(
+                f"{', '.join(links)}: set by Kubernetes for a Service of this name, not options of trtspec; ignored"
+            )
         for name in sorted(set(unknown_variables(command, os.environ)) - set(links)):
-            note(f"{name} is set, and trtspec {self.name} has no such option")
+            report.note(f"{name} is set, and trtspec {self.name} has no such option")
         return command.make_context(info_name, args, parent, **extra)
 
 
@@ -200,7 +207,7 @@ def _answer(error: TrtspecError) -> None:
     """The object of `--json` for a failure."""
     if _wants_json(sys.argv[1:]) and not report.answered:
         try:
-            report.print_json({"ok": False, "error": error.to_dict()})
+            report.print_json(report.Result({}, failure=error).to_dict())
             sys.stdout.flush()
         except OSError:  # nobody reads it any more, and the exit status still says what happened
             report.drop_unwritten(sys.stdout)

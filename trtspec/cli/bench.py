@@ -27,7 +27,7 @@ from trtspec.cli.options import (
     request_limits_of,
 )
 from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
-from trtspec.records import Excludes, ForceOption, JsonOption, Needs, checked, refuse_empty
+from trtspec.records import Excludes, ForceOption, JsonOption, Needs
 
 if TYPE_CHECKING:
     from trtspec.bench.load import ServiceLevel
@@ -188,8 +188,6 @@ def bench(options: BenchOptions) -> None:
     from trtspec.bench.compare import compare
     from trtspec.bench.results import read_whole
 
-    refuse_empty(options)
-    options = checked(options)
     _refuse_overwrite(options)
     earlier = [read_whole(path) for path in options.compare]
     others = [read_whole(path) for path in options.beside]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, checked
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option
+from trtspec.report import Result, refuse_overwrite, write_atomic
 from trtspec.trtllm.intent import Intent
 
 if TYPE_CHECKING:
@@ -21,32 +19,26 @@ class BuildConfigOptions(Intent):
     """An intent, and where its files go."""
 
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write. Default: print to stdout."),
-        Excludes("disaggregated"),
+        Path | None, option("File to write. Default: print to stdout.", "-o"), Excludes("disaggregated")
     ] = None
     disaggregated: Annotated[
-        Path | None,
-        typer.Option(help="Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."),
+        Path | None, option("Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml.")
     ] = None
     dry_run: DryRunOption = False
     force: Annotated[ForceOption, Needs("output", "disaggregated")] = False
     json_: JsonOption = False
 
 
-def build_config(options: BuildConfigOptions) -> None:
+def build_config(options: BuildConfigOptions) -> Result:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.report import refuse_overwrite, say
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
-    options = checked(options)
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     head = load_head(options.head).spec if options.head else None
-    version, reason = choose_version(options.version or None, target, head)
-    say(f"TensorRT-LLM {version}: {reason}")
+    version, reason = choose_version(options.version or None)
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
         target.max_position_embeddings
@@ -59,11 +51,26 @@ def build_config(options: BuildConfigOptions) -> None:
         name = {"config_path": path.name} if path and options.format == "yaml" else {}
         files[path] = [build(part, target, head, **name) for part in parts]
     texts = {path: _text(parts, options) for path, parts in files.items()}
-    _write(texts, options.dry_run)
-    _show(files, texts, {"version": version, "version_reason": reason}, options)
-    written = [] if options.dry_run else [f"wrote {path}" for path in texts if path]
-    if written:
-        say("\n".join(written + _next(options)))
+    written = [path for path in texts if path is not None and not options.dry_run]
+    for path in written:
+        write_atomic(path, texts[path])
+    entries = [
+        {
+            "output": str(path) if path in written else None,
+            "config": part.values,
+            "text": texts[path],
+            "argv": part.argv,
+            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
+        }
+        for path, parts in files.items()
+        for part in parts
+    ]  # of the first server, then all of them under `files`
+    values = {"version": version, "version_reason": reason, **entries[0], "files": entries if len(entries) > 1 else []}
+    problems = [finding.problem(str(path or "(stdout)")) for path, parts in files.items() for part in parts
+                for finding in part.findings if finding.severity == "warning"]  # fmt: skip
+    text = "".join(text for path, text in texts.items() if path not in written)
+    messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
+    return Result(values, problems, text=text, messages=[*messages, *(_next(options) if written else [])])
 
 
 def _next(options: BuildConfigOptions) -> list[str]:
@@ -111,42 +118,3 @@ def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
     if options.format == "dynamo":
         return dynamo(parts, options.image)
     return helm_values(*parts, quantize_from=options.quantize_from)
-
-
-def _write(texts: dict[Path | None, str], dry_run: bool) -> None:
-    from trtspec.report import write_atomic
-
-    for path, text in texts.items():
-        if path is not None and not dry_run:
-            write_atomic(path, text)
-
-
-def _show(
-    files: dict[Path | None, list[EngineConfig]],
-    texts: dict[Path | None, str],
-    report: dict[str, Any],
-    options: BuildConfigOptions,
-) -> None:
-    """The JSON contract (of the first server; all of them under `files`), or the text where nothing was written."""
-    from trtspec.report import print_json
-
-    if not options.json_:
-        for path, parts in files.items():
-            if path is None or options.dry_run:
-                sys.stdout.write(texts[path])
-            for finding in (finding for part in parts for finding in part.findings):
-                if finding.severity == "warning":
-                    sys.stderr.write(f"warning {finding.code} {finding.message}\n")
-        return
-    entries = [
-        {
-            "output": str(path) if path and not options.dry_run else None,
-            "config": part.values,
-            "text": texts[path],
-            "argv": part.argv,
-            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
-        }
-        for path, parts in files.items()
-        for part in parts
-    ]
-    print_json({**report, **entries[0], "files": entries if len(entries) > 1 else []})

@@ -1,7 +1,8 @@
-"""`trtspec check`: the gate an endpoint passes before traffic: lossless, not degenerate, tool calls, acceptance."""
+"""`trtspec check`: the gate an endpoint passes before traffic: is its output that of the model without speculation?"""
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,231 +10,250 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtspec import report
-from trtspec.cli.junit import failure_in, is_failure
-from trtspec.cli.options import IntListOrNone, request_limits_of
-from trtspec.client.addresses import shown
-from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import Excludes, ForceOption, JsonOption, Mode, Modes, Needs, checked, refuse_empty
+from trtspec.cli.options import request_limits_of
+from trtspec.errors import Problem, UsageError
+from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, checked
 
 if TYPE_CHECKING:
-    from trtspec.bench.battery import Battery
-    from trtspec.bench.check import GateVerdict
-    from trtspec.bench.transcript import Recording
+    from trtspec.bench.check.asking import Asker
+    from trtspec.bench.check.rows import Row, Verdict
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.client.exchange import Exchange
 
-MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
-
-
-ALONE = Mode("`check` without --against", "`check` without --against")
-SERVER = Mode("--against URL", "--against URL")
-RECORDING = Mode("--against FILE", "--against FILE")
-OWN_PROMPTS = Modes(ALONE, SERVER)  # a recording brings its own
+ALONE = Mode("`check` without --score", "`check` without --score")
+SCORE = Mode("--score", "--score")
+CODES = {
+    "answers": "TS-CHECK-ANSWERS", "prompts": "TS-CHECK-PROMPTS", "greedy": "TS-CHECK-GREEDY",
+    "sampled": "TS-CHECK-SAMPLED", "transport": "TS-CHECK-TRANSPORT", "parameters": "TS-CHECK-PARAMETERS",
+    "acceptance": "TS-CHECK-ACCEPTANCE",
+}  # fmt: skip
+MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    url: Annotated[str, typer.Argument(help="Endpoint to check.", show_default=False)]
+    url: Annotated[str, typer.Argument(help="Endpoint to check, or with --score the one without speculation.")]
     record: Annotated[
-        Path | None, typer.Option(help="Save the greedy answers to this file, as a baseline for another server.")
+        Path | None,
+        typer.Option(help="Save the answers of URL to this file, to be judged later. Continues an interrupted run."),
+    ] = None
+    score: Annotated[
+        Path | None,
+        typer.Option(help="Judge this recording of the speculating server; URL serves the model without speculation."),
     ] = None
     against: Annotated[
         str | None,
-        typer.Option(help="Baseline, the same model without speculation: its URL, or a file written by --record."),
+        typer.Option(help="The model without speculation: a URL that scores, or a recording of it."),
+        Modes(ALONE),
     ] = None
-    min_acceptance: Annotated[float | None, typer.Option(help="Minimum acceptance length.")] = None
-    require: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help="Row that fails, instead of being skipped, if it cannot be measured; repeatable. "
-            "`all` requires every row."
-        ),
-    ] = ()
-    dataset: Annotated[str, typer.Option(help="Prompts, as for bench; a recording brings its own."), OWN_PROMPTS] = (
-        "nano"
-    )
-    samples: Annotated[
-        int,
-        typer.Option(min=1, help="Number of prompts, and of tool requests; a recording brings its own."),
-        OWN_PROMPTS,
-    ] = 60
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens per answer; a recording brings its own."), OWN_PROMPTS
-    ] = 128
-    contexts: Annotated[
-        IntListOrNone,
-        typer.Option(help="Lengths, in tokens, of long prompts; 0 asks none. A recording brings its own."),
-        OWN_PROMPTS,
-    ] = IntListOrNone((512, 2048, 8192))
-    context_samples: Annotated[
-        int, typer.Option(min=1, help="Long prompts of each length."), OWN_PROMPTS, Excludes("contexts=0")
-    ] = 4
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 4
-    near_tie: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Upper limit, in nats, of the measured rounding bound below which a divergence counts as a tie.",
-        ),
-        Modes(SERVER, RECORDING),
-    ] = 0.5
-    logprobs: Annotated[
-        bool,
-        typer.Option("--logprobs", help="Request log-probabilities even from releases that may crash on them."),
-    ] = False
+    min_acceptance: Annotated[float | None, typer.Option(help="Minimum tokens per step.")] = None
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Both servers compute in float32: every difference fails."),
+        Needs("score", "against"),
+    ] = False  # fmt: skip
+    accept_unmeasured: Annotated[tuple[str, ...], typer.Option(help="Row that may stay unmeasured; repeatable.")] = ()
+    dataset: Annotated[str, typer.Option(help="Questions, as for bench."), Modes(ALONE)] = "nano"
+    samples: Annotated[int, typer.Option(min=1, help="Questions; twice as many are sampled."), Modes(ALONE)] = 20
+    max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer."), Modes(ALONE)] = 128
+    context_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of the long prompts; 0 asks none."), Modes(ALONE)
+    ] = 1024  # fmt: skip
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight; one part asks four times as many.")] = 4
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
-    junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML to this file.")] = None
-    force: Annotated[ForceOption, Needs("record", "junit")] = False
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer of the target: a directory or a hub id.", show_default="the model's name"),
+    ] = None
+    force: Annotated[ForceOption, Needs("record")] = False
     json_: JsonOption = False
 
 
 def check(options: CheckOptions) -> None:
-    """Check that users get what the model says: output matches the baseline, tool calls work, acceptance holds.
+    """Check that users get what the model says: the same output as without speculation, at the wanted acceptance.
 
-    Record the plain server first, then check the speculating one against the recording. What cannot be measured is
-    skipped and named. Exits with status 3 when a check fails.
+    Record the speculating server, then let the server without speculation score what it said. The last line is the
+    verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be measured (both 3).
     """
-    refuse_empty(options)
-    _refuse_shared_files(options)
-    for path in (options.record, options.junit):
-        if path is not None and not (path == options.junit and is_failure(path)):
-            report.refuse_overwrite(path, options.force)
-    with failure_in(options.junit, "check"):
-        verdict = _verdict(options)
-    show(verdict, options)
-    if verdict.failed:
-        message = f"{options.url} failed: {', '.join(verdict.failed)}"
-        raise CheckFailed(message, "trtspec check ... --json shows every divergence")
+    import asyncio
 
-
-def _refuse_shared_files(options: CheckOptions) -> None:
-    """A file that is written is no other file of the command: a server would be its own baseline the next time."""
-    recorded = Path(options.against) if options.against and "://" not in options.against else None
-    files = {"--against": recorded, "--record": options.record, "--junit": options.junit}
-    places: dict[Path, str] = {}
-    for flag, path in files.items():
-        if path is None:
-            continue
-        if flag in ("--record", "--junit") and (other := places.get(path.resolve())):
-            raise UsageError(f"{other} and {flag} name one file, {path}", f"give {flag} another file")
-        places[path.resolve()] = flag
-
-
-def _verdict(options: CheckOptions) -> GateVerdict:
-    from trtspec.bench.baseline import failures, speculation
-    from trtspec.bench.check import GateLimits, refuse_unknown_rows, run_checks
-
-    mode = _mode(options)
-    options = checked(options, mode)
-    refuse_unknown_rows(options.require)
-    got, expected = collect(options, mode)
+    options = checked(options, SCORE if options.score else ALONE)
+    if unknown := set(options.accept_unmeasured) - CODES.keys():
+        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
     if options.record is not None:
-        report.write_json(options.record, {**got.to_dict(), **_stamp(options.url)})
-        report.say(f"recorded {len(got.transcripts)} answers in {options.record}")
-        if drafts := speculation(got):
-            report.announce(f"{options.record} is no baseline: this server speculates ({drafts})")
-        elif expected is None and (failed := failures(got)):
-            report.announce(f"{options.record} is no whole baseline, record it again: {failed}")
-        elif expected is None:
-            report.say(f"next: trtspec check URL --against {options.record}, for the server with speculation")
-    limits = GateLimits(min_acceptance=options.min_acceptance, near_tie=options.near_tie, require=options.require)
-    return run_checks(got, expected, limits)
+        if options.record in (options.score, Path(options.against or "")):
+            raise UsageError(f"--record {options.record} is also read", "give --record another file")
+        report.refuse_overwrite(options.record, options.force)
+    asyncio.run(_check(options))
 
 
-def _mode(options: CheckOptions) -> Mode:
-    if options.against is None:
-        return ALONE
-    if "://" in options.against:
-        return SERVER
+async def _check(options: CheckOptions) -> None:
+    import time
+
+    from trtspec.bench.check.rows import Limits, Verdict, judge
+
+    began = time.monotonic()
+    recorded = _recorded(options)
+    with report.progress_bar("asking", None, "requests") as bar:
+        got, plain, askers = await (_scored(options, bar) if options.score else _asked(options, recorded, bar))
+    cost = {
+        "requests": sum(asker.requests for asker in askers),
+        "tokens": sum(asker.tokens for asker in askers),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if options.record and not options.score and options.against is None:
+        _say_recorded(options, got, cost)
+        return
+    rows = judge(got, plain, Limits(min_acceptance=options.min_acceptance, exact=options.exact))
+    verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
+    _show(verdict, cost, options.json_)
+    if verdict.word != "SAFE":
+        raise typer.Exit(3)
+
+
+def _recorded(options: CheckOptions) -> list[Exchange] | None:
+    """The recording that --against names, None for a URL."""
+    from trtspec.client.exchange import read_recording
+
+    if options.against is None or "://" in options.against:
+        return None
     if not Path(options.against).is_file():
+        from trtspec.client.addresses import shown
+
         raise UsageError(
             f"--against {shown(options.against)} is neither a file nor a URL",
             "pass a file written by --record, or http://HOST:PORT",
         )
-    return RECORDING
+    return read_recording(Path(options.against))
 
 
-def collect(options: CheckOptions, mode: Mode) -> tuple[Recording, Recording | None]:
-    """The recording of `url`, and the one it is compared with (read, or made now) or None."""
-    import asyncio
-    from dataclasses import replace
+Asked = tuple["list[Exchange]", "list[Exchange] | None", "list[Asker]"]
 
-    from trtspec.bench.battery import battery_of
-    from trtspec.bench.recorder import RecorderOptions
-    from trtspec.bench.recorder import record as ask_server
-    from trtspec.bench.transcript import read_recording
+
+async def _asked(options: CheckOptions, recorded: list[Exchange] | None, bar: report.Bar) -> Asked:
+    """The exchanges of `url`, and of the server without speculation, where there is one."""
+    from trtspec.bench.check.asking import Battery, record
+    from trtspec.bench.check.scoring import score_answers, score_by_recording
+    from trtspec.bench.datasets import load_dataset
+
+    asker = await _connect(options, options.url, "the URL", bar)
+    questions = load_dataset(options.dataset).questions
+    battery = Battery(
+        questions=questions, samples=options.samples, max_tokens=options.max_tokens, context=options.context_tokens,
+        withheld=frozenset(request_limits_of(asker.server).get("end_engine", ())),
+    )  # fmt: skip
+    got = await _written(options, asker, lambda: record(asker, battery))
+    if recorded is not None:
+        return score_by_recording(got, recorded, asker.tokenizer), recorded, [asker]
+    if options.against is None:
+        return got, None, [asker]
+    other = await _connect(options, options.against, "--against", bar)
+    async with aclosing(other.client):
+        got, plain = await score_answers(other, got)
+    return got, plain, [asker, other]
+
+
+async def _scored(options: CheckOptions, bar: report.Bar) -> Asked:
+    """The recording that --score names, scored by `url`, and what `url` itself answered."""
+    from trtspec.bench.check.scoring import score_answers
+    from trtspec.client.exchange import read_recording
+
+    assert options.score is not None
+    spec = read_recording(options.score)
+    asker = await _connect(options, options.url, "the URL", bar)
+    got: list[Exchange] = []
+
+    async def answers() -> list[Exchange]:
+        nonlocal got
+        got, plain = await score_answers(asker, spec)
+        return plain
+
+    plain = await _written(options, asker, answers)
+    return got, plain, [asker]
+
+
+async def _written(options: CheckOptions, asker: Asker, ask: Any) -> list[Exchange]:
+    """What `ask` returns, which --record keeps: in a journal while it is asked, then in the file."""
+    from trtspec.bench.check.asking import open_journal
+    from trtspec.client.exchange import write_recording
+
+    async with aclosing(asker.client):
+        if options.record is None:
+            return list(await ask())
+        journal = options.record.with_name(f"{options.record.name}.part")
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        asker.journal, asker.known = open_journal(journal)
+        with asker.journal:
+            found = list(await ask())
+        write_recording(options.record, found)
+        journal.unlink()
+        return found
+
+
+async def _connect(options: CheckOptions, url: str, what: str, bar: report.Bar) -> Asker:
+    from trtspec.bench.check.asking import connect
     from trtspec.client.addresses import server_url
 
-    url = server_url(options.url)
-    against = options.against or ""
-    other = server_url(against, "--against") if mode is SERVER else ""
-    expected = read_recording(Path(against)) if mode is RECORDING else None
-    asked = battery_of(expected) if expected else _battery(options)
-    # a server that is recorded as the baseline, or named as it, should run without speculation
-    baseline = mode is ALONE and bool(options.record)
-    settings = RecorderOptions(
-        concurrency=options.concurrency,
-        model=options.model,
-        limits=request_limits_of,
-        baseline=baseline,
-        logprobs=options.logprobs,
-        timeout=options.timeout,
-    )
-    report.say(f"asking {options.url} {len(asked.prompts)} prompts at temperature 0")
-    got = asyncio.run(ask_server(url, asked, settings))
-    if got.withheld:
-        report.say(f"log-probabilities are not asked for: {got.withheld}")
-    if mode is SERVER:
-        report.say(f"asking {options.against} the same")
-        plain = replace(settings, baseline=True, model=None)
-        expected = asyncio.run(ask_server(other, asked, plain))
-    return got, expected
+    def tokenizer(model: str) -> KimiTokenizer:
+        return _tokenizer(options.tokenizer or model)
+
+    model = options.model if what == "the URL" else None
+    return await connect(server_url(url, what), tokenizer, model, options.concurrency, options.timeout, bar)
 
 
-def _battery(options: CheckOptions) -> Battery:
-    from trtspec.bench.battery import make_battery
-    from trtspec.bench.datasets import left_out, load_dataset
+def _tokenizer(name: str) -> KimiTokenizer:
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.errors import TrtspecError
 
-    questions = load_dataset(options.dataset, options.samples).questions
-    if missing := left_out(questions, tools=False):
-        report.announce(f"{options.dataset}: {missing}; the tools that check offers are its own")
-    return make_battery(questions, options.max_tokens, options.contexts.values, options.context_samples)
+    try:
+        path = resolve(name, allow_download=False).path
+        if path is None:
+            raise UsageError(f"{name} is not in the hub cache", "")
+        return KimiTokenizer(path)
+    except TrtspecError as error:
+        raise UsageError(
+            f"no tokenizer of {name} is here ({error.message})",
+            "name the target with --tokenizer: a directory, or a hub id",
+        ) from None
 
 
-def show(verdict: GateVerdict, options: CheckOptions) -> None:
-    """The verdict on stdout, as lines or as one JSON object, and wherever else it was asked for."""
-    from trtspec.bench import ci_reports
-
-    if options.junit is not None:
-        report.write_atomic(options.junit, ci_reports.check_xml(verdict))
-        report.say(f"wrote {options.junit}")
+def _say_recorded(options: CheckOptions, got: list[Exchange], cost: dict[str, Any]) -> None:
+    failed = sum(not one.answered for one in got)
     if options.json_:
-        report.print_json(verdict.to_dict())
-    else:
-        for line in lines(verdict):
-            print(line)
-    ci_reports.annotate(ci_reports.check_annotations(verdict))
+        report.print_json({"ok": True, "problems": [], "recorded": str(options.record), "failed": failed, **cost})
+        return
+    print(f"{_cost(cost)}; {failed} without an answer")
+    print(f"recorded {len(got)} answers in {options.record}")
+    print(f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation")
 
 
-def lines(verdict: GateVerdict) -> list[str]:
-    """One line per row, remedies below, and at the end what a rare fault has to fear."""
-    from trtspec.bench.gate import RARE, answers_needed
+def _show(verdict: Verdict, cost: dict[str, Any], as_json: bool) -> None:
+    """The rows, what they cost, and the verdict last."""
+    if as_json:
+        problems = [_problem(row).to_dict() for row in verdict.rows if row.faults]
+        results = [row.to_dict() for row in verdict.rows]
+        report.print_json({"ok": verdict.word == "SAFE", "verdict": verdict.word, "message": verdict.line,
+                           "results": results, "problems": problems, **cost})  # fmt: skip
+        return
+    for row in verdict.rows:
+        accepted = row.status == "unmeasured" and row.name in verdict.accepted
+        print(
+            f"{'-' if accepted else MARKS[row.status]:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip()
+        )
+        for fault in row.faults[:3]:
+            print(f"      {fault}")
+        if row.faults:
+            more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
+            print(f"      {more}trtspec explain {CODES[row.name]}")
+    print(_cost(cost))
+    print(verdict.line)
 
-    found = []
-    for row in verdict.results:
-        found.append(f"{MARKS[row.status]} {row.name}: {row.message}")
-        if row.status == "fail":
-            found.append(f"        {row.code} -> {row.remedy}")
-    powers = {row.name: row for row in verdict.results if row.seen is not None and row.power is not None}
-    weak = [
-        f"{name} {100 * (row.power or 0):.0f} % ({row.seen})" for name, row in powers.items() if (row.power or 0) < 0.95
-    ]
-    found.append(
-        f"a fault in {100 * RARE:g} % of the answers shows with 95 % or more in {len(powers) - len(weak)} of "
-        f"{len(powers)} rows (that needs {answers_needed()} answers)" + (f"; less in {', '.join(weak)}" if weak else "")
-    )
-    return found
+
+def _problem(row: Row) -> Problem:
+    code = CODES[row.name]
+    return Problem(code, "error", row.name, row.faults[0], f"trtspec explain {code}")
 
 
-def _stamp(url: str) -> dict[str, Any]:
-    stamp = report.provenance("check --record", {"endpoint": url}, {})
-    return {"created": stamp["created"], "versions": stamp["versions"]}
+def _cost(cost: dict[str, Any]) -> str:
+    return f"{cost['requests']} requests, {cost['tokens']:,} tokens in {cost['seconds']:.0f} s"

@@ -325,10 +325,10 @@ class Demo:
             ["inspect", self.head, "--against", self.target], "check the pair", self.expected("inspect")
         )
 
-    def measure(self, plain: str, eagle: str, lookup: str) -> None:
+    def measure(self, plain: str, eagle: str) -> None:
         self.chain.begin(
-            "Measure: no speculation, Eagle3, prompt lookup",
-            "Three servers, one loaded at a time in alternating rounds, on prompts that training never saw; "
+            "Measure: no speculation, Eagle3",
+            "Two servers, one loaded at a time in alternating rounds, on prompts that training never saw; "
             "greedy and at temperature 1.",
             self.expected("greedy", "sampled", "check"),
         )
@@ -339,7 +339,7 @@ class Demo:
         ):
             out = self.directory / f"bench-{name}"
             command = ["bench", f"eagle3={eagle}", "--against-url", f"plain={plain}"]
-            command += ["--against-url", f"prompt-lookup={lookup}", "--concurrency", concurrency, "--samples", samples]
+            command += ["--concurrency", concurrency, "--samples", samples]
             command += ["--max-tokens", str(sizes.bench_tokens), "--temperature", temperature, "-o", str(out)]
             # status 3: measured, with findings that the report shows
             self.chain.run(command, f"bench {name}", self.expected(name), allowed=(0, 3))
@@ -417,8 +417,7 @@ def run_stages(demo: Demo) -> None:
         demo.record(plain)
         demo.train()
         eagle = demo.serve(servers, "eagle3", 1, "--head", demo.head, *draft)
-        lookup = demo.serve(servers, "prompt-lookup", 2, "--speculation", "prompt-lookup", *draft)
-        demo.measure(plain, eagle, lookup)
+        demo.measure(plain, eagle)
     with ExitStack() as servers:
         options = ["--head", demo.head, *draft]
         demo.measure_nvfp4(demo.serve(servers, "nvfp4", 3, *options, target=demo.quantized))

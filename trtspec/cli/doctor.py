@@ -13,12 +13,14 @@ from typing import Any
 from trtspec import machine
 from trtspec.errors import CheckFailed, Problem, has_errors
 from trtspec.records import JsonOption
+from trtspec.report import Result, Table
 
 GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation
 NEEDS = {
     "demo": ("reference", "modelopt", "report"),
     "inspect": (),
+    "explain": (),
     "quantize": ("reference",),
     "calibrate": ("reference", "modelopt"),
     "synthesize": (),
@@ -53,21 +55,16 @@ class DoctorOptions:
     json_: JsonOption = False
 
 
-def doctor(options: DoctorOptions) -> None:
+def doctor(options: DoctorOptions) -> Result:
     """Report what is installed, what is missing for which command, and what hardware this machine has.
 
     Changes nothing. Exits with status 3 when something is broken, not when an optional part is absent.
     """
-    from trtspec.report import print_json
-
-    report = examine()
-    problems: list[Problem] = report["problems"]
-    if options.json_:
-        print_json(report | {"problems": [problem.to_dict() for problem in problems]})
-    else:
-        show(report)
-    if has_errors(problems):
-        raise CheckFailed("this installation or machine has errors", "follow the remedy of each above")
+    found = examine()
+    problems: list[Problem] = found.pop("problems")
+    failure = CheckFailed("this installation or machine has errors", "follow the remedy of each above")
+    wrong = failure if has_errors(problems) else None
+    return Result(found, problems, [table(found)], lines(found, problems), wrong)
 
 
 def examine() -> dict[str, Any]:
@@ -181,20 +178,21 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
     return problems
 
 
-def show(report: dict[str, Any]) -> None:
-    """One table that fits the terminal: the commands, then the machine. Below it what to install, unwrapped so that it
-    can be copied, and the problems; on stdout."""
-    from trtspec.report import Table, print_tables, problem_lines
-
+def table(report: dict[str, Any]) -> Table:
+    """The commands, then the machine."""
     rows = [command_row(command, state) for command, state in report["commands"].items()]
     rows += [["", "", ""], *machine_rows(report)]
     styles = {"ready": "green", "missing": "yellow", "partly": "yellow"}
-    table = Table("", ("command", "", "missing"), rows, text_columns=frozenset(range(3)), ruled=False, styles=styles)
-    lines = [""]
+    return Table("", ("command", "", "missing"), rows, text_columns=frozenset(range(3)), ruled=False, styles=styles)
+
+
+def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
+    """What to install, unwrapped so that it can be copied."""
+    found = [""]
     for install in dict.fromkeys(state["install"] for state in report["commands"].values() if state["install"]):
         names = [name for name, state in report["commands"].items() if state["install"] == install]
-        lines += [f"for {', '.join(names)}:", f"    {install}"]
-    print_tables([table], [*lines, *(problem_lines(report["problems"]) or ["no problems found"])])
+        found += [f"for {', '.join(names)}:", f"    {install}"]
+    return found if problems else [*found, "no problems found"]
 
 
 def command_row(command: str, state: dict[str, Any]) -> list[str]:

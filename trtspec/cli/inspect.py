@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from trtspec.cli.inspect_run import rows as run_rows
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
-from trtspec.records import JsonOption, Mode, Modes, checked, note
+from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
+from trtspec.report import Result, Table, note
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport, TargetFacts
@@ -31,50 +30,40 @@ RUN = Mode("`inspect HEAD --against ... --run`", "`inspect HEAD --against TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    path: Annotated[str, typer.Argument(help="Target or Eagle3 head: a checkpoint directory or a hub id.")]
+    path: Annotated[str, argument("Target or Eagle3 head: a checkpoint directory or a hub id.")]
     against: Annotated[
         str | None,
-        typer.Option(
-            help="For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."
-        ),
+        option("For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."),
     ] = None
     sample: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Number of large tensors to read; 0 reads all. Default: 64 with --against, else none; small tensors are "
+            "always read. For a head, only 0 applies: check every value.",
             min=0,
-            help="Number of large tensors to read; 0 reads all. Default: 64 are compared with the source of --against, "
-            "none without it (scales, norms and other small tensors are always read). "
-            "For a head, only 0 applies: check every value instead of a sample.",
         ),
         Modes(TARGET, DERIVED, value="[!0]*"),
     ] = None
-    modelopt: Annotated[
-        bool,
-        typer.Option("--modelopt", help="Also compare the packed bytes with ModelOpt's own packing."),
-        Modes(DERIVED),
-    ] = False
-    run: Annotated[
-        bool,
-        typer.Option("--run", help="Let the head draft for its target, and judge it by what is accepted."),
-        Modes(RUN),
-    ] = False
+    modelopt: Annotated[bool, option("Also compare the packed bytes with ModelOpt's own packing."), Modes(DERIVED)] = (
+        False
+    )
+    run: Annotated[bool, option("Let the head draft for its target, and judge it by what is accepted."), Modes(RUN)] = (
+        False
+    )
     prompts: Annotated[
         str | None,
-        typer.Option(
-            help="Prompts to draft on: a data set of text, as for --dataset of `bench`.",
-            show_default="kimi-nano's held-out prompts",
+        option(
+            "Prompts to draft on: a data set of text, as for --dataset of `bench`.",
+            default="kimi-nano's held-out prompts",
         ),
         Modes(RUN),
     ] = None
-    samples: Annotated[int, typer.Option(min=16, help="Number of prompts."), Modes(RUN)] = 64
-    draft_len: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens per step."), Modes(RUN)] = 3
-    seed: Annotated[int, typer.Option(help="Draws the prompts."), Modes(RUN)] = 0
-    device: Annotated[str, typer.Option(help="Device to draft on, for example cuda."), Modes(RUN)] = "cpu"
+    samples: Annotated[int, option("Number of prompts.", min=16), Modes(RUN)] = 64
+    draft_len: Annotated[int, option("Draft tokens per step.", min=1, max=16), Modes(RUN)] = 3
+    seed: Annotated[int, option("Draws the prompts."), Modes(RUN)] = 0
+    device: Annotated[str, option("Device to draft on, for example cuda."), Modes(RUN)] = "cpu"
     hashes: Annotated[
-        bool,
-        typer.Option(
-            "--hashes", help="Read every byte and compare the files' SHA-256 with provenance.json or the hub's records."
-        ),
+        bool, option("Read every byte and compare the files' SHA-256 with provenance.json or the hub's records.")
     ] = False
     json_: JsonOption = False
 
@@ -122,23 +111,20 @@ class Inspected:
         return told
 
 
-def inspect(options: InspectOptions) -> None:
+def inspect(options: InspectOptions) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it.
 
     Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte takes seconds;
     --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
     built-in catalogue. Exits with status 3 when it finds an error.
     """
-    from trtspec.report import print_json
-
     found = look(options)
-    if options.json_:
-        print_json(found.to_dict())
-    else:
-        show(options.path, found)
-    if has_errors(found.problems):
-        errors = sum(problem.severity == "error" for problem in found.problems)
-        raise CheckFailed(f"{options.path} has {errors} error{'s' * (errors != 1)}", "follow the remedy of each above")
+    values = {key: value for key, value in found.to_dict().items() if key not in ("ok", "problems")}
+    errors = sum(problem.severity == "error" for problem in found.problems)
+    message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
+    wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
+    table = Table(options.path, (), list(rows(found)), text_columns=frozenset({0, 1}), ruled=False)
+    return Result(values, found.problems, [table], ["", *([] if found.problems else ["no problems found"])], wrong)
 
 
 def look(options: InspectOptions) -> Inspected:
@@ -261,15 +247,6 @@ def local(resolved: Resolved) -> Path:
             f"run `hf download {resolved.hub_id}` and pass its directory",
         )
     return resolved.path
-
-
-def show(name: str, found: Inspected) -> None:
-    """A readable table on stdout, then the problems with their remedies."""
-    from trtspec.report import Table, print_tables, problem_lines
-
-    lines = problem_lines(found.problems) or ["no problems found"]
-    table = Table(name, (), list(rows(found)), text_columns=frozenset({0, 1}), ruled=False)
-    print_tables([table], ["", *lines])
 
 
 def rows(found: Inspected) -> list[tuple[str, str]]:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import typer
-
 from trtspec.data_files import gpu_names, policy_names
 from trtspec.errors import UsageError
+from trtspec.records import argument, option
 
 if TYPE_CHECKING:
     from trtspec.bench.findings import RequestLimits
@@ -26,20 +25,20 @@ else:
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")  # Slurm's [days-]hours:minutes:seconds
 PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 SECONDS = (86400, 3600, 60, 1)
-SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="Kimi checkpoint: a directory or a hub id.")]
+SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
 PolicyOption = Annotated[
     str | None,
-    typer.Option(
-        help=f"What to quantize and how: {', '.join(policy_names())} or a YAML file.",
-        show_default="the published policy of the model family",
+    option(
+        f"What to quantize and how: {', '.join(policy_names())} or a YAML file.",
+        default="the published policy of the model family",
     ),
 ]
 ThinkingOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Thinking of the chat template, or a reasoning_effort such as medium.",
+        default="the server's",
         metavar="on|off|MODE",
-        help="Thinking of the chat template, or a reasoning_effort such as medium.",
-        show_default="the server's",
     ),
 ]
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from trtspec.cli.options import Gpu, IntList
+from trtspec.errors import CheckFailed
 from trtspec.planning.layout import LONGEST_DRAFT
-from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, checked
+from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, option
+from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.planning.decision import Decision, Targets
@@ -27,63 +26,48 @@ CONCURRENCY = IntList((1, 4, 16, 64))
 class PlanOptions:
     target: TargetArgument
     head: HeadOption = None
-    gpu: Annotated[Gpu, typer.Option(help="GPU type.")] = "b200"
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
-    tp: Annotated[
+    gpu: Annotated[Gpu, option("GPU type.")] = "b200"
+    gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
+    tp_size: Annotated[
         int | None,
-        typer.Option(
-            "--tp", "--tp-size", min=1, help="Tensor-parallel size. Default: all GPUs; every layout is compared."
-        ),
+        option("Tensor-parallel size. Default: all GPUs; every layout is compared.", "--tp-size", "--tp", min=1),
     ] = None
-    ep: Annotated[
-        int | None, typer.Option("--ep", "--ep-size", min=1, help="Expert-parallel size: 1 or all ranks.")
-    ] = None
+    ep_size: Annotated[int | None, option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1)] = None
     attention_dp: Annotated[
-        bool,
-        typer.Option(
-            "--attention-dp", help="Consider only attention data parallelism: each rank caches its own requests."
-        ),
+        bool, option("Consider only attention data parallelism: each rank caches its own requests.")
     ] = False
-    isl: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 1024
-    osl: Annotated[int, typer.Option(min=1, help="Answer tokens.")] = 1024
+    isl: Annotated[int, option("Prompt tokens.", min=1)] = 1024
+    osl: Annotated[int, option("Answer tokens.", min=1)] = 1024
     concurrency: Annotated[
         IntList | None,
-        typer.Option(
-            show_default=f"{CONCURRENCY}; with --ttft or --tpot, all that fit in the cache",
-            help="Concurrent requests of the whole server, such as 1,4,16.",
+        option(
+            "Concurrent requests of the whole server, such as 1,4,16.",
+            default=f"{CONCURRENCY}; with --ttft or --tpot, all that fit in the cache",
         ),
     ] = None
     acceptance: Annotated[
         str | None,
-        typer.Option(help="Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."),
+        option("Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."),
         Needs("head"),
     ] = None
     ttft: Annotated[
-        float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time to the first token.")
+        float | None, option("Upper limit of the mean time to the first token.", metavar="MS", min=0.001)
     ] = None
-    tpot: Annotated[
-        float | None, typer.Option(metavar="MS", min=0.001, help="Upper limit of the mean time per output token.")
-    ] = None
-    max_draft: Annotated[
-        int, typer.Option(min=1, max=LONGEST_DRAFT, help="Longest draft length to consider."), Needs("head")
-    ] = 8
+    tpot: Annotated[float | None, option("Upper limit of the mean time per output token.", metavar="MS", min=0.001)] = (
+        None
+    )
+    max_draft: Annotated[int, option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT), Needs("head")] = 8
     kv_fraction: Annotated[
         float | None,
-        typer.Option(
-            min=0.01,
-            max=1.0,
-            show_default="0.9; 0.75 with attention DP",
-            help="The engine's free_gpu_memory_fraction.",
-        ),
+        option("The engine's free_gpu_memory_fraction.", default="0.9; 0.75 with attention DP", min=0.01, max=1.0),
     ] = None
     moe_backend: Annotated[
-        MoeKernel | None,
-        typer.Option(show_default="the fastest measured for the format", help="MoE kernels to plan with."),
+        MoeKernel | None, option("MoE kernels to plan with.", default="the fastest measured for the format")
     ] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw a plot: .png, .svg or .pdf.")] = None
+    output: Annotated[Path | None, option("Also draw a plot: .png, .svg or .pdf.", "-o")] = None
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Also print every draft length, the assumptions and the sources."),
+        option("Also print every draft length, the assumptions and the sources.", "-v"),
         Excludes("json_", why="which holds everything"),
     ] = False
     force: Annotated[ForceOption, Needs("output")] = False
@@ -92,34 +76,26 @@ class PlanOptions:
     @property
     def fixed(self) -> bool:
         """Whether one layout was asked for."""
-        return self.tp is not None or self.ep is not None or self.attention_dp
+        return self.tp_size is not None or self.ep_size is not None or self.attention_dp
 
 
-def plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.errors import CheckFailed
     from trtspec.planning.report import draw, text, to_dict
-    from trtspec.report import print_json
 
-    options = checked(options)
     if options.output is not None:
         _check_output(options.output, options.force)
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)
     names = (options.target, options.head)
-    if options.json_:
-        print_json(to_dict(decision, model, names, setting))
-    else:
-        sys.stdout.write(text(decision, model, names, setting, head=head, verbose=options.verbose))
     chosen = decision.best.plan if decision.best else decision.plans[0]
     if options.output is not None and chosen.points:
         draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
-    _fail_without_choice(decision, setting, options)
-    if options.output is not None and not chosen.points:
-        raise CheckFailed(f"no plot was drawn: the speed of {chosen.layout.name} is not known", "leave --output out")
+    lines = text(decision, model, names, setting, head=head, verbose=options.verbose).splitlines()
+    return Result(to_dict(decision, model, names, setting), (), (), lines, _failure(decision, setting, options))
 
 
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
@@ -150,7 +126,7 @@ def _layouts(options: PlanOptions, model: ModelSpec) -> list[Layout]:
     from trtspec.planning.layout import layout_of
     from trtspec.planning.points import layouts
 
-    first = layout_of(model, options.gpus, options.tp, options.ep, options.attention_dp)
+    first = layout_of(model, options.gpus, options.tp_size, options.ep_size, options.attention_dp)
     return [first] if options.fixed else layouts(model, first.gpus)
 
 
@@ -161,28 +137,27 @@ def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
     known = measured_kernels(gpu, model.quant.format)
     if kernel not in known:
         message = f"no {kernel} kernels of {model.quant.format} experts on {gpu.name.upper()} are in the tables"
-        remedy = f"choose one of {', '.join(known)}, or leave --moe-backend out" if known else "leave it out"
+        remedy = f"choose one of {', '.join(known)}, or leave `moe_backend` out" if known else "leave it out"
         raise UsageError(message, remedy)
 
 
-def _fail_without_choice(decision: Decision, setting: Setting, options: PlanOptions) -> None:
-    """Raises CheckFailed where nothing was recommended: it does not fit, does not run, or misses the targets."""
-    from trtspec.errors import CheckFailed
-
-    where = f"{options.gpus} x {setting.gpu.name.upper()}"
+def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:
+    """Why nothing was recommended (it does not fit, does not run, or misses the targets), or drawn."""
+    where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
+    more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
-        message = f"{options.target} does not fit on {where} with requests of {setting.workload.tokens} tokens"
-        raise CheckFailed(message, "use more GPUs or larger ones, or shorter requests")
+        return CheckFailed(f"{options.target} does not fit on {where} with {room}", more)
     if decision.refused:
-        raise CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
-    if decision.targets.any and decision.best is None:
-        message = f"nothing on {where} meets the targets"
-        raise CheckFailed(message, "the last lines of the plan name what is nearest and what would")
+        return CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
+    if decision.best is None and decision.targets.any:
+        remedy = "the last lines of the plan name what is nearest and what would"
+        return CheckFailed(f"nothing on {where} meets the targets", remedy)
     if decision.best is None:
-        raise CheckFailed(
-            f"no layout on {where} holds that many requests of {setting.workload.tokens} tokens",
-            "lower --concurrency, use more GPUs or larger ones, or shorter requests",
-        )
+        return CheckFailed(f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}")
+    if options.output is not None and not decision.best.plan.points:
+        layout = decision.best.plan.layout.name
+        return CheckFailed(f"no plot was drawn: the speed of {layout} is not known", "leave `output` out")
+    return None
 
 
 def _check_output(path: Path, force: bool) -> None:

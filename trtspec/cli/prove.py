@@ -12,7 +12,7 @@ import typer
 from trtspec import report
 from trtspec.cli.options import Gpu, IntList, ThinkingOption
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, refuse_empty
+from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
@@ -58,7 +58,6 @@ def prove(options: ProveOptions) -> None:
     Runs doctor, lint --installed, a plain and a speculating launch, bench and check, and compares memory and step times
     with the plan. A killed run resumes.
     """
-    refuse_empty(options)
     setup = _setup(options)
     if options.dry_run:
         _show_steps(setup, options.json_)

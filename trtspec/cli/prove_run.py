@@ -51,7 +51,7 @@ SMALL = 8 * 2**20  # bytes; up to this size a file is known by its hash, above b
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
     *("--head", "--draft-len", "--backend", "--tp-size", "--host", "--port", "--config", "--dry-run"),
-    *("--speculation", "--draft-sampling", "--disaggregated", "--role", "--nodes", "--gpus-per-node"),
+    *("--draft-sampling", "--disaggregated", "--role", "--nodes", "--gpus-per-node"),
     *("--launcher", "--launcher-args"),
 )
 # the same of trtllm-serve and vllm serve, in every spelling, without leading dashes and with dashes for underscores

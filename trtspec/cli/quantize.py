@@ -6,13 +6,12 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
 from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, checked
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
+from trtspec.report import OutputOptions, Result, Table, progress_bar
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
@@ -25,40 +24,31 @@ WeightScales = Literal["max", "mse"]
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions:
     source: SourceArgument
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the NVFP4 checkpoint.")]
+    output: Annotated[Path, option("Directory for the NVFP4 checkpoint.", "-o")]
     policy: PolicyOption = None
     kv_cache: Annotated[
-        KvCache, typer.Option(help="fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
+        KvCache, option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
     ] = "fp8"
     input_scales: Annotated[
-        str,
-        typer.Option(help="Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."),
+        str, option("Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.")
     ] = "one"
     accept_input_scales: Annotated[
-        bool,
-        typer.Option(
-            "--accept-input-scales",
-            help="Use a scale file that was not measured on SRC itself, or does not say so. The card names it.",
-        ),
+        bool, option("Use a scale file that was not measured on SRC itself, or does not say so. The card names it.")
     ] = False
     weight_scales: Annotated[
         WeightScales | None,
-        typer.Option(
-            help="Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
-            show_default="the policy's",
+        option(
+            "Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
+            default="the policy's",
         ),
     ] = None
-    workers: Annotated[
-        int,
-        typer.Option(min=0, help="Threads; 0 starts one per core."),
-        Excludes("engine=modelopt"),
-    ] = 0
+    workers: Annotated[int, option("Threads; 0 starts one per core.", min=0), Excludes("engine=modelopt")] = 0
     device: Annotated[
-        str, typer.Option(help="cpu, cuda or cuda:N. A GPU writes the same bytes, faster."), Excludes("engine=modelopt")
+        str, option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster."), Excludes("engine=modelopt")
     ] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
-        typer.Option(help="stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
+        option("stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
     ] = "stream"
     dry_run: DryRunOption = False
     restart: RestartOption = False
@@ -66,32 +56,15 @@ class QuantizeOptions:
     json_: JsonOption = False
 
 
-def quantize(options: QuantizeOptions) -> None:
+def quantize(options: QuantizeOptions) -> Result:
     """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the names and files of the hub.
 
     Works shard by shard in bounded memory; after an interruption, the same command resumes.
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.quant.run import QuantizePlan, to_json
-    from trtspec.report import print_json, progress_bar
-
-    options = checked(options)
-    with progress_bar("quantizing") as bar:
-        result = run(options, bar.show)
-    if options.json_:
-        print_json(to_json(result))
-    else:
-        _show(result, options.source)
-    if not isinstance(result, QuantizePlan) and has_errors(result.problems):
-        message = f"{result.output} is complete, and {options.source} has the errors above"
-        raise CheckFailed(message, "follow the remedy of each; inspect and serve repeat them")
-
-
-def run(options: QuantizeOptions, progress: Any = None) -> Quantized | QuantizePlan:
     from trtspec.quant.plan import ConversionOptions
-    from trtspec.quant.run import quantize_checkpoint
-    from trtspec.report import OutputOptions
+    from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     source = _source(options)
     policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
@@ -104,11 +77,23 @@ def run(options: QuantizeOptions, progress: Any = None) -> Quantized | QuantizeP
     if options.engine != "stream":
         settings = replace(settings, by_modelopt=True)
     elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
-        raise UsageError(f"--device {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+        raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
     else:
         settings = replace(settings, workers=options.workers, device=options.device)
     again = OutputOptions(options.dry_run, options.restart, options.force)
-    return quantize_checkpoint(source, options.output, policy, settings, again, progress)
+    with progress_bar("quantizing") as bar:
+        result = quantize_checkpoint(source, options.output, policy, settings, again, bar.show)
+    if isinstance(result, QuantizePlan):
+        return Result(to_json(result), lines=_planned(result))
+    rows = [
+        (name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
+        for name, entry in result.classes.items()
+    ]
+    table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
+    message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
+    failure = CheckFailed(message, "inspect and serve repeat them") if has_errors(result.problems) else None
+    tables, lines = [table] if rows else [], ["", *_done(result, options.source)]
+    return Result(to_json(result), result.problems, tables, lines, failure)
 
 
 def _source(options: QuantizeOptions) -> Path | Checkpoint:
@@ -118,21 +103,6 @@ def _source(options: QuantizeOptions) -> Path | Checkpoint:
     from trtspec.checkpoint.remote import open_headers
 
     return open_headers(options.source)
-
-
-def _show(result: Quantized | QuantizePlan, source: str) -> None:
-    from trtspec.quant.run import QuantizePlan
-    from trtspec.report import Table, print_tables
-
-    if isinstance(result, QuantizePlan):
-        print_tables([], _planned(result))
-        return
-    rows = [
-        (name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
-        for name, entry in result.classes.items()
-    ]
-    columns = ("linears", "tensors", "relative error", "zero blocks")
-    print_tables([Table("", columns, rows, ruled=False)] if rows else [], ["", *_done(result, source)])
 
 
 def _planned(plan: QuantizePlan) -> list[str]:
@@ -155,14 +125,11 @@ def _planned(plan: QuantizePlan) -> list[str]:
 
 
 def _done(result: Quantized, source: str) -> list[str]:
-    """What was written, what is wrong with the source, and the next command."""
-    from trtspec.report import problem_lines
-
+    """What was written, and the next command."""
     lines = [
         f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed"
     ]
-    lines += problem_lines(result.problems)
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
     return [*lines, f"next: {inspect}"]

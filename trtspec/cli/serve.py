@@ -14,7 +14,7 @@ import typer
 
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
-from trtspec.records import checked, words
+from trtspec.records import words
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
@@ -28,7 +28,6 @@ def serve(options: ServeOptions) -> None:
     from trtspec.client.addresses import bearer
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
-    options = checked(options, options.mode)
     servers = {ENGINE: _serve_trtllm, FRONT: _serve_front, VLLM: _serve_vllm, REFERENCE: _serve_reference}
     servers[options.mode](options)
 
@@ -80,8 +79,6 @@ def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
 
 
 def _serve_reference(options: ServeOptions) -> None:
-    if options.drafter == "eagle3" and not options.head:
-        raise UsageError("--speculation eagle3 needs a head", "pass --head")
     if options.dry_run or options.json_:
         _show(options)
     if not options.dry_run:
@@ -99,7 +96,7 @@ def _show(options: ServeOptions) -> None:
         require_target(target.resolved.path)
     if options.head:
         load_head(options.head)
-    chosen = replace(options, api_key=None, speculation=options.drafter or "none", dry_run=False, json_=False)
+    chosen = replace(options, api_key=None, dry_run=False, json_=False)
     command = words(chosen, always=("backend", "host", "port", "dtype", "device"))
     argv = [sys.executable, "-m", "trtspec", "serve", *command]
     if options.json_:
@@ -134,8 +131,6 @@ def _run(options: ServeOptions) -> None:
         port=options.port,
         dtype=options.dtype,
         device=options.device,
-        drafter=options.drafter,
-        prefix_reuse=options.prefix_reuse != "off",
         served_model_name=options.served_model_name or target[1],
         api_key=options.api_key,
         **known,

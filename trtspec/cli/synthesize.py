@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, checked, refuse_empty
-from trtspec.report import file_sha256, print_json, progress_bar, provenance, refuse_overwrite, say, write_json
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, argument, option
+from trtspec.report import Result, file_sha256, json_text, progress_bar, provenance, refuse_overwrite, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
@@ -24,43 +22,35 @@ REASONS = ("empty", "noise", "loop", "cut off")
 class SynthesizeOptions:
     prompts: Annotated[
         str,
-        typer.Argument(
-            help="Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."
-        ),
+        argument("Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."),
     ]
-    output: Annotated[Path, typer.Option("--output", "-o", help="Data set to write (jsonl).")]
-    base_url: Annotated[str, typer.Option(help="OpenAI-compatible endpoint of the target, with or without /v1.")] = (
+    output: Annotated[Path, option("Data set to write (jsonl).", "-o")]
+    base_url: Annotated[str, option("OpenAI-compatible endpoint of the target, with or without /v1.")] = (
         "http://127.0.0.1:8000"
     )
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
-    api_key: Annotated[str, typer.Option(help="Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")] = (
-        "none"
-    )
-    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of requests in flight.")] = 16
+    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
+    api_key: Annotated[str, option("Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")] = "none"
+    concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 16
     split: Annotated[
         str | None,
-        typer.Option(help="Split of a hub data set, or several: a,b,c give equal shares.", show_default="train"),
+        option("Split of a hub data set, or several: a,b,c give equal shares.", default="train"),
         Needs("from_hub", where="by prompts that are no hub data set"),
     ] = None
-    samples: Annotated[int, typer.Option(min=0, help="Use only the first N prompts; 0 uses all.")] = 0
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; use your production value.")] = 1.0
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling probability.")] = 1.0
+    samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 512
+    temperature: Annotated[float, option("Sampling temperature; use your production value.", min=0.0)] = 1.0
+    top_p: Annotated[float, option("Nucleus sampling probability.", min=0.0, max=1.0)] = 1.0
     thinking: Annotated[
         Literal["keep", "drop"],
-        typer.Option(help="Whether the reasoning before each answer goes into the data set."),
+        option("Whether the reasoning before each answer goes into the data set."),
         Excludes("raw", why="which has no chat template"),
     ] = "keep"
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Send prompts to /completions as plain text, without the chat template.")
-    ] = False
-    extra_body: Annotated[
-        JsonObject, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
-    ] = JsonObject("{}", {})
-    shard: Annotated[
-        str | None, typer.Option(help="i/n: process only part i of n, to share the work among machines.")
-    ] = None
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for one request.")] = 600.0
+    raw: Annotated[bool, option("Send prompts to /completions as plain text, without the chat template.")] = False
+    extra_body: Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")] = (
+        JsonObject("{}", {})
+    )
+    shard: Annotated[str | None, option("i/n: process only part i of n, to share the work among machines.")] = None
+    timeout: Annotated[float, option("Seconds to wait for one request.", min=1.0)] = 600.0
     dry_run: DryRunOption = False
     restart: RestartOption = False
     force: ForceOption = False
@@ -73,7 +63,7 @@ class SynthesizeOptions:
         return from_hub(self.prompts)
 
 
-def synthesize(options: SynthesizeOptions) -> None:
+def synthesize(options: SynthesizeOptions) -> Result:
     """Generate training data: send prompts to the target through its OpenAI-compatible endpoint.
 
     The seed of each prompt follows from its text. Run an interrupted command again to resume it;
@@ -81,8 +71,6 @@ def synthesize(options: SynthesizeOptions) -> None:
     """
     from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
-    refuse_empty(options)
-    options = checked(options)
     endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     sampling = AnswerSampling(
         options.model,
@@ -100,21 +88,19 @@ def synthesize(options: SynthesizeOptions) -> None:
     if not resumes:
         refuse_overwrite(output, options.force)
     if options.dry_run:
-        print_json(_plan(options, len(chosen), sampling, resumes))
-        return
+        plan = _plan(options, len(chosen), sampling, resumes)
+        return Result(plan, lines=[json_text(plan).rstrip()])
     if options.restart:
         journal.unlink(missing_ok=True)
     outcome = _answer(chosen, output, endpoint, sampling, journal)
     quality, bad = judge_answers(outcome.rows)
     summary = _summary(outcome, output, len(chosen)) | {"quality": quality}
     _record(options, chosen, sampling, summary | {"degenerate_rows": bad})
-    if options.json_:
-        print_json(summary | {"errors": outcome.failed})
-    else:
-        print(f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed")
-        _warn(quality)
-    _raise_failed(outcome, len(chosen))
-    journal.unlink(missing_ok=True)
+    failure = _failure(outcome, len(chosen))
+    if failure is None:
+        journal.unlink(missing_ok=True)
+    line = f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed"
+    return Result(summary | {"errors": outcome.failed}, lines=[line], failure=failure, messages=_warnings(quality))
 
 
 def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
@@ -191,12 +177,11 @@ def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str,
     return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found
 
 
-def _warn(quality: dict[str, int]) -> None:
+def _warnings(quality: dict[str, int]) -> list[str]:
     bad = {name: quality[name] for name in REASONS if quality[name]}
-    if bad:
-        counts = ", ".join(f"{count} {name}" for name, count in bad.items())
-        advice = "; raise --max-tokens" if bad.get("cut off") else ""
-        say(f"Of {quality['answers']} answers {counts} (by row in the provenance file){advice}")
+    counts = ", ".join(f"{count} {name}" for name, count in bad.items())
+    advice = "; raise --max-tokens" if bad.get("cut off") else ""
+    return [f"Of {quality['answers']} answers {counts} (by row in the provenance file){advice}"] if bad else []
 
 
 def _digest(source: str, chosen: list[Prompt]) -> str:
@@ -206,10 +191,9 @@ def _digest(source: str, chosen: list[Prompt]) -> str:
     return hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
 
 
-def _raise_failed(outcome: Outcome, prompts: int) -> None:
-    if outcome.failed:
-        name, reason = next(iter(outcome.failed.items()))
-        raise TrtspecError(
-            f"TS-SYNTH-FAILED {len(outcome.failed)} of {prompts} prompts have no answer; {name}: {reason}",
-            "run the same command again to ask only these",
-        )
+def _failure(outcome: Outcome, prompts: int) -> TrtspecError | None:
+    if not outcome.failed:
+        return None
+    name, reason = next(iter(outcome.failed.items()))
+    message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {prompts} prompts have no answer; {name}: {reason}"
+    return TrtspecError(message, "run the same command again to ask only these")

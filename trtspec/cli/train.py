@@ -8,9 +8,7 @@ import shlex
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trtspec.cli.options import CountList, Duration, Gpu
 from trtspec.errors import Interrupted, TrtspecError, UsageError
@@ -39,18 +37,20 @@ from trtspec.records import (
     Mode,
     Modes,
     RestartOption,
+    argument,
     checked,
     flag_of,
     given,
+    option,
     parse,
     uses,
     words,
 )
-from trtspec.report import print_json, progress_bar, say, sparkline
+from trtspec.report import Result, json_text, progress_bar, say, sparkline
 from trtspec.specs import Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
@@ -72,134 +72,102 @@ NO_DUMPS = Excludes("dumps", where="by a directory of dumps, which holds the hid
 class TrainCommand:
     """Those that decide the loss curve are fields of TrainOptions, where their defaults are too."""
 
-    target: Annotated[str | None, typer.Argument(help="Target model: a checkpoint directory or a hub id.")] = None
+    panels: ClassVar = {"attention": "Head", "ttt_steps": "Training", "skip_bad_rows": "Data", "features": "Run"}
+
+    target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = None
     data: Annotated[
         tuple[str, ...],
-        typer.Argument(
-            help="Conversations answered by the target: files, each with =PASSES where it is to be seen more or less "
-            "than once in an epoch; or a directory of dumps.",
-            show_default=False,
+        argument(
+            "Conversations answered by the target: files, or a directory of dumps. FILE=2 is seen twice in an epoch."
         ),
     ] = ()
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the new head.")]
-    attention: Annotated[Attention, typer.Option(help="Attention of the head.")] = CURVE.attention
-    eagle: Annotated[EagleVersion, typer.Option(help="EAGLE version.")] = CURVE.eagle
+    output: Annotated[Path, option("Directory for the new head.", "-o")]
+    attention: Annotated[Attention, option("Attention of the head.")] = CURVE.attention
+    eagle: Annotated[EagleVersion, option("EAGLE version.")] = CURVE.eagle
     draft_vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draft only from this many most frequent tokens.", show_default="the whole vocabulary"
-        ),
+        int | None, option("Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1)
     ] = None
-    intermediate_size: Annotated[
-        int | None, typer.Option(min=1, help="MLP width of the head.", show_default="the target's")
-    ] = None
+    intermediate_size: Annotated[int | None, option("MLP width of the head.", default="the target's", min=1)] = None
     aux_layers: Annotated[
-        CountList | None,
-        typer.Option(help="Layers whose outputs the head reads, counted from 0.", show_default="1,L//2-1,L-4"),
+        CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
     ] = None
-    init: Annotated[Path | None, typer.Option(help="Start from the weights of this head, with its architecture.")] = (
-        None
+    init: Annotated[Path | None, option("Start from the weights of this head, with its architecture.")] = None
+    ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = CURVE.ttt_steps
+    ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = (
+        CURVE.ttt_decay
     )
-    ttt_steps: Annotated[int, typer.Option(min=1, max=16, help="Training-time-test steps.")] = CURVE.ttt_steps
-    ttt_decay: Annotated[
-        float, typer.Option(help="Weight of each of these steps in the loss, relative to the step before.")
-    ] = CURVE.ttt_decay
-    loss: Annotated[LossName, typer.Option(help="Distance to the target's distribution.")] = CURVE.loss
+    loss: Annotated[LossName, option("Distance to the target's distribution.")] = CURVE.loss
     answer_only: Annotated[
         bool,
-        typer.Option(
-            "--answer-only/--all-tokens", help="Compute the loss on the target's own tokens only, or on all tokens."
-        ),
+        option("Compute the loss on the target's own tokens only, or on all tokens.", "--answer-only/--all-tokens"),
     ] = CURVE.answer_only
     epochs: Annotated[
         int,
-        typer.Option(min=1, help="Passes over the data; more than a finished run had extend it."),
+        option("Passes over the data; more than a finished run had extend it.", min=1),
         Excludes("steps", why="which replaces it"),
     ] = CURVE.epochs
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; replaces --epochs.")] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch, across all processes.")] = (
-        CURVE.batch_size
+    steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
+    batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = CURVE.batch_size
+    accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = CURVE.accumulation
+    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8), NO_DUMPS] = CURVE.seq_len
+    lr: Annotated[float | None, option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168")] = (
+        None
     )
-    accumulation: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = CURVE.accumulation
-    seq_len: Annotated[int, typer.Option(min=8, help="Maximum sequence length in tokens."), NO_DUMPS] = CURVE.seq_len
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Peak learning rate.", show_default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
-    ] = None
-    schedule: Annotated[Schedule, typer.Option(help="Learning-rate schedule after the warm-up.")] = CURVE.schedule
-    warmup: Annotated[
-        float, typer.Option(min=0, help="Warm-up: a share of all steps, or from 1 on a number of steps.")
-    ] = CURVE.warmup
-    decay: Annotated[float, typer.Option(help="Share of all steps over which wsd decays.")] = CURVE.decay
-    weight_decay: Annotated[float, typer.Option(min=0, help="AdamW's weight decay.")] = CURVE.weight_decay
-    grad_clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = CURVE.grad_clip
+    schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = CURVE.schedule
+    warmup: Annotated[float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)] = (
+        CURVE.warmup
+    )
+    decay: Annotated[float, option("Share of all steps over which wsd decays.")] = CURVE.decay
+    weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = CURVE.weight_decay
+    grad_clip: Annotated[float, option("Largest norm of the gradient.")] = CURVE.grad_clip
     precision: Annotated[
-        Precision, typer.Option(help="Precision of matrix products; auto: bf16 where the device supports it natively.")
+        Precision, option("Precision of matrix products; auto: bf16 where the device supports it natively.")
     ] = CURVE.precision
-    seed: Annotated[int, typer.Option(help="Random seed for weight initialisation and data order.")] = CURVE.seed
+    seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = CURVE.seed
     deduplicate: Annotated[
-        bool,
-        typer.Option("--deduplicate/--keep-duplicates", help="Train only once on duplicate conversations."),
+        bool, option("Train only once on duplicate conversations.", "--deduplicate/--keep-duplicates")
     ] = CURVE.deduplicate
     skip_bad_rows: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Skip up to N data rows that cannot be read; the run's record counts them."
-        ),
+        int, option("Skip up to N data rows that cannot be read; the run's record counts them.", min=0, metavar="N")
     ] = CURVE.skip_bad_rows
     held_out: Annotated[
         float,
-        typer.Option(min=0, max=0.99, help="Share of the conversations that is held out for evaluations."),
+        option("Share of the conversations that is held out for evaluations.", min=0, max=0.99),
         Excludes("eval_data", why="which replaces it"),
     ] = CURVE.held_out
-    eval_data: Annotated[
-        str | None, typer.Option(help="Conversations to evaluate on; replaces --held-out.", show_default=False)
-    ] = None
-    eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="a tenth of the run")
-    ] = None
+    eval_data: Annotated[str | None, option("Conversations to evaluate on; replaces --held-out.")] = None
+    eval_every: Annotated[int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)] = None
     features: Annotated[
         str,
-        typer.Option(
-            help="Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
-        ),
+        option("Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."),
         NO_DUMPS,
     ] = "auto"
     config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with any of these options by name; flags and variables take precedence."),
+        Path | None, option("YAML file with any of these options by name; flags and variables take precedence.")
     ] = None
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between saved states.")] = RUN.save_every
+    save_every: Annotated[int, option("Steps between saved states.", min=1)] = RUN.save_every
     export_every: Annotated[
-        int | None,
-        typer.Option(min=0, help="Steps between exported heads; 0: none on the way.", show_default="--save-every"),
+        int | None, option("Steps between exported heads; 0: none on the way.", default="--save-every", min=0)
     ] = None
-    keep: Annotated[int, typer.Option(min=1, help="Exported heads to keep, the newest.")] = RUN.keep
-    best_by: Annotated[BestBy, typer.Option(help="Keep the head with the best held-out figure of this kind too.")] = (
-        RUN.best_by
-    )
+    keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = RUN.keep
+    best_by: Annotated[BestBy, option("Keep the head with the best held-out figure of this kind too.")] = RUN.best_by
     keep_state: Annotated[
-        bool, typer.Option("--keep-state/--drop-state", help="Whether a finished run can be extended with more steps.")
+        bool, option("Whether a finished run can be extended with more steps.", "--keep-state/--drop-state")
     ] = RUN.keep_state
-    max_time: Annotated[
-        Duration | None,
-        typer.Option(help="Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.", show_default=False),
-    ] = None
-    activation_checkpointing: Annotated[
-        bool,
-        typer.Option("--activation-checkpointing", help="Compute activations twice in place of keeping them."),
-    ] = RUN.activation_checkpointing
+    max_time: Annotated[Duration | None, option("Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.")] = None
+    activation_checkpointing: Annotated[bool, option("Compute activations twice in place of keeping them.")] = (
+        RUN.activation_checkpointing
+    )
     log_with: Annotated[
-        tuple[str, ...],
-        typer.Option(help="Experiment tracker: tensorboard, wandb, mlflow or another of accelerate's."),
+        tuple[str, ...], option("Experiment tracker: tensorboard, wandb, mlflow or another of accelerate's.")
     ] = ()
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = RUN.device
+    device: Annotated[str, option("cpu or cuda.")] = RUN.device
     acceptance_prompts: Annotated[
         int,
-        typer.Option(min=0, help="Held-out prompts for the final acceptance measurement; 0 skips it."),
+        option("Held-out prompts for the final acceptance measurement; 0 skips it.", min=0),
         Modes(DRY_RUN, WITH_LAYERS),
     ] = 48
-    gpu: Annotated[Gpu, typer.Option(help="GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)] = "b200"
+    gpu: Annotated[Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)] = "b200"
     dry_run: DryRunOption = False
     restart: RestartOption = False
     force: ForceOption = False
@@ -269,7 +237,7 @@ def curve_options(command: TrainCommand) -> TrainOptions:
     return TrainOptions(**values).checked()
 
 
-def train(command: TrainCommand) -> None:
+def train(command: TrainCommand) -> Result | None:
     """Train an Eagle3 draft head with ModelOpt on answers written by the target itself.
 
     The target runs once over the data; its hidden states are cached and reused in every epoch. An interrupted run
@@ -300,11 +268,11 @@ def train(command: TrainCommand) -> None:
         from trtspec.data_files import gpu_spec
         from trtspec.heads.training.needs import dry_run
 
-        print_json(dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on})
-        return
+        found = dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on}
+        return Result(found, lines=[json_text(found).rstrip()])
     if main and not goes_on:
         remove_run(command.output)
-    _report(request, _train(request, options), command.json_)
+    return _result(request, _train(request, options))
 
 
 def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
@@ -428,33 +396,31 @@ def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     return on_step
 
 
-def _report(request: TrainRequest, record: dict[str, Any], as_json: bool) -> None:
-    """The end of a run for the one who called it; Interrupted where a signal ended it."""
+def _result(request: TrainRequest, record: dict[str, Any]) -> Result | None:
+    """The end of a run; it fails where a signal ended it. None on the processes that do not write."""
     if not record:
-        return
+        return None
     output, training = request.run.output, record["training"]
-    if as_json:
-        print_json({"output": str(output), **record})
-    else:
-        _show(output, record)
+    values, lines = {"output": str(output), **record}, list(_lines(output, record))
     if training.get("finished", True):
-        return
+        return Result(values, lines=lines)
     where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
     if training["stopped"] in ("SIGINT", "SIGTERM"):
-        raise Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{request.again}`")
-    say(f"Time is up {where}. Resume with: {request.again}")
+        failure = Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{request.again}`")
+        return Result(values, lines=lines, failure=failure)
+    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {request.again}"])
 
 
-def _show(output: Path, record: dict[str, Any]) -> None:
+def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     training = record["training"]
     shares = ", ".join(f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"]))
-    print(f"head        {output}")
-    print(f"parameters  {record['parameters']:,}")
-    print(f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens, {training['seconds']:.0f} s")
-    print(f"agreement   {shares} per training-time-test step")
+    yield f"head        {output}"
+    yield f"parameters  {record['parameters']:,}"
+    yield f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens, {training['seconds']:.0f} s"
+    yield f"agreement   {shares} per training-time-test step"
     if estimate := training.get("estimated_acceptance_length"):
-        print(f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating")
+        yield f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating"
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
         where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"
-        print(f"acceptance  {row['acceptance_length']:.3f} ({where})")
+        yield f"acceptance  {row['acceptance_length']:.3f} ({where})"

@@ -38,7 +38,7 @@ def measure_acceptance(
     engine = Engine(
         model,
         head,
-        EngineOptions(drafter="eagle3", draft_len=draft_len, max_batch_size=8, max_seq_len=longest + draft_len),
+        EngineOptions(draft_len=draft_len, max_batch_size=8, max_seq_len=longest + draft_len),
         tokenizer=KimiTokenizer(target_dir),
     )
     requests = [GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), max_tokens) for sample in chosen]

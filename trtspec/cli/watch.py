@@ -11,38 +11,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from trtspec import report
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
-from trtspec.records import Excludes, JsonOption, Needs, checked, refuse_empty
+from trtspec.records import Excludes, JsonOption, Needs, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    url: Annotated[str, typer.Argument(help="Server whose metrics are read.", show_default=False)]
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings."), Excludes("once")] = 15.0
+    url: Annotated[str, argument("Server whose metrics are read.")]
+    interval: Annotated[float, option("Seconds between two readings.", min=0.05), Excludes("once")] = 15.0
     listen: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT for Prometheus metrics of the watch; localhost without HOST."),
-        Excludes("once"),
+        str | None, option("HOST:PORT for Prometheus metrics of the watch; localhost without HOST."), Excludes("once")
     ] = None
-    once: Annotated[bool, typer.Option("--once", help="Judge once; status 3 unless --baseline is reached.")] = False
-    baseline: Annotated[
-        Path | None, typer.Option(help="results.json of `trtspec bench`, or its directory."), Needs("once")
-    ] = None
+    once: Annotated[bool, option("Judge once; status 3 unless --baseline is reached.")] = False
+    baseline: Annotated[Path | None, option("results.json of `trtspec bench`, or its directory."), Needs("once")] = None
     max_drop: Annotated[
         float,
-        typer.Option(min=0.0, max=0.95, help="Largest relative drop of accepted drafts per step that passes."),
+        option("Largest relative drop of accepted drafts per step that passes.", min=0.0, max=0.95),
         Needs("once"),
     ] = 0.15
-    min_steps: Annotated[int, typer.Option(min=50, help="Verification steps that a verdict needs."), Needs("once")] = (
-        500
-    )
+    min_steps: Annotated[int, option("Verification steps that a verdict needs.", min=50), Needs("once")] = 500
     json_: JsonOption = False
 
 
-def watch(options: WatchOptions) -> None:
+def watch(options: WatchOptions) -> report.Result | None:
     """Read acceptance of a live endpoint from its server's counters, as a Prometheus metric.
 
     Reads Prometheus metrics or TensorRT-LLM's iteration statistics. With --json prints one object per reading. With
@@ -50,14 +42,12 @@ def watch(options: WatchOptions) -> None:
     """
     from trtspec.client.addresses import server_url
 
-    refuse_empty(options)
-    options = checked(options)
     url = server_url(options.url)
-    asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
+    return asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
 
 
-async def _judge_once(url: str, options: WatchOptions) -> None:
-    """Raises CheckFailed unless the verdict is `pass`, and TrtspecError if nothing could be read."""
+async def _judge_once(url: str, options: WatchOptions) -> report.Result:
+    """Fails unless the verdict is `pass`. Raises TrtspecError if nothing could be read."""
     from trtspec.bench.watch import Watch, judge, read_baseline
     from trtspec.client.client import new_client
 
@@ -70,15 +60,11 @@ async def _judge_once(url: str, options: WatchOptions) -> None:
     verdict = judge(found, baseline, options.max_drop, options.min_steps)
     code = "TS-WATCH-BASELINE" if verdict.status == "fail" else "TS-WATCH-UNMEASURED"
     problems = [Problem(code, "error", url, verdict.why, verdict.remedy)] if verdict.why else []
-    if options.json_:
-        told = {"ok": not problems, **found.summary(), **asdict(verdict), "baseline": asdict(baseline)}
-        report.print_json({**told, "problems": [problem.to_dict() for problem in problems]})
-    else:
-        expected = f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
-        report.print_tables([], [found.line(), expected, verdict.status, *report.problem_lines(problems)])
-    if problems:
-        message = f"{url}: {'below the baseline' if verdict.status == 'fail' else 'NOT PROVEN'}: {verdict.why}"
-        raise CheckFailed(message, verdict.remedy)
+    expected = f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
+    message = f"{url}: {'below the baseline' if verdict.status == 'fail' else 'NOT PROVEN'}: {verdict.why}"
+    wrong = CheckFailed(message, verdict.remedy) if problems else None
+    values = {**found.summary(), **asdict(verdict), "baseline": asdict(baseline)}
+    return report.Result(values, problems, lines=[found.line(), expected, verdict.status], failure=wrong)
 
 
 async def _watch_on(url: str, options: WatchOptions) -> None:

@@ -1,7 +1,7 @@
 """Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is sent or written.
 
-Neither a password in an address nor a key appears in a message, a result or a record: an address that may hold one is
-refused unseen, and of a key only its fault is told.
+No password or key appears in a message, a result or a record: an address that may contain one is refused without being
+shown, and a message about a key names its fault alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def shown(text: str) -> str:
 def server_url(text: str, option: str = "the URL") -> str:
     """The base URL of a server: with a scheme (http if `text` has none), without /v1 and slashes at its end.
 
-    Raises UsageError, which begins with `option`, for what no request can be sent to, and for a user name, a password,
-    a query or a fragment: they would stand in every result."""
+    Raises UsageError, which begins with `option`, if no request can be sent there, and for a user name, a password, a
+    query or a fragment, which every result would repeat."""
     import httpx
 
     whole = text if "://" in text else f"http://{text}"
@@ -42,31 +42,31 @@ def server_url(text: str, option: str = "the URL") -> str:
     fault = None
     try:
         url = httpx.URL(whole)
-        host = url.host and url.raw_host.decode("ascii").encode("idna")  # as looking its name up does
+        host = url.host and url.raw_host.decode("ascii").encode("idna")  # as name lookup does
     except httpx.InvalidURL as error:
         fault = str(error)
     except UnicodeError:
-        fault = "its host is no name that can be looked up"
+        fault = "its host is not a valid name"
     else:
         if url.scheme not in ("http", "https"):
             fault = "its scheme is neither http nor https"
         elif not host or re.search(r"\s", text):
             fault = "it holds white space" if host else "it names no host"
         elif url.port is not None and not 0 < url.port < 2**16:
-            fault = f"{url.port} is no port (1 to 65535)"
+            fault = f"{url.port} is not a port (1 to 65535)"
     if fault:
         raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy)
     return re.sub(r"(?<=[^/])/v1$", "", whole.rstrip("/")).rstrip("/")
 
 
 def key_header() -> dict[str, str]:
-    """The key of OPENAI_API_KEY as a header. Raises UsageError for one that no header can carry."""
+    """The key of OPENAI_API_KEY as a header. Raises UsageError if no header can carry it."""
     return bearer(os.environ.get("OPENAI_API_KEY"))
 
 
 def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
-    """The header that carries a key; none for an empty one. Raises UsageError, which tells the fault and not the key,
-    for one that no header can carry."""
+    """The header with the key; {} for an empty key. Raises UsageError if no header can carry it, naming the fault and
+    not the key."""
     if not key:
         return {}
     if not SENDABLE.fullmatch(key):

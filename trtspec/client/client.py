@@ -2,8 +2,8 @@
 waiting until a server is ready.
 
 A streamed request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting
-for a free connection do not count. The time of a chunk is that of the network read which brought its end: what a proxy
-held back and sent at once has one time, and parsing costs none.
+for a free connection do not count. The time of a chunk is that of the network read of its last byte, without parsing:
+chunks that a proxy sends at once have the same time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from trtspec.errors import TrtspecError, UsageError
 T = TypeVar("T")
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
-    "model": "give --model",
-    "max_tokens": "give --max-tokens",
-    "max_completion_tokens": "give --max-tokens",
-    "temperature": "give --temperature",
+    "model": "give `model`",
+    "max_tokens": "give `max_tokens`",
+    "max_completion_tokens": "give `max_tokens`",
+    "temperature": "give `temperature`",
     "n": "leave it out: one answer is read of each request",
     "best_of": "leave it out: one answer is read of each request",
 }
-MOST_CALLS = 127  # an index above it is no count of calls
+MOST_CALLS = 127  # larger indices come from broken servers and are put together here
 MOST_LINE = 64 * 2**20  # bytes of one event
 TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
-# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request that is sent
-# on it at that moment fails with a ReadError, so it has to be gone before
+# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request sent at that
+# moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
-POLL_S = 0.2  # between two looks at a server that is not ready
-HEALTH_S = 2.0  # that /health may take
+POLL_S = 0.2  # between two requests to a server that is not ready
+HEALTH_S = 2.0  # limit for /health
 
 
 class RequestFailed(TrtspecError):
-    """A request that brought no answer, in words. `status`: that of the response; None if none came."""
+    """A request without a usable answer, and why. `status`: HTTP status of the response; None without a response."""
 
     def __init__(self, message: str, remedy: str = "look at the server's log", status: int | None = None) -> None:
         super().__init__(message, remedy)
@@ -53,7 +53,7 @@ class RequestFailed(TrtspecError):
 @dataclass(frozen=True)
 class Endpoint:
     """Where to send requests. `base_url` is without /v1; `extra_body` is merged into every request body; an answer that
-    is not complete after `limit_s` seconds has failed."""
+    is incomplete after `limit_s` seconds has failed."""
 
     base_url: str
     model: str
@@ -68,7 +68,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class RequestSampling:
-    """What is asked of every answer. `seed` is the base: answer i uses seed + i, so that sampled answers differ."""
+    """Sampling of every answer. Answer i uses seed + i, so that sampled answers differ."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -77,7 +77,7 @@ class RequestSampling:
 
 @dataclass
 class Answer:
-    """One answer as it came in. Times are seconds of time.perf_counter(); `chunks` holds (time, characters)."""
+    """One answer as received. Times are seconds of time.perf_counter(); `chunks` contains (time, characters)."""
 
     question: str
     category: str
@@ -94,9 +94,12 @@ class Answer:
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
-    tool_calls: list[dict[str, str]] = field(default_factory=list)  # name and arguments, as they came together
-    unindexed: int = 0  # pieces of tool calls that do not say which call they belong to
-    counted: list[int] = field(default_factory=list)  # tokens so far, where chunks carry usage
+    status: int | None = None  # HTTP status of an answer other than 200
+    tool_calls: list[dict[str, str]] = field(default_factory=list)  # id, name and arguments, joined from their chunks
+    unindexed: int = 0  # chunks of tool calls without the index of their call
+    counted: list[int] = field(default_factory=list)  # tokens so far, from the token ids or the usage in chunks
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def first_token(self) -> float | None:
@@ -104,7 +107,7 @@ class Answer:
 
     @property
     def written(self) -> str:
-        """All that the model wrote: an answer that is a tool call is not empty."""
+        """Reasoning, text and tool calls: an answer that is only a tool call is not empty."""
         return self.reasoning + self.text + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
 
 
@@ -112,7 +115,7 @@ def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> Non
     """Raises UsageError for the first key of `extra_body` that is in `owned`."""
     for key in extra_body:
         if key in owned:
-            raise UsageError(f"--extra-body sets {key}, which is not its to set", owned[key])
+            raise UsageError(f"`extra_body` must not set {key}", owned[key])
 
 
 def new_client(
@@ -123,20 +126,20 @@ def new_client(
     proxies: bool = False,
 ) -> httpx.AsyncClient:
     """A client of the server at `url`, a base URL without /v1. `timeout`: seconds that the server may stay silent.
-    `headers`: those that carry the key, by default that of OPENAI_API_KEY, which UsageError refuses if no header can
-    carry it. `proxies`: whether the proxy variables of the environment are used."""
+    `headers`: by default the key of OPENAI_API_KEY; raises UsageError if no header can carry it. `proxies`: use the
+    proxy variables of the environment."""
     most, headers = concurrency + 4, key_header() if headers is None else headers
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S)
     times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT
     return httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=times, trust_env=proxies,
-        verify=url.startswith("https"),  # else the certificates are loaded for nothing, which takes 20 ms
+        verify=url.startswith("https"),  # loading certificates takes 20 ms
     )  # fmt: skip
 
 
 async def fetch(client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None) -> bytes:
-    """The 200 response to a GET of `path`, or to a POST of `body`. `timeout`: as in `new_client`, for this request
-    alone. Raises RequestFailed."""
+    """The body of the 200 response to a GET of `path`, or to a POST of `body`. `timeout` as in `new_client`, for this
+    request. Raises RequestFailed."""
     times = timeout or httpx.USE_CLIENT_DEFAULT
     request = client.build_request("GET" if body is None else "POST", path, json=body, timeout=times)
     try:
@@ -186,8 +189,8 @@ async def wait_ready(
     stopped: Callable[[], Any] = lambda: False,
     headers: dict[str, str] | None = None,
 ) -> bool:
-    """True once `look` raises no RequestFailed, False once `stopped()` is true. Raises RequestFailed after `seconds`
-    with the last words of `look`."""
+    """True once `look` succeeds, False once `stopped()` is true. Raises RequestFailed after `seconds`, with the last
+    failure of `look`."""
     deadline = time.monotonic() + seconds
     async with new_client(url, 1, headers=headers) as client:
         while not stopped():
@@ -211,7 +214,7 @@ def ask_once(
     timeout: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> T:
-    """What `look` returns or raises, for code that is not asynchronous."""
+    """What `look` returns or raises, for synchronous code."""
 
     async def asked() -> T:
         async with new_client(url, 1, timeout, headers) as client:
@@ -227,7 +230,7 @@ def describe(error: Exception) -> str:
 
 
 def error_message(status: int, body: str) -> str:
-    """The server's own words, from OpenAI's nested or TensorRT-LLM's flat error body."""
+    """The server's message, from OpenAI's nested or TensorRT-LLM's flat error body."""
     try:
         parsed = json.loads(body)
         inner = parsed.get("error", parsed)
@@ -263,8 +266,8 @@ async def stream_answer(
     turn: int,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream. A failure is a result too: it is returned in `error`, never raised.
-    `on_event` gets the answer so far after each event."""
+    """Sends one request and reads its stream. A failure is returned in `error`, never raised. `on_event` gets the
+    answer so far after each event."""
     answer = Answer(question, category, turn, started=time.perf_counter())
 
     async def trace(event: str, info: dict[str, Any]) -> None:
@@ -276,6 +279,7 @@ async def stream_answer(
         sending = client.stream("POST", endpoint.path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(endpoint.limit_s), sending as response:
             if response.status_code != 200:
+                answer.status = response.status_code
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
@@ -286,7 +290,7 @@ async def stream_answer(
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        answer.error = f"the stream holds what is no chat completion chunk ({describe(error)})"
+        answer.error = f"the stream has an event that is not a chat completion chunk ({describe(error)})"
     answer.finished = time.perf_counter()
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
@@ -294,8 +298,8 @@ async def stream_answer(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """The JSON objects of a server-sent event stream up to [DONE], each with the time at which it was whole; comment
-    lines are skipped. Raises ValueError for what is no JSON."""
+    """The JSON objects of a server-sent event stream up to [DONE], each with the time of its last byte; comment lines
+    are skipped. Raises ValueError for invalid JSON."""
     pending = b""
     async for piece in response.aiter_bytes():
         now = time.perf_counter()
@@ -312,7 +316,7 @@ async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[st
 
 
 def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
-    """Adds one stream event to an answer: text, usage, finish reason and whatever it says about speculation."""
+    """Adds one stream event to an answer: text, usage, finish reason and speculation."""
     if event.get("error") or event.get("object") == "error":
         answer.error = error_message(_status_in(event), json.dumps(event))
         return
@@ -323,7 +327,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         details = usage.get("prompt_tokens_details") or {}
         cached = details.get("cached_tokens")
         answer.cached_tokens = answer.cached_tokens if cached is None else token_count(cached)
-        answer.counted.append(answer.completion_tokens)
+        if not answer.token_ids:
+            answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
         text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
@@ -331,7 +336,12 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.text += text
         answer.reasoning += reasoning
         called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
-        if text or reasoning or called:
+        ids = [token_count(token) for token in choice.get("token_ids") or []]
+        answer.prompt_ids = answer.prompt_ids or choice.get("prompt_token_ids") or event.get("prompt_token_ids") or []
+        answer.token_ids += ids
+        if ids:
+            answer.counted.append(len(answer.token_ids))
+        if text or reasoning or called or ids:
             answer.chunks.append((now, len(text) + len(reasoning) + called))
         answer.finish_reason = _word(choice.get("finish_reason")) or answer.finish_reason
         answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
@@ -339,14 +349,14 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
 
 
 def _status_in(event: dict[str, Any]) -> int:
-    """The HTTP status in an error that came as an event, flat or nested; a `code` may also be a word."""
+    """The HTTP status in an error event, flat or nested; 500 if its `code` is a word."""
     nested = event.get("error")
     codes = [str(each.get("code")) for each in (event, nested) if isinstance(each, dict)]
     return next((int(code) for code in codes if code.isdecimal() and len(code) == 3), 500)
 
 
 def token_count(value: Any) -> int:
-    """A number of tokens. Raises ValueError for anything else, so that what a server says is never taken for one."""
+    """`value` as a number of tokens. Raises ValueError for anything else that a server may send."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
     return int(value)
@@ -354,12 +364,12 @@ def token_count(value: Any) -> int:
 
 def _word(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]!r} is no finish_reason")
+        raise ValueError(f"{str(value)[:40]!r} is not a finish_reason")
     return value
 
 
 def finite(value: Any) -> float | None:
-    """The number that a server sent, or None for anything that is not a finite one. JSON's integers have no limit."""
+    """`value` as a float; None unless it is a finite number. JSON integers have no limit, so they may overflow."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -376,7 +386,7 @@ def _ratio(value: Any) -> float | None:
 
 
 def _speculation(value: Any) -> dict[str, Any] | None:
-    """`spec_decode` of a choice with counts that are counts."""
+    """`spec_decode` of a choice. Raises ValueError for invalid counts."""
     if value is None:
         return None
     counts: dict[str, Any] = {key: token_count(value[key]) for key in ("steps", "drafted", "accepted")}
@@ -385,20 +395,21 @@ def _speculation(value: Any) -> dict[str, Any] | None:
 
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
-    """A call may come whole or in pieces: its `index` says which one a piece belongs to. Returns its characters."""
+    """Adds a call, or the chunk of one that its `index` names. Returns its number of characters."""
     index, function = token_count(call.get("index") or 0), call.get("function") or {}
     answer.unindexed += call.get("index") is None
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
-        answer.tool_calls.append({"name": "", "arguments": ""})
+        answer.tool_calls.append({"id": "", "name": "", "arguments": ""})
     found = answer.tool_calls[min(index, MOST_CALLS)]
+    found["id"] += call.get("id") or ""
     found["name"] += function.get("name") or ""
     found["arguments"] += function.get("arguments") or ""
     return len(function.get("name") or "") + len(function.get("arguments") or "")
 
 
 async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-    """One request without streaming; returns the response's JSON, which has a choice. Raises RequestFailed with the
-    server's words, or saying what came in place of an answer."""
+    """One request without streaming: the JSON of a response with at least one choice. Raises RequestFailed with the
+    server's message, or with the start of any other response."""
     content = await fetch(client, endpoint.path, {**body, "stream": False})
     try:
         reply = files.parse_json(content)
@@ -407,4 +418,4 @@ async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str
     except (ValueError, LookupError, TypeError):
         pass
     start = " ".join(content[:80].decode("utf-8", "replace").split())
-    raise RequestFailed(f"HTTP 200 with what is no chat completion: {start!r}", "ask the server, not a proxy", 200)
+    raise RequestFailed(f"HTTP 200, but not a chat completion: {start!r}", "ask the server, not a proxy", 200)

@@ -32,10 +32,10 @@ FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_STREAMS = "usage in the chunks of streams"
 FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
 LEAST_AVERAGE = 0.99  # tokens per iteration: each brings one, and an average may be rounded
-SETTLED_S = 1.0  # between two readings of counters that no longer change; a step of an engine takes less
-RESTLESS_S = 30.0  # after which somebody else is on the server
-METADATA_S = 10.0  # that a page about the server may take
-Count = Annotated[int, Field(ge=0, lt=2**53)]  # held where files are read: a float has it exactly
+SETTLED_S = 1.0  # between two equal readings of settled counters; a step of an engine takes less
+RESTLESS_S = 30.0  # counters that still change after it belong to other users
+METADATA_S = 10.0  # limit for /metrics, /version and the like
+Count = Annotated[int, Field(ge=0, lt=2**53)]  # exact as a float; checked where files are read
 Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 
 
@@ -49,8 +49,10 @@ class Adapter:
     answers say nothing.
 
     `mean_paths`: where it reports its mean acceptance length since its start. `dated`: what it does with request
-    parameters under speculation is known by release. `survives_logprobs`: no release is known that a request for
-    log-probabilities ends under speculation (this repository's tests ask both)."""
+    parameters under speculation is known by release.
+
+    `ids`: request fields by which it returns token ids. `scores`: how check gets the probability of given tokens: by
+    `echo` of a prompt, by `continuations` of one token, or not at all."""
 
     name: str
     owner: str
@@ -64,21 +66,24 @@ class Adapter:
     around_runs: bool = False
     mean_paths: tuple[str, ...] = ()
     dated: bool = False
-    survives_logprobs: bool = False
+    ids: Mapping[str, bool] = field(default_factory=dict)
+    scores: str = ""
 
 
 REFERENCE = Adapter(
-    name="reference", owner="trtspec", prefix="trtspec_", survives_logprobs=True, steps="trtspec_spec_decode_steps",
+    name="reference", owner="trtspec", prefix="trtspec_", ids={"return_token_ids": True}, scores="echo",
+    steps="trtspec_spec_decode_steps",
     drafted="trtspec_spec_decode_draft_tokens", accepted="trtspec_spec_decode_accepted_tokens", first=1,
     position="trtspec_spec_decode_accepted_tokens_per_position",
 )  # fmt: skip
 VLLM = Adapter(
-    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, survives_logprobs=True,
+    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, ids={"return_token_ids": True}, scores="echo",
     steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
     accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
 )  # fmt: skip
 TRTLLM = Adapter(
-    name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, drafted="trtllm_spec_decode_num_draft_tokens",
+    name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, ids={"detokenize": False},
+    scores="continuations", drafted="trtllm_spec_decode_num_draft_tokens",
     accepted="trtllm_spec_decode_num_accepted_tokens",
 )  # fmt: skip
 SGLANG = Adapter(
@@ -86,13 +91,12 @@ SGLANG = Adapter(
     mean_paths=("/server_info", "/get_server_info"),  # the second is the older one
 )  # fmt: skip
 ADAPTERS = {adapter.name: adapter for adapter in (REFERENCE, VLLM, TRTLLM, SGLANG)}
-UNKNOWN = Adapter(name="unknown", owner="")
+UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scores="echo")
 
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """What answers at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling` says how it chooses the drafts of
-    sampled requests, where it tells."""
+    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known."""
 
     kind: str
     model: str
@@ -118,17 +122,17 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
     if kind is UNKNOWN:
         text = await _text(client, "/metrics")
         kind = next((kind for kind in ADAPTERS.values() if kind.around_runs and kind.prefix in text), UNKNOWN)
-    told = {key: value for key in ("version", "draft_sampling") if isinstance(value := named.get(key), str)}
-    return DetectedServer(kind.name, model or entry["id"], **told)
+    reported = {key: value for key in ("version", "draft_sampling") if isinstance(value := named.get(key), str)}
+    return DetectedServer(kind.name, model or entry["id"], **reported)
 
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """What speculation did in one answer. `drafted` and `histogram` are None where the server does not tell.
+    """Speculation in one answer. `drafted` and `histogram` are None if the server does not report them.
 
-    `prefill_in_steps` says whether `steps` already counts the prefill iteration (trtllm-serve's average does). Counters
-    of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers,
-    which nobody received; they are taken out of `accepted`, and are still in `histogram`.
+    `prefill_in_steps`: `steps` includes the prefill iteration, as trtllm-serve's average does. Counters of a whole run
+    give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers, which nobody
+    received; `accepted` is without them, `histogram` includes them.
     """
 
     question: str
@@ -162,8 +166,8 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Counters:
-    """A reading of a server's speculation counters: verification steps, drafted and accepted tokens, and the steps
-    that accepted draft k (from 1)."""
+    """A reading of a server's speculation counters: verification steps, drafted and accepted tokens, and by position k
+    (from 1) the steps that accepted draft k."""
 
     steps: int = 0
     drafted: int = 0
@@ -173,7 +177,7 @@ class Counters:
 
 def read_samples(text: str) -> Samples:
     """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without buckets; Dynamo's
-    `trtllm:` is written `trtllm_`. Raises ValueError for what is no such text."""
+    `trtllm:` becomes `trtllm_`. Raises ValueError for any other text."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: Samples = {}
@@ -189,13 +193,13 @@ def read_samples(text: str) -> Samples:
 
 
 def adapter_of(samples: Samples) -> Adapter | None:
-    """Whose metrics these are, or None for those of no server that is known."""
+    """The server that exports these metrics; None for an unknown one."""
     return next((one for one in ADAPTERS.values() if any(name.startswith(one.prefix) for name in samples)), None)
 
 
 def counters_in(samples: Samples, names: Adapter) -> Counters | None:
-    """The counters of one server, summed over its engines, or None where it has none of speculation; `steps` is 0 where
-    it counts draft tokens alone. Raises ValueError in words for counters that are no counts."""
+    """The speculation counters of one server, summed over its engines; None if it has none. `steps` is 0 if it counts
+    draft tokens alone. Raises ValueError for invalid counts."""
     if (names.steps or names.drafted) not in samples:
         return None
     positions: dict[int, int] = {}
@@ -213,19 +217,21 @@ def counters_in(samples: Samples, names: Adapter) -> Counters | None:
 
 
 def count_of(name: str, value: Any) -> int:
-    """A whole number that is not negative. Raises ValueError, which names it, for anything else."""
+    """`value` as a count. Raises ValueError with `name` unless it is a whole number that is not negative."""
     try:
         return token_count(value)
     except ValueError:
-        raise ValueError(f"has {name} {value!s:.40}, which is no count") from None
+        raise ValueError(f"has {name} {value!s:.40}, which is not a count") from None
 
 
 def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts of TensorRT-LLM's iteration statistics: a list collected since somebody last asked, empty at first
-    only for an engine that does not collect them. Raises ValueError for anything else."""
+    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last request for it.
+
+    Raises ValueError for any other text, and for an empty list on the first request (no `source`): the engine may not
+    collect statistics."""
     records = parse_json(text)
     if not all(isinstance(record, dict) for record in records):  # a text that begins with [ is a list
-        raise ValueError("is JSON and no list of iterations")
+        raise ValueError("is JSON, but not a list of iterations")
     if not records and not source:
         raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
     stats = [found for record in records if isinstance(found := record.get("specDecodingStats"), dict)]
@@ -235,7 +241,7 @@ def read_iterations(text: str, source: str = "") -> Counters:
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
-    """What was counted between two readings. Raises ValueError in words where it is less than nothing."""
+    """Counts between two readings. Raises ValueError if a counter decreased."""
     found = Counters(
         after.steps - before.steps,
         after.drafted - before.drafted,
@@ -249,7 +255,7 @@ def counted_between(before: Counters, after: Counters) -> Counters:
 
 
 def histogram_of(counted: Counters) -> tuple[int, ...] | None:
-    """Entry j = steps that accepted exactly j drafts, or None where no positions are told or they are no part of the
+    """Entry j = steps that accepted exactly j drafts; None without counts by position, or if they contradict the
     steps."""
     reached = [counted.steps, *counted.per_position.values()]
     whole = list(counted.per_position) == list(range(1, len(reached)))
@@ -261,8 +267,8 @@ def histogram_of(counted: Counters) -> tuple[int, ...] | None:
 async def read_counters(
     client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
 ) -> Counters | None:
-    """The server's counters, where bench reads them around runs; None where it has none or does not speculate. What it
-    has that are no counts is None too, with the reason added to `faults`."""
+    """The server's counters, if bench reads them around runs; None if it has none or does not speculate. Also None for
+    invalid counts, with the reason appended to `faults`."""
     if not server.adapter.around_runs:
         return None
     try:
@@ -275,7 +281,7 @@ async def read_counters(
 async def settled_counters(
     client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
 ) -> Counters | None:
-    """`read_counters` once they no longer change: a server goes on for a while with requests that a client gave up."""
+    """`read_counters` once they no longer change: a server finishes requests that their client has abandoned."""
     deadline = time.monotonic() + RESTLESS_S
     found = await read_counters(client, server, faults)
     while found is not None and time.monotonic() < deadline:
@@ -290,8 +296,8 @@ async def settled_counters(
 def counts_between(
     before: Counters, after: Counters, category: str, tokens: int, faults: list[str] | None = None
 ) -> TurnCounts | None:
-    """The whole run between two readings as one entry; the histogram follows from the per-position counts. None where
-    the readings are not of one run; what is left out has its reason added to `faults`."""
+    """The run between two readings as one entry, with the histogram from the counts by position. None if a counter
+    decreased. The reason for a missing entry or histogram is appended to `faults`."""
     try:
         counted = counted_between(before, after)
     except ValueError as error:
@@ -301,8 +307,8 @@ def counts_between(
     if counted.per_position and histogram is None:
         reached = list(counted.per_position.values())
         _note(faults, f"its /metrics counts {reached} accepted drafts by position in {counted.steps} steps")
-    told = counted.steps, counted.accepted, counted.drafted, histogram
-    return TurnCounts(f"all of {category}", category, tokens, *told, FROM_COUNTERS)
+    counts = counted.steps, counted.accepted, counted.drafted, histogram
+    return TurnCounts(f"all of {category}", category, tokens, *counts, FROM_COUNTERS)
 
 
 def _note(faults: list[str] | None, fault: str) -> None:
@@ -313,11 +319,11 @@ def _note(faults: list[str] | None, fault: str) -> None:
 def counts_of(
     question: str, category: str, tokens: int, spec: dict[str, Any] | None, average: float | None
 ) -> TurnCounts | None:
-    """What one answer itself says about its speculation, or None when it says nothing. `spec`: its `spec_decode`;
-    `average`: its tokens per iteration."""
+    """Speculation as one answer reports it; None if it reports nothing. `spec`: its `spec_decode`; `average`: its
+    tokens per iteration."""
     if spec is not None and all(is_count(spec.get(key)) for key in ("steps", "accepted", "drafted")):
-        told = spec["steps"], spec["accepted"], spec["drafted"], choice_histogram(spec)
-        return TurnCounts(question, category, tokens, *told, FROM_CHOICE)
+        counts = spec["steps"], spec["accepted"], spec["drafted"], choice_histogram(spec)
+        return TurnCounts(question, category, tokens, *counts, FROM_CHOICE)
     if average is None or average < LEAST_AVERAGE or not tokens:
         return None
     steps = max(1, min(tokens, round(tokens / average)))
@@ -325,19 +331,19 @@ def counts_of(
 
 
 def choice_histogram(spec: dict[str, Any] | None) -> tuple[int, ...] | None:
-    """Entry j of a choice's `spec_decode` = steps that accepted j drafts; None where it has none that are counts."""
+    """Entry j of a choice's `spec_decode` = steps that accepted j drafts; None if absent or invalid."""
     found = (spec or {}).get("histogram")
     return tuple(found) if isinstance(found, (list, tuple)) and found and all(map(is_count, found)) else None
 
 
 def is_count(value: Any) -> bool:
-    """A whole number that is not negative; a server may say anything."""
+    """Whether `value` is a whole number that is not negative; a server may send anything."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> list[TurnCounts]:
-    """`counts_of` for every answer without an error that tells something. An average that is none has its reason added
-    to `faults`."""
+    """`counts_of` for every answer without an error, where it is not None. An invalid average appends its reason to
+    `faults`."""
     good = [answer for answer in answers if not answer.error]
     low = next((answer.tokens_per_iteration for answer in good if is_too_low(answer.tokens_per_iteration)), None)
     if low is not None:
@@ -350,27 +356,27 @@ def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> li
 
 
 def is_too_low(average: float | None) -> bool:
-    """Whether so few tokens per iteration cannot be; 0 is told by a server that did not count."""
+    """Whether the average is below one token per iteration; 0 comes from a server that did not count."""
     return average is not None and 0 < average < LEAST_AVERAGE
 
 
 async def running_mean(
     client: httpx.AsyncClient, server: DetectedServer, tokens: int, faults: list[str] | None = None
 ) -> list[TurnCounts]:
-    """One entry from the mean that the server keeps since its start, or nothing where it keeps none. A mean that is
-    none has its reason added to `faults`."""
+    """One entry from the server's mean since its start; [] if it has none. An invalid mean appends its reason to
+    `faults`."""
     info: Any = None
     for path in server.adapter.mean_paths:
         info = info or await _json(client, path)
     try:
-        told = info["internal_states"][0]["avg_spec_accept_length"]
+        mean = info["internal_states"][0]["avg_spec_accept_length"]
     except (LookupError, TypeError):
         return []
-    if not told or not tokens:
+    if not mean or not tokens:
         return []
-    length = finite(told)
+    length = finite(mean)
     if length is None or not 1 <= length <= tokens:
-        _note(faults, f"its avg_spec_accept_length is {str(told)[:40]!r}, which is no mean over {tokens} tokens")
+        _note(faults, f"its avg_spec_accept_length is {str(mean)[:40]!r}, which cannot be a mean over {tokens} tokens")
         return []
     steps = max(1, round(tokens / length))
     return [TurnCounts("all", "all", tokens, steps, tokens - steps, None, None, FROM_SGLANG)]
@@ -382,7 +388,7 @@ async def _json(client: httpx.AsyncClient, path: str) -> Any:
 
 
 async def _text(client: httpx.AsyncClient, path: str) -> str:
-    """A page about the server; empty where it has none."""
+    """The page at `path`; empty if the server has none."""
     with suppress(RequestFailed):
         return (await fetch(client, path, timeout=METADATA_S)).decode("utf-8", "replace")
     return ""

@@ -1,7 +1,7 @@
-"""Is a text something that acceptance may be measured on? Loops, empty answers, noise, random-token prompts.
+"""Whether acceptance may be measured on a text: finds loops, empty answers, noise and random-token prompts.
 
-Speculation is easy on a loop (every draft is right) and hopeless on random ids, so neither yields a figure worth
-printing without saying so. All functions are pure and need no tokenizer: units are words and punctuation marks.
+Speculation is easy on a loop (every draft is right) and hopeless on random ids, so a figure from either says nothing
+about a head. All functions are pure and need no tokenizer: units are words and punctuation marks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 WORD = re.compile(r"\w+|[^\w\s]")
 NGRAM = 4
-MIN_GRAMS = 24  # below this a ratio says nothing
-LOOP_RATIO = 0.5  # fewer distinct 4-grams than this share: the answer goes round in circles
-NOISE_SHARE = 0.1
-RUN_SHARE = 0.1  # a run is called degenerate when more than this share of its answers is
+MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
+LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
+NOISE_SHARE = 0.1  # of the characters of an answer
+RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
 LONG_PROMPT = 60  # words from which the share of distinct words tells language from random ids
 
 
@@ -27,7 +27,7 @@ def units(text: str) -> list[str]:
 
 
 def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
-    """Distinct n-grams over n-grams of one sequence; None when it is too short to say."""
+    """Distinct n-grams over n-grams of one sequence; None below MIN_GRAMS n-grams."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= MIN_GRAMS else None
 

@@ -1,42 +1,31 @@
-"""Bodies and stream chunks of the two endpoints, and what a Kimi answer in them is made of: reasoning between think
-tags, content, and a tool-call section. A chunk costs one json.dumps of its new text.
-
-A section reads `<|tool_calls_section_begin|>`, then per call `<|tool_call_begin|>functions.{name}:{index}`,
-`<|tool_call_argument_begin|>`, JSON, `<|tool_call_end|>`, then `<|tool_calls_section_end|>`; it also ends reasoning.
-"""
+"""Bodies and stream chunks of the two endpoints. A chunk costs one json.dumps of its new text."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from trtspec.checkpoint.chat_parser import Delta, ReplyParser, parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.sequence import Completion, Output, Stats, TokenLogprobs, held_back
+from trtspec.engine.sequence import Completion, Output, Stats, TokenLogprobs
 
 DONE = "data: [DONE]\n\n"
 PIECE_CHARS = 1 << 16
-THINK, THINK_END = "<think>", "</think>"
-SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL_END = "<|tool_call_end|>"
-CALL = re.compile(
-    r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
-    re.DOTALL,
-)
-CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?$")
+NOTHING_ABOUT = '"logprobs":null'
 
 
 @dataclass
 class CompletionAnswer:
     """What all parts of one response share. `top` is how many alternatives a logprobs entry lists; `usage` says in
-    which chunks of a stream the token counts stand; `echo` gives the prompt back before the answer, which is left out
-    where it is not `shown`; every prompt has `n` choices."""
+    which chunks of a stream the token counts stand; `token_ids` adds those of prompt and answer under vLLM's names;
+    `echo` gives the prompt back before the answer, which is left out where it is not `shown`; every prompt has `n`
+    choices."""
 
     tokenizer: KimiTokenizer
     model: str
@@ -45,6 +34,7 @@ class CompletionAnswer:
     logprobs: bool = False
     top: int = 0
     usage: Literal["no", "last", "each"] = "no"
+    token_ids: bool = False
     echo: bool = False
     shown: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
@@ -101,6 +91,8 @@ def body(
             reason = "tool_calls" if choice["message"].get("tool_calls") and reason == "stop" else reason
         else:
             choice["text"] = (answer.tokenizer.decode(prompt) if answer.echo else "") + completion.text
+        if answer.token_ids:
+            choice |= {"prompt_token_ids": prompt, "token_ids": completion.token_ids}
         choice |= {"finish_reason": reason} | speculation(completion)
         yield f'{"," if index else ""}{_json(choice)[:-1]},"logprobs":'
         if answer.logprobs:
@@ -224,33 +216,41 @@ class ChoiceStream:
     def push(self, output: Output) -> str:
         """All chunks that follow from one engine step, as one string. A chat's first chunk, which names the role, comes
         with the first token: a client that takes it for that measures the right time."""
-        opening, echo = not self._opened and self.answer.chat, not self._opened and self.answer.echo
-        self._opened = True
-        if not self.answer.shown:
+        first, self._opened = not self._opened, True
+        answer = self.answer
+        if not answer.shown:
             output = replace(output, token_ids=[], text="", logprobs=[])
         self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))  # its counts are what is needed
-        scores = self._scored.text(output.logprobs, []) if self.answer.logprobs and output.logprobs else "null"
-        chunks = [self._chunk('"delta":{"role":"assistant","content":""}')] if opening else []
-        if echo:
-            known = self._scored.text(output.prompt_logprobs, self.prompt) if self.answer.logprobs else "null"
-            chunks.append(self._chunk(f'"text":{json.dumps(self.answer.tokenizer.decode(self.prompt))}', known))
+        about = self._about(output, first)
+        chunks = [self._chunk('"delta":{"role":"assistant","content":""}')] if first and answer.chat else []
+        if first and answer.echo:
+            known = self._scored.text(output.prompt_logprobs, self.prompt) if answer.logprobs else "null"
+            text = json.dumps(answer.tokenizer.decode(self.prompt))
+            chunks.append(self._chunk(f'"text":{text}', f'"logprobs":{known}'))
         for fragment in self._fragments(output):
-            chunks.append(self._chunk(fragment, scores))
-            scores = "null"
-        empty = '"delta":{}' if self.answer.chat else '"text":""'
-        if (
-            scores != "null" and not output.finish_reason
-        ):  # tokens that are no whole character yet are scored all the same
-            chunks.append(self._chunk(empty, scores))
+            chunks.append(self._chunk(fragment, about))
+            about = NOTHING_ABOUT
+        empty = '"delta":{}' if answer.chat else '"text":""'
         if output.finish_reason:
-            reason = (
-                "tool_calls"
-                if self.parser and self.parser.calls and output.finish_reason == "stop"
-                else output.finish_reason
-            )
+            called = self.parser is not None and self.parser.calls and output.finish_reason == "stop"
+            reason = "tool_calls" if called else output.finish_reason
             rest = json.dumps({"finish_reason": reason} | speculation(self.completion))[1:-1]
-            chunks.append(f'{self._prefix}{empty},"logprobs":{scores},{rest}{self._suffix}')
+            chunks.append(f"{self._prefix}{empty},{about},{rest}{self._suffix}")
+        elif about != NOTHING_ABOUT:  # tokens that are no whole character yet are told all the same
+            chunks.append(self._chunk(empty, about))
         return "".join(chunks)
+
+    def _about(self, output: Output, first: bool) -> str:
+        """Members with the log-probabilities and ids of a step's tokens."""
+        answer = self.answer
+        if not (answer.logprobs and output.logprobs or answer.token_ids):
+            return NOTHING_ABOUT
+        scores = self._scored.text(output.logprobs, []) if answer.logprobs and output.logprobs else "null"
+        about = f'"logprobs":{scores}'
+        if answer.token_ids:
+            prompt = f'"prompt_token_ids":{json.dumps(self.prompt)},' if first else ""
+            about = f'{prompt}"token_ids":{json.dumps(output.token_ids)},{about}'
+        return about
 
     def _fragments(self, output: Output) -> Iterator[str]:
         """The changing member of each chunk, as JSON text."""
@@ -278,112 +278,11 @@ class ChoiceStream:
         so_far = usage(len(self.prompt), [self.completion]) if self.answer.usage == "each" else None
         return f'}}],"usage":{json.dumps(so_far)}}}\n\n'
 
-    def _chunk(self, fragment: str, scores: str = "null") -> str:
-        return f'{self._prefix}{fragment},"logprobs":{scores},"finish_reason":null{self._suffix}'
+    def _chunk(self, fragment: str, about: str = NOTHING_ABOUT) -> str:
+        return f'{self._prefix}{fragment},{about},"finish_reason":null{self._suffix}'
 
 
 def usage_chunk(answer: CompletionAnswer, prompt_tokens: int, completions: list[Completion]) -> str:
     """The last chunk of a stream with `stream_options.include_usage`."""
     value = answer.head(streaming=True) | {"choices": [], "usage": usage(prompt_tokens, completions, answer.n)}
     return f"data: {json.dumps(value)}\n\n"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call as the model wrote it: `id` is `functions.{name}:{index}`, `arguments` JSON text."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A piece of the answer: text of reasoning or content, or the `index`-th tool call, whole."""
-
-    kind: Literal["reasoning_content", "content", "tool_call"]
-    text: str = ""
-    call: ToolCall | None = None
-    index: int = 0
-
-
-class ReplyParser:
-    """Splits an answer's text as it grows. `thinking`: the prompt already opened the think tag."""
-
-    def __init__(self, thinking: bool) -> None:
-        self.state: Literal["reasoning_content", "content", "tools"] = "reasoning_content" if thinking else "content"
-        self._pending = ""
-        self.calls = 0
-
-    def push(self, text: str) -> list[Delta]:
-        """Pieces that are certain now; a tool call comes out whole, when its end is seen."""
-        self._pending += text
-        deltas: list[Delta] = []
-        while self._advance(deltas):
-            pass
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        """What is left at the end; an unfinished tool-call section is given back as content, nothing is swallowed."""
-        rest, self._pending = self._pending, ""
-        if self.state == "tools":
-            return [Delta("content", rest)] if rest.strip() else []
-        return [Delta(self.state, rest)] if rest else []
-
-    def _advance(self, deltas: list[Delta]) -> bool:
-        """Handles the text up to the next mark; False when more text is needed."""
-        if self.state == "tools":
-            return self._advance_tools(deltas)
-        marks = (THINK_END, SECTION) if self.state == "reasoning_content" else (THINK, SECTION)
-        found = min(((self._pending.find(mark), mark) for mark in marks if mark in self._pending), default=None)
-        if found is None:
-            cut = len(self._pending) - held_back(self._pending, marks)
-            self._take(cut, deltas)
-            return False
-        position, mark = found
-        self._take(position, deltas)
-        self._pending = self._pending[len(mark) :]
-        self.state = {THINK: "reasoning_content", THINK_END: "content", SECTION: "tools"}[mark]  # type: ignore[assignment]
-        return True
-
-    def _take(self, size: int, deltas: list[Delta]) -> None:
-        text, self._pending = self._pending[:size], self._pending[size:]
-        if text and self.state != "tools":
-            deltas.append(Delta(self.state, text))
-
-    def _advance_tools(self, deltas: list[Delta]) -> bool:
-        end, close = self._pending.find(CALL_END), self._pending.find(SECTION_END)
-        if close >= 0 and (end < 0 or close < end):
-            self._pending = self._pending[close + len(SECTION_END) :]
-            self.state = "content"
-            return True
-        if end < 0:
-            return False
-        written, self._pending = self._pending[: end + len(CALL_END)], self._pending[end + len(CALL_END) :]
-        match = CALL.search(written)
-        if match is None:
-            deltas.append(Delta("content", written))
-            return True
-        name = CALL_ID.match(match["id"])
-        call = ToolCall(match["id"], name["name"] if name else match["id"], match["arguments"].strip())
-        deltas.append(Delta("tool_call", call=call, index=self.calls))
-        self.calls += 1
-        return True
-
-
-def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
-    """A whole answer as an OpenAI message: role, content, reasoning_content and tool_calls where there are any."""
-    parser = ReplyParser(thinking)
-    deltas = parser.push(text) + parser.finish()
-    calls = [delta.call.to_dict() for delta in deltas if delta.call]
-    content = "".join(delta.text for delta in deltas if delta.kind == "content")
-    reasoning = "".join(delta.text for delta in deltas if delta.kind == "reasoning_content")
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message

@@ -1,5 +1,5 @@
 """The HTTP surface of the reference engine, endpoint for endpoint that of trtllm-serve: OpenAI-compatible generation,
-and what the server says about itself (health, versions, models, sizes, counters)."""
+and what the server says about itself (health, versions, models, sizes, counters). FastAPI writes the document."""
 
 from __future__ import annotations
 
@@ -11,31 +11,47 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
-from trtspec.engine.boundary import Boundary, body_limit, error_response, read_json
+from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, GenerationBody
+from trtspec.engine.boundary import BodyRoute, Boundary, body_limit, error_response
 from trtspec.engine.engine import Engine
-from trtspec.engine.openapi import STATUS_DOCUMENTS, describe, described
+from trtspec.engine.grammars import Grammars, GrammarsBusy
 from trtspec.engine.prepare import ApiCall, Preparation
-from trtspec.engine.protocol import ApiError, ChatBody, CompletionBody, GenerationBody, parse_body
 from trtspec.engine.request import GenerationRequest, PromptTooLong, RequestRefused
-from trtspec.engine.sequence import Completion, Output
 from trtspec.engine.worker import SCORES_IN_FLIGHT, EngineThreadDied, GenerationFailed, Reservation, Worker
+from trtspec.errors import MissingDependency
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
 GENERATION_SECONDS = 60
 GENERATION_ENDED = (RequestRefused, EngineThreadDied, GenerationFailed)
+Made = TypeVar("Made")
+
+
+class ErrorText(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorText
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "What was wrong."}}
 
 
 @dataclass(frozen=True)
@@ -52,65 +68,63 @@ class AppOptions:
 def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) -> FastAPI:
     """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it."""
     worker = Worker(engine, options.max_queue, options.on_death)
-    served = options.served_model_name
+    end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
+    grammars = Grammars(tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])}))
+    preparation = Preparation(engine, tokenizer, options.served_model_name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
         worker.stop()
+        grammars.close()
 
     app = FastAPI(title="trtspec reference server", version=metadata.version("trtspec"), lifespan=lifespan)
-    app.state.worker = worker
+    app.router.route_class = BodyRoute
+    app.state.worker, app.state.body_limit = worker, body_limit(engine.max_seq_len)
     app.add_middleware(Boundary, api_key=options.api_key)
     _add_errors(app)
-    add_status(app, worker, served)
-    limit = body_limit(engine.max_seq_len)
-    preparation = Preparation(engine, tokenizer, served)
+    _add_status(app, worker, options.served_model_name)
 
-    async def answer(request: Request, kind: type[GenerationBody], prepare: Callable[[Any], ApiCall]) -> Response:
-        """Reads, checks and prepares beside the event loop, then generates."""
-        arrival = Arrival(worker, request, time.monotonic(), Reservation(worker))
-        asked = await asyncio.to_thread(parse_body, kind, await read_json(request, limit))
-        _require_model(asked, served)
+    async def answer(asked: GenerationBody, request: Request, prepare: Callable[[Any], ApiCall]) -> Response:
+        """Prepares beside the event loop, then generates."""
+        arrived, reservation = time.monotonic(), Reservation(worker)
+        _require_model(asked.model, options.served_model_name)
         try:
-            _require_room(asked.choices, arrival.reservation)
+            _require_room(asked.choices, reservation)
             job = await asyncio.to_thread(prepare, asked)
-            _require_room_for_scores(job.scores, arrival.reservation)
-            return await _respond(job, asked.stream, arrival)
+            _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
+            if job.form is not None:
+                job = await _unless_disconnected(request, _guided(job, grammars))
+            if asked.stream:
+                return Reply(reservation, _stream(job, worker, arrived), media_type="text/event-stream")
+            completions = await _unless_disconnected(request, worker.collect(job.requests, arrived))
+            parts = body(job.answer, completions, job.prompts, job.prompt_tokens, job.thinking)
+            pieces = await asyncio.to_thread(encoded, parts)
+            length = {"Content-Length": str(sum(map(len, pieces)))}
+            return Reply(reservation, _sent(pieces), media_type="application/json", headers=length)
         except BaseException:
-            arrival.reservation.release()
+            reservation.release()
             raise
 
-    @app.post("/v1/completions", **described(CompletionBody))
-    async def completions(request: Request) -> Response:
+    @app.post("/v1/completions", response_model=None, responses=ERRORS)
+    async def completions(asked: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts, given as text or as token ids."""
-        return await answer(request, CompletionBody, preparation.completion)
+        return await answer(asked, request, preparation.completion)
 
-    @app.post("/v1/chat/completions", **described(ChatBody))
-    async def chat_completions(request: Request) -> Response:
+    @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
+    async def chat_completions(asked: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await answer(request, ChatBody, preparation.chat)
+        return await answer(asked, request, preparation.chat)
 
-    describe(app, secured=options.api_key is not None)
     return app
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request that arrived at the server, when, the worker that serves it, and what it holds of that."""
-
-    worker: Worker
-    request: Request
-    seconds: float
-    reservation: Reservation
-
-
 class Reply(StreamingResponse):
-    """An answer in pieces. What its request held is free when it is sent, or cannot be."""
+    """An answer in chunks. What its request held is free when it is sent, or cannot be."""
 
-    def __init__(self, reservation: Reservation, pieces: AsyncIterator[str | bytes], **options: Any) -> None:
-        super().__init__(pieces, **options)
+    def __init__(self, reservation: Reservation, chunks: AsyncIterator[str | bytes], **options: Any) -> None:
+        super().__init__(chunks, **options)
         self.reservation = reservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,45 +134,34 @@ class Reply(StreamingResponse):
             self.reservation.release()
 
 
-async def _respond(job: ApiCall, stream: bool, arrival: Arrival) -> Response:
-    if stream:
-        return Reply(arrival.reservation, _stream(job, arrival), media_type="text/event-stream")
-    completions = await _unless_disconnected(arrival.request, _collect_all(arrival, job.requests))
-    if completions is None:
-        return Reply(arrival.reservation, _sent([]), status_code=499)
-    prompts = [request.prompt_ids for request in job.requests]
-    parts = body(job.answer, completions, prompts, job.prompt_tokens, job.thinking)
-    pieces = await asyncio.to_thread(encoded, parts)
-    length = {"Content-Length": str(sum(map(len, pieces)))}
-    return Reply(arrival.reservation, _sent(pieces), media_type="application/json", headers=length)
-
-
 async def _sent(pieces: list[bytes]) -> AsyncIterator[bytes]:
     for piece in pieces:
         yield piece
 
 
-async def _collect_all(arrival: Arrival, requests: list[GenerationRequest]) -> list[Completion]:
-    tasks = [asyncio.create_task(arrival.worker.collect(request, arrival.seconds)) for request in requests]
+async def _guided(job: ApiCall, grammars: Grammars) -> ApiCall:
+    """The call with its grammar compiled. Raises ApiError."""
+    assert job.form is not None
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+        return job.guided(await grammars.compiled(job.form.kind, job.form.text), grammars.ends)
+    except ValueError as error:
+        raise ApiError(f"no answer can have this form: {error}", param=job.form.param) from None
+    except GrammarsBusy:
+        message = "too many forms of answers wait to be compiled"
+        raise ApiError(message, status=503, param=job.form.param, retry_after=RETRY_SECONDS) from None
+    except MissingDependency as error:
+        message = f"{error.message}, which this server does not have"
+        raise ApiError(message, param=job.form.param, status=501) from None
 
 
-async def _unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, list[Completion]]
-) -> list[Completion] | None:
-    """The result of `work`, or None after cancelling it because the client went away."""
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
+    """The result of `work`; it is cancelled when the client goes away, with an ApiError that nobody reads."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        working.cancel()
-        await asyncio.wait({working})
-        return None
+        raise ApiError("the client closed the connection", status=499)
     finally:
         gone.cancel()
         working.cancel()
@@ -169,62 +172,27 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _stream(job: ApiCall, arrival: Arrival) -> AsyncIterator[str]:
+async def _stream(job: ApiCall, worker: Worker, arrived: float) -> AsyncIterator[str]:
     """Server-sent events of all choices, in the order in which the engine makes them."""
-    streams = [
-        ChoiceStream(job.answer, index, job.thinking, request.prompt_ids) for index, request in enumerate(job.requests)
-    ]
+    streams = [ChoiceStream(job.answer, at, job.thinking, prompt) for at, prompt in enumerate(job.prompts)]
     try:
-        async for index, output in _merged(arrival, job.requests):
+        async for index, output in worker.run(job.requests, arrived):
             push = streams[index].push  # a long prompt's log-probabilities are written beside the event loop
             chunk = await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
             if chunk:
                 yield chunk
     except GENERATION_ENDED as failure:
-        yield f"data: {json.dumps(_told(failure).to_dict())}\n\n"
+        yield f"data: {json.dumps(_as_api_error(failure).to_dict())}\n\n"
         return
     if job.answer.usage != "no":
         yield usage_chunk(job.answer, job.prompt_tokens, [stream.completion for stream in streams])
     yield DONE
 
 
-async def _merged(arrival: Arrival, requests: list[GenerationRequest]) -> AsyncIterator[tuple[int, Output]]:
-    """(choice, output) of several requests as they come."""
-    if len(requests) == 1:
-        async for output in arrival.worker.run(requests[0], arrival.seconds):
-            yield 0, output
-        return
-    merged: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
-
-    async def feed(index: int, request: GenerationRequest) -> None:
-        try:
-            async for output in arrival.worker.run(request, arrival.seconds):
-                merged.put_nowait((index, output))
-        except GENERATION_ENDED as failure:
-            merged.put_nowait((index, failure))
-
-    tasks = [asyncio.create_task(feed(index, request)) for index, request in enumerate(requests)]
-    try:
-        open_choices = len(requests)
-        while open_choices:
-            index, item = await merged.get()
-            if isinstance(item, Exception):
-                raise item
-            open_choices -= item.finish_reason is not None
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _require_model(asked: GenerationBody, served: str) -> None:
-    if asked.model not in (None, served):
-        raise ApiError(
-            f"The model `{asked.model}` does not exist; this server serves `{served}`",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+def _require_model(asked: str | None, served: str) -> None:
+    if asked not in (None, served):
+        message = f"The model `{asked}` does not exist; this server serves `{served}`"
+        raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
 def _require_room(wanted: int, reservation: Reservation) -> None:
@@ -240,18 +208,16 @@ def _require_room(wanted: int, reservation: Reservation) -> None:
 
 
 def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
-    """Reserves so many scores. Raises ApiError 429 while those of all requests together would be too many."""
+    """Reserves so many scores. Raises ApiError 400 for too many, 429 while those of all requests would be too many."""
+    most = f"this server keeps log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at once"
+    if wanted > SCORES_IN_FLIGHT:
+        remedy = "lower max_tokens, the alternatives, or the number of prompts or choices"
+        raise ApiError(f"{wanted} in one request; {most}: {remedy}", param="logprobs")
     if not reservation.take(scores=wanted):
-        raise ApiError(
-            f"requests in flight have log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at most",
-            status=429,
-            param="logprobs",
-            code="queue_full",
-            retry_after=RETRY_SECONDS,
-        )
+        raise ApiError(most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS)
 
 
-def _told(failure: Exception) -> ApiError:
+def _as_api_error(failure: Exception) -> ApiError:
     """What a client hears about the end of a generation."""
     if isinstance(failure, RequestRefused):
         code = "context_length_exceeded" if isinstance(failure, PromptTooLong) else None
@@ -260,100 +226,83 @@ def _told(failure: Exception) -> ApiError:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error_response(error)
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException | RoutingError) and not isinstance(error, ApiError):
+            error = ApiError(str(error.detail), status=error.status_code)
+        return error_response(error if isinstance(error, ApiError) else _as_api_error(error))
 
-    async def generation_ended(_: Request, error: Exception) -> JSONResponse:
-        return error_response(_told(error))
-
-    async def too_deep(_: Request, error: RecursionError) -> JSONResponse:
-        return error_response(ApiError("the body is nested too deeply"))
-
-    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        return error_response(ApiError(str(error.detail), status=error.status_code), error.headers)
-
-    handlers: dict[type[Exception], Any] = {ApiError: api_error, RecursionError: too_deep, HTTPException: http_error}
-    for kind, handler in (handlers | dict.fromkeys(GENERATION_ENDED, generation_ended)).items():
-        app.add_exception_handler(kind, handler)
+    for kind in (RoutingError, HTTPException, ApiError, *GENERATION_ENDED):
+        app.add_exception_handler(kind, refused)
 
 
-@dataclass(frozen=True)
-class Status:
-    """Answers for one engine behind its worker."""
+def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
+    """Adds what the server says about itself."""
+    engine = worker.engine
+    model = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "trtspec"}
 
-    worker: Worker
-    model: str
-    version: str
-    started: int
-
-    async def health(self) -> Response:
+    @app.get("/health", responses=ERRORS)
+    async def health() -> Response:
         """200 while the engine runs."""
-        return Response(status_code=200 if self.worker.healthy else 503)
+        return Response(status_code=200 if worker.healthy else 503)
 
-    async def health_generate(self) -> Response:
+    @app.get("/health_generate", responses=ERRORS)
+    async def health_generate() -> Response:
         """200 after a real generation of one token."""
-        request = GenerationRequest(f"health-{uuid.uuid4().hex}", [next(iter(self.worker.engine.eos_ids), 0)], 1)
+        request = GenerationRequest(f"health-{uuid.uuid4().hex}", [next(iter(engine.eos_ids), 0)], 1)
+        reservation = Reservation(worker)
+        _require_room(1, reservation)
         try:
-            await asyncio.wait_for(self.worker.collect(request), timeout=GENERATION_SECONDS)
+            await asyncio.wait_for(worker.collect([request]), timeout=GENERATION_SECONDS)
         except (TimeoutError, EngineThreadDied, GenerationFailed):
             return Response(status_code=503)
+        finally:
+            reservation.release()
         return Response(status_code=200)
 
-    async def versions(self) -> JSONResponse:
+    @app.get("/version", responses=ERRORS)
+    async def version() -> dict[str, str]:
         """Version of the server, type that it computes in, and how drafts of sampled requests are chosen."""
-        engine = self.worker.engine
-        how = {"version": self.version, "dtype": dtype_name(engine.target.dtype)}
-        return JSONResponse(how | ({"draft_sampling": engine.options.draft_sampling} if engine.draft_len else {}))
+        how = {"version": app.version, "dtype": dtype_name(engine.target.dtype)}
+        return how | ({"draft_sampling": engine.options.draft_sampling} if engine.draft_len else {})
 
-    async def models(self) -> JSONResponse:
+    @app.get("/v1/models", responses=ERRORS)
+    async def models() -> dict[str, Any]:
         """The one model that is served."""
-        entry = {"id": self.model, "object": "model", "created": self.started, "owned_by": "trtspec"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        return {"object": "list", "data": [model]}
 
-    async def server_info(self) -> JSONResponse:
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def one_model(name: str) -> dict[str, Any]:
+        """The model by its name."""
+        _require_model(name, served)
+        return model
+
+    @app.get("/server_info", responses=ERRORS)
+    async def server_info() -> dict[str, Any]:
         """Sizes of the engine. `disaggregated_params` is null: trtllm-serve's clients look for it."""
-        engine = self.worker.engine
-        return JSONResponse(
-            {
-                "disaggregated_params": None,
-                "model": self.model,
-                "backend": "reference",
-                "max_batch_size": engine.max_batch_size,
-                "max_seq_len": engine.max_seq_len,
-                "max_queue": self.worker.capacity - engine.max_batch_size,
-                "max_draft_len": engine.draft_len,
-            }
-        )
+        return {
+            "disaggregated_params": None,
+            "model": served,
+            "backend": "reference",
+            "max_batch_size": engine.max_batch_size,
+            "max_seq_len": engine.max_seq_len,
+            "max_queue": worker.capacity - engine.max_batch_size,
+            "max_draft_len": engine.draft_len,
+        }
 
-    async def iterations(self) -> JSONResponse:
-        """Records of the engine's steps since the last call."""
-        return JSONResponse(self.worker.drain_iterations())
+    @app.get("/metrics", responses=ERRORS)
+    async def iterations() -> list[dict[str, Any]]:
+        """Records of the engine's last steps, oldest first."""
+        return list(worker.iterations)
 
-    async def perf_metrics(self) -> JSONResponse:
-        """Times and speculation of the requests that ended since the last call."""
-        return JSONResponse(self.worker.drain_timings())
+    @app.get("/perf_metrics", responses=ERRORS)
+    async def perf_metrics() -> list[dict[str, Any]]:
+        """Times and speculation of the last requests that ended, oldest first."""
+        return [times.to_dict() for times in worker.timings]
 
-    async def prometheus(self) -> Response:
+    @app.get("/prometheus/metrics", responses=ERRORS, response_class=Response)
+    async def prometheus() -> Response:
         """Totals since the start, for a scraper."""
-        text = prometheus_text(self.worker.engine)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def add_status(app: FastAPI, worker: Worker, model: str) -> None:
-    """Adds the paths to an app."""
-    status = Status(worker, model, app.version, int(time.time()))
-    answers: dict[str, Any] = {
-        "/health": status.health,
-        "/health_generate": status.health_generate,
-        "/version": status.versions,
-        "/v1/models": status.models,
-        "/server_info": status.server_info,
-        "/metrics": status.iterations,
-        "/perf_metrics": status.perf_metrics,
-        "/prometheus/metrics": status.prometheus,
-    }
-    for path, answer in answers.items():
-        app.get(path, responses=STATUS_DOCUMENTS[path], response_class=Response)(answer)
+        return Response(prometheus_text(engine), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class EngineCollector(Collector):

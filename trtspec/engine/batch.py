@@ -1,64 +1,35 @@
-"""The rows that decode together: sequence i of the batch always is row i of the tensors here and of every cache."""
+"""The rows that decode together, and the prompts on their way to them.
+
+Sequence i of the batch always is row i of the tensors here and of every cache. Chunks of several prompts are computed
+in one pass of target and drafter: they lie one behind the other in a single row of tokens, without padding. Every
+product takes them all at once, so that a weight is read once; only attention goes from text to text.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trtspec.engine.sampling import probabilities
+from trtspec.engine.sampling import BatchSampling, on_device
 from trtspec.engine.sequence import Sequence
+from trtspec.models.layers import LatentCache, TextPiece
 
-
-def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would: a
-    copy from host memory that is not pinned is staged first, so the source may go (CUDA driver API, "API
-    synchronization behavior")."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class BatchSampling:
-    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S], of
-    which `most` is the largest, with 0 for the whole vocabulary."""
-
-    rows: Tensor
-    temperature: Tensor
-    top_p: Tensor | None
-    top_k: Tensor | None
-    most: int = 0
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
-        return probabilities(logits, self.temperature, self.top_p, self.top_k, self.most)
-
-    @staticmethod
-    def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
-        """None when every sequence is greedy."""
-        picked = [(row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled]
-        if not picked:
-            return None
-        requests = [request for _, request in picked]
-        top_p = on_device([r.top_p for r in requests], device) if any(r.top_p < 1 for r in requests) else None
-        top_k = on_device([r.top_k for r in requests], device) if any(r.top_k > 0 for r in requests) else None
-        return BatchSampling(
-            on_device([row for row, _ in picked], device),
-            on_device([r.temperature for r in requests], device, torch.float32),
-            top_p,
-            top_k,
-            max(r.top_k for r in requests) if all(r.top_k > 0 for r in requests) else 0,
-        )
+if TYPE_CHECKING:
+    from trtspec.engine.drafters import Drafter
+    from trtspec.models.kimi import KimiModel
 
 
 class DecodeBatch:
     """State of the decoding rows, compacted at the front.
 
     block int64 [rows, 1+k]: a row's last token and its drafts. start int64 [rows]: the last token's position.
-    uniform float32 [rows, 2k+1]: the round's random numbers of a sampled
-    row: k to draw drafts, k to accept them, one for the token after them. draft_probs float32 [rows, k, Vd]: what the
-    drafts were drawn from, None when the drafter is deterministic.
+    uniform float32 [rows, 2k+1]: the round's random numbers of a sampled row: k to draw drafts, k to accept them, one
+    for the token after them. draft_probs float32 [rows, k, Vd]: what the drafts were drawn from, None when the drafter
+    is deterministic.
     """
 
     def __init__(self, rows: int, draft_len: int, device: torch.device) -> None:
@@ -121,3 +92,58 @@ class DecodeBatch:
         if self.draft_probs is None:
             self.draft_probs = probs.new_zeros(len(self.block), self.draft_len, probs.shape[-1])
         self.draft_probs[rows, step] = probs
+
+
+FirstTokens = Callable[[list[Sequence], Tensor], list[int]]
+
+
+@dataclass
+class Chunk:
+    """A piece of a sequence's prompt. Its pass fills in the token that follows it, and the logits [rows, V] behind its
+    last token, or behind each one where the prompt's own log-probabilities are asked for."""
+
+    sequence: Sequence
+    piece: TextPiece
+    following: int = -1
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __len__(self) -> int:
+        return self.piece.end - self.piece.begin
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sequence.request.prompt_ids
+
+    @property
+    def done(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.piece.end == len(self.prompt)
+
+    @property
+    def scored(self) -> int:
+        """Positions, from the last one back, that logits are needed of."""
+        return len(self) if self.sequence.request.prompt_logprobs else 1
+
+
+def compute_chunks(
+    chunks: list[Chunk], target: KimiModel, cache: LatentCache, drafter: Drafter, first_tokens: FirstTokens
+) -> None:
+    """Fills the caches' rows of the chunks. `first_tokens` says what follows whole prompts, from logits [n, V]."""
+    device = target.embed.weight.device
+    pieces = [chunk.piece for chunk in chunks]
+    tokens = [token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]]
+    kept: list[int] = []
+    end = 0
+    for chunk in chunks:
+        end += len(chunk)
+        kept += range(end - chunk.scored, end)
+    out = target.prompts(on_device([tokens], device), pieces, cache, drafter.aux_layers, kept)
+    for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
+        chunk.logits = logits
+    done = [chunk for chunk in chunks if chunk.done]
+    first = iter(first_tokens([c.sequence for c in done], torch.stack([c.logits[-1] for c in done])) if done else ())
+    following = []
+    for chunk in chunks:
+        chunk.following = next(first) if chunk.done else chunk.prompt[chunk.piece.end]
+        following += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
+    drafter.prompts(out.aux, on_device([following], device), pieces)

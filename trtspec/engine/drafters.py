@@ -1,24 +1,21 @@
-"""Where drafts come from: an Eagle3 head, transformers' prompt lookup, or nowhere."""
+"""Where drafts come from: an Eagle3 head, or nowhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from torch import Tensor
 
-from trtspec.engine.batch import DecodeBatch, on_device
-from trtspec.engine.sampling import draw
-from trtspec.engine.sequence import Sequence
-from trtspec.errors import MissingDependency, UsageError
+from trtspec.engine.batch import DecodeBatch
+from trtspec.engine.sampling import draw, on_device
+from trtspec.errors import UsageError
 from trtspec.models.layers import LatentCache, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
     from trtspec.models.kimi import KimiModel
 
-DrafterName = Literal["eagle3", "prompt-lookup"]
 DraftSampling = Literal["argmax", "probabilistic"]
 
 
@@ -153,52 +150,12 @@ class Eagle3Drafter:
         return self.head.to_target_ids(ids)
 
 
-class PromptLookupDrafter(NoDrafter):
-    """transformers' own n-gram lookup in the text so far, row by row, with its default n-gram size of 2."""
-
-    def __init__(self, draft_len: int) -> None:
-        try:
-            from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-        except ImportError:
-            raise MissingDependency(
-                "drafter prompt-lookup is transformers' own, and transformers is not installed",
-                "pip install 'trtspec[reference]'",
-            ) from None
-        self._lookup: Any = PromptLookupCandidateGenerator(num_output_tokens=draft_len, max_length=2**31)
-
-    def propose(self, batch: DecodeBatch) -> list[int]:
-        counts = []
-        for row, sequence in enumerate(batch.sequences):
-            found = self._candidates(sequence)[: batch.draft_len]
-            counts.append(len(found))
-            if len(found):
-                batch.block[row, 1 : 1 + len(found)] = found
-        return counts
-
-    def _candidates(self, sequence: Sequence) -> Tensor:
-        known = torch.tensor([sequence.request.prompt_ids + sequence.token_ids])
-        candidates, _ = self._lookup.get_candidates(known)
-        return candidates[0, known.shape[1] :]
-
-
 def make_drafter(
-    name: DrafterName | None,
-    draft_len: int,
-    draft_sampling: DraftSampling,
-    head: Eagle3Head | None,
-    target: KimiModel,
-    rows: int,
-    max_len: int,
+    head: Eagle3Head | None, target: KimiModel, rows: int, max_len: int, draft_len: int, draft_sampling: DraftSampling
 ) -> Drafter:
-    """The drafter that is asked for. Raises UsageError when it lacks its head or has nothing to draft."""
-    if name is None:
+    """A drafter with `head`, or none without one. Raises UsageError for a draft length below 1."""
+    if head is None:
         return NoDrafter()
     if draft_len < 1:
-        raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no drafter")
-    if name == "prompt-lookup":
-        return PromptLookupDrafter(draft_len)
-    if name != "eagle3":
-        raise UsageError(f"drafter {name!r} does not exist", "use eagle3 or prompt-lookup")
-    if head is None:
-        raise UsageError("drafter eagle3 needs a head", "pass --head, or use the drafter prompt-lookup")
+        raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no head")
     return Eagle3Drafter(head, target, rows, max_len, draft_sampling)

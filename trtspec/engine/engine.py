@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.batch import BatchSampling, DecodeBatch, on_device
-from trtspec.engine.drafters import DrafterName, DraftSampling, Verified, make_drafter
-from trtspec.engine.prefill import Chunk, compute
-from trtspec.engine.prefix import BLOCK_TOKENS, PREFIX_BYTES, PrefixCache, PrefixStats
-from trtspec.engine.request import EngineLimits, GenerationRequest, check_request
-from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, on_host, token_logprobs
+from trtspec.engine.batch import Chunk, DecodeBatch, compute_chunks
+from trtspec.engine.drafters import DraftSampling, Verified, make_drafter
+from trtspec.engine.prefix import BLOCK_TOKENS, PrefixCache, PrefixStats
+from trtspec.engine.request import GenerationRequest, check_request
+from trtspec.engine.sampling import (
+    BatchSampling,
+    accept_greedy,
+    accept_sampled,
+    draw,
+    on_device,
+    on_host,
+    token_logprobs,
+)
 from trtspec.engine.sequence import Completion, Iteration, Output, Sequence, Totals, steered
 from trtspec.models.layers import TextPiece
 from trtspec.models.weights import prepare_for_decoding
@@ -35,13 +42,13 @@ PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`draft_len` drafts are verified per round (0 without a drafter). `max_seq_len` bounds prompt plus output, in
+    """`draft_len` drafts are verified per round, with a head. `max_seq_len` bounds prompt plus output, in
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
     that one pass takes, and one step where `max_num_tokens` is not given. `draft_sampling` is how the drafts of sampled
-    requests are chosen. `prefix_reuse` keeps up to `prefix_bytes` of computed texts (prefix.py). `record_gaps` keeps,
+    requests are chosen. Up to `prefix_bytes` of computed texts are kept and
+    reused (prefix.py); 0: none. `record_gaps` keeps,
     per emitted token, how far the best logit was ahead of the second."""
 
-    drafter: DrafterName | None = None
     draft_len: int = 3
     max_batch_size: int = 16
     max_seq_len: int = 2048
@@ -50,8 +57,7 @@ class EngineOptions:
     draft_sampling: DraftSampling = "argmax"
     prefill_tokens: int = PREFILL_TOKENS
     max_num_tokens: int | None = None
-    prefix_reuse: bool = False
-    prefix_bytes: int = PREFIX_BYTES
+    prefix_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
 
 
@@ -73,16 +79,16 @@ class Engine:
             prepare_for_decoding(head)
         self.target, self.tokenizer = target, tokenizer
         self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
-        self.draft_len = options.draft_len if options.drafter else 0
+        self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
         cache_len = options.max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
         self.cache = target.new_cache(options.max_batch_size, cache_len)
         self.drafter = make_drafter(
-            options.drafter, self.draft_len, options.draft_sampling, head, target, options.max_batch_size, cache_len
+            head, target, options.max_batch_size, cache_len, self.draft_len, options.draft_sampling
         )
         self.prefix: PrefixCache | None = None
-        if options.prefix_reuse:
+        if options.prefix_bytes:
             self.prefix = PrefixCache(self.cache, self.drafter.cache, options.prefix_bytes, options.block_tokens)
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
@@ -105,8 +111,7 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
-        has_tokenizer = self.tokenizer is not None
-        check_request(request, EngineLimits(self.max_seq_len, self.target.spec.vocab_size, has_tokenizer))
+        check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
 
     def enqueue(self, request: GenerationRequest) -> None:
         """Queues a request that `check` took."""
@@ -273,7 +278,7 @@ class Engine:
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
         """One pass over the chunks; where that fails, each is tried alone, so that only what is at fault fails."""
         try:
-            compute(chunks, self.target, self.cache, self.drafter, self._first_tokens)
+            compute_chunks(chunks, self.target, self.cache, self.drafter, self._first_tokens)
         except Exception as error:
             if len(chunks) == 1:
                 outputs.append(chunks[0].sequence.fail(error))

@@ -80,7 +80,7 @@ def draft_freely(
     target: KimiModel, spec: HeadSpec, tensors: HeadTensors, prompts: list[list[int]], draft_len: int, max_tokens: int
 ) -> list[Completion]:
     """Greedy answers of the target to prompts of token ids, drafted for by the head; with the counts of each."""
-    options = EngineOptions("eagle3", draft_len, min(8, len(prompts)), max(map(len, prompts)) + max_tokens + 1)
+    options = EngineOptions(draft_len, min(8, len(prompts)), max(map(len, prompts)) + max_tokens + 1)
     engine = Engine(target, _head(target, spec, tensors), options)
     done = engine.generate([GenerationRequest(str(at), prompt, max_tokens) for at, prompt in enumerate(prompts)])
     return [done[str(at)] for at in range(len(prompts))]

@@ -86,7 +86,7 @@ class PrefixCache:
         self.capacity = max_bytes // block_bytes
         if not self.capacity:
             message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
-            raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or switch the reuse off")
+            raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off")
         self.stores = [(BlockStore(target, self.capacity, block_tokens), 0)]
         if head is not None:
             self.stores.append((BlockStore(head, self.capacity, block_tokens), 1))

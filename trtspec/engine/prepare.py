@@ -1,36 +1,72 @@
-"""From a request body to engine requests: prompts are tokenized, templates rendered, grammars compiled and all of it
-checked, beside the event loop and before an answer begins."""
+"""From a request body to engine requests: prompts are tokenized, templates rendered and all of it checked, beside the
+event loop and before an answer begins."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from dataclasses import dataclass, replace
-from typing import Any
 
+from trtspec.checkpoint.chat_parser import SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import SECTION, CompletionAnswer
+from trtspec.engine.answers import CompletionAnswer
+from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
 from trtspec.engine.engine import Engine
-from trtspec.engine.protocol import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
-from trtspec.engine.request import GenerationRequest, PromptTooLong, Wishes
-from trtspec.engine.steering import Grammars, tool_call_grammar
-from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.engine.grammars import Grammar, tool_call_grammar
+from trtspec.engine.request import GenerationRequest, LogitsConstraints, PromptTooLong
+from trtspec.errors import TrtspecError
 
 LONGEST_ESCAPE = 6  # characters of JSON per byte of text
 SEEDS = 2**64
-MAX_SCORES = 2_000_000  # log-probabilities of one request
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like: `kind` and `text` as `Grammars.compiled` takes them, from the field `param`. It
+    begins to count behind the token `after`, if there is one."""
+
+    kind: str
+    text: str
+    param: str
+    after: int | None = None
 
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One API call: the engine requests behind its choices, and how to answer. `prompt_tokens` counts each prompt
-    once; `scores` are the log-probabilities to keep until the answer is sent, at most."""
+    """One API call: the engine requests behind its choices, and how to answer. `prompt_tokens` counts each prompt once.
+    A `form` is yet to be compiled."""
 
     answer: CompletionAnswer
     requests: list[GenerationRequest]
     prompt_tokens: int
-    scores: int
     thinking: bool = False
+    form: Form | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each choice's prompt."""
+        return [request.prompt_ids for request in self.requests]
+
+    def scores(self, max_seq_len: int) -> int:
+        """How many log-probabilities the answers may have: of each token, and of its alternatives."""
+        found = 0
+        for request in self.requests:
+            prompt = len(request.prompt_ids)
+            tokens = min(request.max_tokens, max_seq_len - prompt) + (prompt if request.prompt_logprobs else 0)
+            found += tokens * (1 + request.logprobs) if request.logprobs else 0
+        return found
+
+    def guided(self, grammar: Grammar, ends: list[int]) -> ApiCall:
+        """The same call; each choice follows its own copy of the grammar, and `ends` end it."""
+        after = self.form.after if self.form else None
+        requests = []
+        for request in self.requests:
+            constraints = replace(
+                request.constraints or LogitsConstraints(), grammar=grammar.copy(), grammar_after=after
+            )
+            stops = (*request.stop_token_ids, *ends)
+            requests.append(replace(request, constraints=constraints, stop_token_ids=stops))
+        return replace(self, requests=requests)
 
 
 class Preparation:
@@ -39,47 +75,41 @@ class Preparation:
     def __init__(self, engine: Engine, tokenizer: KimiTokenizer, model: str) -> None:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.max_bytes = engine.max_seq_len * max(map(len, tokenizer.token_bytes), default=1)
-        end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
-        self.grammars = Grammars(tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])}))
 
     def completion(self, asked: CompletionBody) -> ApiCall:
-        tokenizer, special = self.tokenizer, asked.allow_special_tokens
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
-        prompts = [tokenizer.encode(p, allow_special=special) if isinstance(p, str) else p for p in asked.prompts]
-        if asked.truncate_prompt_tokens:
-            prompts = [prompt[-asked.truncate_prompt_tokens :] for prompt in prompts]
+        special = asked.allow_special_tokens
+        prompts = [p if isinstance(p, list) else self.tokenizer.encode(p, allow_special=special) for p in asked.prompts]
         answer = CompletionAnswer(
-            tokenizer,
+            self.tokenizer,
             self.model,
-            False,
-            asked.n,
+            chat=False,
+            n=asked.n,
             logprobs=asked.logprobs is not None,
             top=asked.logprobs or 0,
             usage=asked.usage_wanted,
+            token_ids=asked.return_token_ids,
             echo=asked.echo,
             shown=bool(asked.max_tokens),
         )
         common = _engine_request(asked, max(1, asked.max_tokens), answer)
-        common = replace(common, wishes=self._wishes(asked, self._matcher(asked.grammar, "response_format")))
-        requests = [
-            request for prompt in prompts for request in self._choices(replace(common, prompt_ids=prompt), asked.n)
-        ]
-        return ApiCall(answer, requests, sum(map(len, prompts)), self._scores(requests))
+        requests = [one for prompt in prompts for one in self._choices(replace(common, prompt_ids=prompt), asked.n)]
+        form = Form(*asked.grammar, "response_format") if asked.grammar else None
+        return ApiCall(answer, requests, sum(map(len, prompts)), form=form)
 
     def chat(self, asked: ChatBody) -> ApiCall:
         text, prompt = self._rendered(asked)
-        if asked.truncate_prompt_tokens:
-            prompt = prompt[-asked.truncate_prompt_tokens :]
         answer = CompletionAnswer(
             self.tokenizer,
             self.model,
-            True,
-            asked.n,
+            chat=True,
+            n=asked.n,
             logprobs=asked.logprobs,
             top=asked.top_logprobs,
             usage=asked.usage_wanted,
+            token_ids=asked.return_token_ids,
         )
         limit = asked.max_completion_tokens or asked.max_tokens or max(1, self.engine.max_seq_len - len(prompt))
         thinking = text.rstrip().endswith("<think>")
@@ -90,25 +120,29 @@ class Preparation:
         ends = tuple(special[mark] for mark in marks if mark in special)
         common = _engine_request(asked, limit, answer)
         common = replace(common, prompt_ids=prompt, stop_token_ids=(*common.stop_token_ids, *ends))
-        after = special.get(SECTION if asked.strict_tools else "</think>" if thinking else "")
-        common = replace(common, wishes=self._wishes(asked, self._chat_matcher(asked), after))
-        requests = self._choices(common, asked.n)
-        return ApiCall(answer, requests, len(prompt), self._scores(requests), thinking)
+        form = self._form(asked, special.get(SECTION if asked.strict_tools else "</think>" if thinking else ""))
+        return ApiCall(answer, self._choices(common, asked.n), len(prompt), thinking, form)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
         """Text and tokens of a conversation."""
         template = self.tokenizer.template
-        if unknown := asked.chat_template_kwargs.keys() - template.variables:
+        variables = dict(asked.chat_template_kwargs)
+        if unknown := variables.keys() - template.variables:
             names = ", ".join(sorted(unknown))
             raise ApiError(f"the chat template has no {names} that could be set", param="chat_template_kwargs")
-        for index, message in enumerate(asked.messages):
+        if asked.reasoning_effort:
+            if "thinking" not in template.variables:
+                raise ApiError("the chat template cannot switch reasoning on or off", param="reasoning_effort")
+            variables["thinking"] = asked.reasoning_effort != "none"
+        messages = [message.to_dict() for message in asked.messages]
+        for index, message in enumerate(messages):
             if unread := message.keys() - MESSAGE_FIELDS - template.names:
                 where = f"messages[{index}].{min(unread)}"
                 raise ApiError(f"the chat template does not read {where}", param=where)
-        variables = {"thinking": None, **asked.chat_template_kwargs}
+        tools = asked.offered_tools
         try:
-            self._require_short(len(json.dumps([asked.messages, asked.tools])) // LONGEST_ESCAPE, "messages")
-            return self.tokenizer.encode_chat(asked.messages, asked.offered_tools, **variables)
+            self._require_short(len(json.dumps([messages, tools])) // LONGEST_ESCAPE, "messages")
+            return self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **variables})
         except RecursionError:
             raise ApiError("a message or a tool is nested too deeply", param="messages") from None
         except PromptTooLong:
@@ -119,77 +153,30 @@ class Preparation:
                 reason = f"the chat template refuses the request: {reason}"
             raise ApiError(reason, param="messages") from None
 
-    def _scores(self, requests: list[GenerationRequest]) -> int:
-        """How many log-probabilities the answers may have: of each token, and of its alternatives. Raises ApiError."""
-        scores = 0
-        for request in requests:
-            prompt, room = len(request.prompt_ids), self.engine.max_seq_len - len(request.prompt_ids)
-            tokens = min(request.max_tokens, room) + (prompt if request.prompt_logprobs else 0)
-            scores += tokens * (1 + request.logprobs) if request.logprobs else 0
-        if scores > MAX_SCORES:
-            raise ApiError(
-                f"log-probabilities of up to {scores} tokens and alternatives in one request; this server takes "
-                f"{MAX_SCORES}: lower max_tokens, the alternatives, or the number of prompts or choices",
-                param="logprobs",
-            )
-        return scores
-
     def _choices(self, common: GenerationRequest, count: int) -> list[GenerationRequest]:
-        """The checked requests behind the choices for one prompt, each with its own seed and state of the grammar."""
+        """The checked requests behind the choices for one prompt, each with its own seed."""
+        self.engine.check(common)
         requests = []
-        if common.wishes is not None and common.wishes.grammar is not None:
-            common = replace(common, stop_token_ids=(*common.stop_token_ids, *self.grammars.ends))
         for choice in range(count):
-            seed, wishes = common.seed, common.wishes
+            seed = common.seed
             if seed is not None and choice:
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
-            if wishes is not None and wishes.grammar is not None:
-                wishes = replace(wishes, grammar=wishes.grammar.deep_copy())
-            requests.append(replace(common, id=uuid.uuid4().hex, seed=seed, wishes=wishes))
-            self.engine.check(requests[-1])
+            requests.append(replace(common, id=uuid.uuid4().hex, seed=seed))
         return requests
 
-    def _wishes(self, asked: GenerationBody, grammar: Any, after: int | None = None) -> Wishes | None:
-        """What the answer is asked to be besides likely, None where it may be anything."""
-        bad = [self.tokenizer.encode(form) for word in asked.banned for form in (word, f" {word}")]
-        wishes = Wishes(
-            frequency_penalty=asked.frequency_penalty,
-            presence_penalty=asked.presence_penalty,
-            repetition_penalty=asked.repetition_penalty,
-            min_p=asked.min_p,
-            min_tokens=asked.min_tokens,
-            logit_bias={int(token): value for token, value in asked.logit_bias.items()},
-            bad_words=tuple(map(tuple, bad)),
-            grammar=grammar,
-            grammar_after=None if grammar is None else after,
-        )
-        return None if wishes == Wishes() else wishes
-
-    def _chat_matcher(self, asked: ChatBody) -> Any:
+    def _form(self, asked: ChatBody, after: int | None) -> Form | None:
         """What holds the answer to its form: a call of the demanded tools, or the asked response format."""
         demanded, strict = asked.demanded_tools, asked.strict_tools
         if not demanded and not strict:
-            return self._matcher(asked.grammar, "response_format")
+            return Form(*asked.grammar, "response_format", after) if asked.grammar else None
         if asked.grammar:
-            told = "a demanded tool call" if demanded else "a strict function"
-            raise ApiError(f"{told} and response_format exclude each other", param="response_format")
-        named = not isinstance(asked.tool_choice, str)
-        several = asked.parallel_tool_calls and not named
+            named = "a demanded tool call" if demanded else "a strict function"
+            raise ApiError(f"{named} and response_format exclude each other", param="response_format")
+        several = asked.parallel_tool_calls and isinstance(asked.tool_choice, str)
         try:
-            grammar = tool_call_grammar(demanded or strict, several, opened=not demanded)
+            return Form("lark", tool_call_grammar(demanded or strict, several, opened=not demanded), "tools", after)
         except ValueError as error:
             raise ApiError(f"no answer can have this form: {error}", param="tools") from None
-        return self._matcher(("lark", grammar), "tools")
-
-    def _matcher(self, grammar: tuple[str, str] | None, param: str) -> Any:
-        if grammar is None:
-            return None
-        try:
-            return self.grammars.matcher(*grammar)
-        except ValueError as error:
-            raise ApiError(f"no answer can have this form: {error}", param=param) from None
-        except MissingDependency as error:
-            raise ApiError(f"{error.message}, which this server does not have", param=param, status=501) from None
 
     def _require_short(self, size: int, param: str) -> None:
         """Raises PromptTooLong, before anything is tokenized, for text that cannot fit whatever its tokens are."""
@@ -198,6 +185,14 @@ class Preparation:
 
 
 def _engine_request(asked: GenerationBody, max_tokens: int, answer: CompletionAnswer) -> GenerationRequest:
+    constraints = LogitsConstraints(
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        min_p=asked.min_p,
+        min_tokens=asked.min_tokens,
+        logit_bias={int(token): value for token, value in asked.logit_bias.items()},
+    )
     return GenerationRequest(
         id="",
         prompt_ids=[],
@@ -210,7 +205,6 @@ def _engine_request(asked: GenerationBody, max_tokens: int, answer: CompletionAn
         ignore_eos=asked.ignore_eos,
         logprobs=max(1, answer.top) if answer.logprobs else 0,
         stop_token_ids=tuple(asked.stop_token_ids),
+        constraints=None if constraints == LogitsConstraints() else constraints,
         prompt_logprobs=answer.echo and answer.logprobs,
-        include_stop=asked.include_stop_str_in_output,
-        skip_special=asked.skip_special_tokens,
     )

@@ -1,7 +1,4 @@
-"""What may be asked of the engine: the ranges of every field, the request itself, and the one check of it.
-
-The HTTP API, its OpenAPI document and callers of the engine share the ranges.
-"""
+"""What may be asked of the engine: the ranges of every field, the request itself, and the one check of it."""
 
 from __future__ import annotations
 
@@ -13,13 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtspec.errors import UsageError
 
-MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
-MAX_STOPS = 64
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-StopString = Annotated[str, Field(max_length=1000)]
-TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class RequestRefused(UsageError):
@@ -45,28 +36,28 @@ class SamplingRanges(Ranges):
 
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=MAX_INT32)
-    seed: int | None = Field(None, ge=-MAX_INT64 - 1, le=MAX_INT64)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
 
 
-class WishRanges(Ranges):
-    """Fields of `Wishes`. A repetition penalty below 0.01 would make logits infinite."""
+class ConstraintRanges(Ranges):
+    """Fields of `LogitsConstraints`. A repetition penalty below 0.01 would make logits infinite."""
 
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, ge=0.01, le=10)
     min_p: float = Field(0.0, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
+    min_tokens: int = Field(0, ge=0, le=2**31 - 1)
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What is asked of the tokens beyond the sampling; the defaults ask for nothing. Names and order are vLLM's: bans,
+class LogitsConstraints:
+    """What is asked of the tokens beyond the sampling; the defaults ask for nothing. Names and order are vLLM's:
     biases, `min_tokens`, then the penalties, which count output tokens (repetition: those of the prompt too), and
     `min_p` after the temperature.
 
-    `bad_words` are token sequences. `grammar` is an llguidance matcher of this request alone; it begins to count after
-    the token `grammar_after` where that is given.
+    `grammar` is a `Grammar` of this request alone; it begins to count after the token `grammar_after` where that is
+    given.
     """
 
     frequency_penalty: float = 0.0
@@ -75,7 +66,6 @@ class Wishes:
     min_p: float = 0.0
     min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Any = None
     grammar_after: int | None = None
 
@@ -84,10 +74,9 @@ class Wishes:
 class GenerationRequest:
     """What to generate. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
-    `stop` strings need an engine with a tokenizer and are not part of the output, but with `include_stop`.
-    `skip_special=False` keeps the names of special tokens in the text. `logprobs` is how many alternatives to report
-    per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. `seed` fixes a sampled
-    request's random numbers whatever else is in the batch.
+    `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
+    to report per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. `seed` fixes
+    a sampled request's random numbers whatever else is in the batch.
     """
 
     id: str
@@ -101,45 +90,37 @@ class GenerationRequest:
     ignore_eos: bool = False
     logprobs: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    wishes: Wishes | None = None
+    constraints: LogitsConstraints | None = None
     prompt_logprobs: bool = False
-    include_stop: bool = False
-    skip_special: bool = True
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """`max_seq_len` bounds prompt plus output, in tokens; without a tokenizer there are no stop strings."""
+def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
+    """Raises RequestRefused for a request that cannot run, or not as it is. `max_seq_len` bounds prompt plus output, in
+    tokens."""
 
-    max_seq_len: int
-    vocab_size: int
-    has_tokenizer: bool
+    def check_tokens(tokens: Iterable[int], param: str) -> None:
+        if not all(0 <= token < vocab_size for token in tokens):
+            message = f"a token of {param} is outside the vocabulary of {vocab_size}"
+            raise RequestRefused(message, "check the tokenizer", param)
 
-
-def check_request(request: GenerationRequest, limits: EngineLimits) -> None:
-    """Raises RequestRefused for a request that cannot run, or not as it is."""
     _check_ranges(SamplingRanges, request)
     length = len(request.prompt_ids)
     if not length:
         raise RequestRefused("the prompt has no tokens", "send at least one token", "prompt")
-    if length >= limits.max_seq_len:
-        raise PromptTooLong(
-            f"{length} prompt tokens leave no room in a context of {limits.max_seq_len} tokens",
-            "shorten the prompt or raise --max-seq-len",
-            "prompt",
-        )
+    if length >= max_seq_len:
+        message = f"{length} prompt tokens leave no room in a context of {max_seq_len} tokens"
+        raise PromptTooLong(message, "shorten the prompt or raise `max_seq_len`", "prompt")
     if request.max_tokens < 1:
         raise RequestRefused(f"max_tokens is {request.max_tokens}", "ask for at least one token", "max_tokens")
-    _check_tokens(request.prompt_ids, limits, "prompt")
-    _check_tokens(request.stop_token_ids, limits, "stop_token_ids")
-    if request.stop and not limits.has_tokenizer:
+    check_tokens(request.prompt_ids, "prompt")
+    check_tokens(request.stop_token_ids, "stop_token_ids")
+    if request.stop and not has_tokenizer:
         raise RequestRefused("stop strings need an engine with a tokenizer", "pass tokenizer= to the engine", "stop")
-    wishes = request.wishes
-    if wishes is None:
+    if request.constraints is None:
         return
-    _check_ranges(WishRanges, wishes)
-    _check_tokens(wishes.logit_bias, limits, "logit_bias")
-    if wishes.min_tokens and request.stop:
+    _check_ranges(ConstraintRanges, request.constraints)
+    check_tokens(request.constraints.logit_bias, "logit_bias")
+    if request.constraints.min_tokens and request.stop:
         raise RequestRefused("min_tokens does not hold back stop strings", "leave one of them out", "min_tokens")
 
 
@@ -150,10 +131,3 @@ def _check_ranges(ranges: type[Ranges], record: object) -> None:
         first = error.errors()[0]
         param = str(first["loc"][0])
         raise RequestRefused(f"{param}: {first['msg']}", param=param) from None
-
-
-def _check_tokens(tokens: Iterable[int], limits: EngineLimits, param: str) -> None:
-    if not all(0 <= token < limits.vocab_size for token in tokens):
-        raise RequestRefused(
-            f"a token of {param} is outside the vocabulary of {limits.vocab_size}", "check the tokenizer", param
-        )

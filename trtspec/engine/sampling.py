@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens, and which drafts stand. Pure functions over whole batches; randomness
+"""From logits to probabilities to tokens, and which drafts are accepted. Pure functions over whole batches; randomness
 comes in as uniform numbers.
 
 Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192): draft x is kept with probability min(1, p(x)/q(x)); at
@@ -9,11 +9,46 @@ has exactly the target's distribution p whatever the drafter's distribution q wa
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trtspec.engine.sequence import TokenLogprobs
+from trtspec.engine.sequence import Sequence, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class BatchSampling:
+    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S], of
+    which `most` is the largest, with 0 for the whole vocabulary."""
+
+    rows: Tensor
+    temperature: Tensor
+    top_p: Tensor | None
+    top_k: Tensor | None
+    most: int = 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
+        return probabilities(logits, self.temperature, self.top_p, self.top_k, self.most)
+
+    @staticmethod
+    def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
+        """None when every sequence is greedy."""
+        picked = [(row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled]
+        if not picked:
+            return None
+        requests = [request for _, request in picked]
+        top_p = on_device([r.top_p for r in requests], device) if any(r.top_p < 1 for r in requests) else None
+        top_k = on_device([r.top_k for r in requests], device) if any(r.top_k > 0 for r in requests) else None
+        return BatchSampling(
+            on_device([row for row, _ in picked], device),
+            on_device([r.temperature for r in requests], device, torch.float32),
+            top_p,
+            top_k,
+            max(r.top_k for r in requests) if all(r.top_k > 0 for r in requests) else 0,
+        )
 
 
 def probabilities(
@@ -148,3 +183,10 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
         TokenLogprobs(token, chosen[row], array("i", ids[row]), array("d", values[row]))
         for row, token in enumerate(tokens)
     ]
+
+
+def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would: a
+    copy from host memory that is not pinned is staged first, so the source may go (CUDA driver API, "API
+    synchronization behavior")."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -3,6 +3,7 @@ that add the requests up, for each iteration and since the start."""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -11,12 +12,14 @@ from typing import Any, Literal
 
 import torch
 
+from trtspec.checkpoint.chat_parser import held_back
 from trtspec.checkpoint.tokenizer import Detokenizer, KimiTokenizer
 from trtspec.engine.prefix import PrefixStats
-from trtspec.engine.request import GenerationRequest
+from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.steering import Steering
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+STEP_SECONDS = 0.1  # of processor time for the masks of one step
 COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
 
 
@@ -131,10 +134,10 @@ class Sequence:
         self.limit = min(request.max_tokens, max_seq_len - len(request.prompt_ids))
         ends = set(request.stop_token_ids)
         self.ends = frozenset(ends if request.ignore_eos else ends | set(eos_ids))
-        self.text = TextStream(tokenizer, request.stop, request.include_stop, request.skip_special)
+        self.text = TextStream(tokenizer, request.stop)
         self.steering = None
-        if request.wishes is not None:
-            self.steering = Steering(request.wishes, request.prompt_ids, self.ends, request.temperature)
+        if request.constraints is not None:
+            self.steering = Steering(request.constraints, request.prompt_ids, self.ends, request.temperature)
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= COLDEST
@@ -200,15 +203,22 @@ class Sequence:
 
 
 def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] after the last token and the drafts [B, T-1], as sequences with wishes of their own want them;
-    the same tensor where there are none. One whose wishes fail keeps the failure until it takes its tokens."""
+    """Logits [B, T, V] after the last token and the drafts [B, T-1], as the constraints of each sequence want them; the
+    same tensor without constraints. A sequence whose constraints fail keeps the failure until it takes its tokens.
+
+    Once the grammars have taken STEP_SECONDS of this step, those that were slow before are refused: everybody waits.
+    """
     if all(sequence.steering is None for sequence in sequences):
         return logits
     logits = logits.float().clone()
+    began = time.thread_time()
     for row, sequence in enumerate(sequences):
         if sequence.steering is None:
             continue
+        grammar = sequence.steering.constraints.grammar
         try:
+            if grammar is not None and grammar.slow and time.thread_time() - began > STEP_SECONDS:
+                raise RequestRefused("the form of the answer takes too long to follow beside others: simplify it")
             sequence.steering.apply(logits[row], drafts[row].tolist())
         except Exception as error:
             sequence.failure = error
@@ -222,15 +232,8 @@ class TextStream:
     arrive singly or several per step; text that may be the beginning of a stop string is held back.
     """
 
-    def __init__(
-        self,
-        tokenizer: KimiTokenizer | None,
-        stop: Rows[str] = (),
-        include_stop: bool = False,
-        skip_special: bool = True,
-    ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special) if tokenizer else None
-        self._include_stop = include_stop
+    def __init__(self, tokenizer: KimiTokenizer | None, stop: Rows[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self.stop = tuple(stop)
         self._pending = ""
         self.stopped = False
@@ -246,8 +249,6 @@ class TextStream:
             found = find_stop(self._pending, self.stop)
             if found >= 0:
                 self.stopped = True
-                if self._include_stop:
-                    found += next(len(word) for word in self.stop if self._pending.startswith(word, found))
                 text, self._pending = self._pending[:found], ""
                 return text, used
         keep = held_back(self._pending, self.stop)
@@ -267,16 +268,6 @@ def find_stop(text: str, stop: Rows[str]) -> int:
     """Position of the earliest stop string in `text`, -1 if there is none."""
     found = [position for position in (text.find(word) for word in stop) if position >= 0]
     return min(found, default=-1)
-
-
-def held_back(text: str, stop: Rows[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
-    longest = min(len(text), max(len(word) for word in stop) - 1)
-    for size in range(longest, 0, -1):
-        tail = text[-size:]
-        if any(word.startswith(tail) for word in stop):
-            return size
-    return 0
 
 
 @dataclass(frozen=True)

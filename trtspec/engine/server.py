@@ -22,8 +22,7 @@ from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import AppOptions, create_app
-from trtspec.engine.boundary import ClientConnection
-from trtspec.engine.drafters import DrafterName, DraftSampling
+from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
@@ -43,7 +42,7 @@ GRACE_SECONDS = 30
 @dataclass(frozen=True)
 class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `drafter` None is eagle3 with a head. `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
+    `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
     requests wait beside those that run; further ones get status 429. A stop gives requests in
     flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `max_num_tokens` and the fields after
     it are the engine's (EngineOptions)."""
@@ -52,7 +51,6 @@ class ServerOptions:
     port: int = 8000
     dtype: str = "auto"
     device: str = "cpu"
-    drafter: DrafterName | None = None
     draft_len: int = 3
     draft_sampling: DraftSampling = "argmax"
     max_batch_size: int = 16
@@ -62,7 +60,6 @@ class ServerOptions:
     grace: int = GRACE_SECONDS
     api_key: str | None = field(default=None, repr=False)
     max_num_tokens: int | None = None
-    prefix_reuse: bool = True
     prefix_bytes: int = PREFIX_BYTES
 
 
@@ -79,7 +76,7 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     allow_many_connections()
     app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
     config = uvicorn.Config(
-        app, http=ClientConnection, log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
+        app, http="h11", log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
     )
     server = AnnouncingServer(
         config,
@@ -102,10 +99,10 @@ def described(engine: Engine, options: ServerOptions) -> str:
     """How a warm engine computes, for the line that says the server is ready."""
     parts = [dtype_name(engine.target.dtype)]
     if engine.draft_len:
-        parts += [f"drafter {options.drafter or 'eagle3'}", f"draft length {engine.draft_len}"]
+        parts += ["drafter eagle3", f"draft length {engine.draft_len}"]
     else:
         parts.append("no speculation")
-    parts.append("prefix reuse warm" if options.prefix_reuse else "no prefix reuse")
+    parts.append("prefix reuse" if options.prefix_bytes else "no prefix reuse")
     return ", ".join(parts)
 
 
@@ -118,7 +115,7 @@ def allow_many_connections() -> None:
 def compute_dtype(options: ServerOptions) -> torch.dtype:
     """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
     if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use --dtype auto")
+        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto")
     check_device(options.device)
     return serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
 
@@ -131,13 +128,11 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
     model = load_target(target, dtype=compute, device=device)
     draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
     sizes = EngineOptions(
-        drafter=options.drafter or ("eagle3" if head else None),
         draft_len=options.draft_len,
         draft_sampling=options.draft_sampling,
         max_batch_size=options.max_batch_size,
         max_seq_len=sequence_length(model.spec, options),
         max_num_tokens=options.max_num_tokens,
-        prefix_reuse=options.prefix_reuse,
         prefix_bytes=options.prefix_bytes,
     )
     return Engine(model, draft_head, sizes, tokenizer), tokenizer
@@ -152,7 +147,7 @@ def require_memory(target: Path, head: Path | None, options: ServerOptions, dtyp
         options.max_batch_size,
         sequence_length(spec, options),
         options.draft_len,
-        options.prefix_bytes if options.prefix_reuse else 0,
+        options.prefix_bytes,
     )
     require_fitting(target, spec, None if head is None else open_head(head, spec), load)
 
@@ -169,7 +164,7 @@ def warm_up(engine: Engine) -> None:
     )
     if not all(math.isfinite(token.logprob) for token in made["warm-up"].logprobs):
         raise TrtspecError(
-            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use --dtype float32"
+            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use `dtype` float32"
         )
     engine.reset_counters()
 
@@ -197,7 +192,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TrtspecError(
-            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass --port"
+            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass `port`"
         ) from None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.sequence import Completion, Output, Stats
 
 ITERATIONS_KEPT = REQUESTS_KEPT = 1000
-SCORES_IN_FLIGHT = 8_000_000
+SCORES_IN_FLIGHT = 2_000_000
 
 
 class EngineThreadDied(Exception):
@@ -52,13 +52,13 @@ class RequestTimes:
     last_iteration: int = 0
     stats: Stats | None = None
 
-    def add(self, output: Output, made: float, iteration: int) -> None:
+    def add(self, step: EngineStep) -> None:
         """Counts what a step made."""
         if not self.first_token:
-            self.scheduled, self.first_iteration = output.scheduled, iteration
-            self.first_token, self.server_first_token = made, time.monotonic()
-        self.last_token, self.last_iteration = made, iteration
-        self.stats = output.stats or self.stats
+            self.scheduled, self.first_iteration = step.output.scheduled, step.iteration
+            self.first_token, self.server_first_token = step.made, time.monotonic()
+        self.last_token, self.last_iteration = step.made, step.iteration
+        self.stats = step.output.stats or self.stats
 
     def to_dict(self) -> dict[str, Any]:
         """The record under trtllm-serve's names."""
@@ -94,10 +94,12 @@ class Reservation:
 
     def take(self, generations: int = 0, scores: int = 0) -> bool:
         """Holds more, where there is room for it."""
-        worker = self.worker
-        if generations > worker.free or scores and scores > SCORES_IN_FLIGHT - sum(r.scores for r in worker.reserved):
+        held = self.worker.reserved
+        if generations > self.worker.capacity - sum(one.generations for one in held):
             return False
-        worker.reserved.add(self)
+        if scores and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held):
+            return False
+        held.add(self)
         self.generations += generations
         self.scores += scores
         return True
@@ -111,7 +113,7 @@ class Worker:
     """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop.
 
     At most `max_queue` requests wait beside those that run, as `reserved` counts them. `on_death` is called in the
-    event loop when the thread has died.
+    event loop when the thread has died. The last `iterations` and `timings` are kept, whoever reads them.
     """
 
     def __init__(self, engine: Engine, max_queue: int, on_death: Callable[[], None] = lambda: None) -> None:
@@ -119,11 +121,11 @@ class Worker:
         self.capacity = engine.max_batch_size + max_queue
         self.on_death = on_death
         self.iterations: deque[dict[str, Any]] = deque(maxlen=ITERATIONS_KEPT)
+        self.timings: deque[RequestTimes] = deque(maxlen=REQUESTS_KEPT)
         self.failure: BaseException | None = None
         self.reserved: set[Reservation] = set()
         self._ending = "the engine stopped"
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.timings: deque[RequestTimes] = deque(maxlen=REQUESTS_KEPT)
         self._outputs: dict[str, asyncio.Queue[EngineStep | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -148,72 +150,57 @@ class Worker:
     def healthy(self) -> bool:
         return self.failure is None and self._thread.is_alive()
 
-    @property
-    def free(self) -> int:
-        """How many further requests are taken now."""
-        return self.capacity - sum(reservation.generations for reservation in self.reserved)
+    async def run(
+        self, requests: Sequence[GenerationRequest], arrived: float | None = None
+    ) -> AsyncIterator[tuple[int, Output]]:
+        """(index, output) of checked requests as they come. Leaving the loop early cancels them. `arrived` is when the
+        server got them, in seconds of the monotonic clock.
 
-    async def run(self, request: GenerationRequest, arrived: float | None = None) -> AsyncIterator[Output]:
-        """Outputs of a checked request as they come. Leaving the loop early cancels it. `arrived` is when the server
-        got it, in seconds of the monotonic clock.
-
-        Raises RequestRefused for what shows to be impossible on the way, GenerationFailed for another exception of this
-        request, EngineThreadDied where no request goes on.
+        Raises RequestRefused for what shows to be impossible on the way, GenerationFailed for another exception of one
+        of them, EngineThreadDied where no request goes on.
         """
-        times = RequestTimes(request.id, arrived or time.monotonic(), time.monotonic())
-        outputs: asyncio.Queue[EngineStep | None] = asyncio.Queue()
+        now = time.monotonic()
         if not self.healthy:
             raise EngineThreadDied(self._ending)
-        self._outputs[request.id] = outputs
-        self._commands.put(lambda: self._submit(request))
-        finished = False
+        steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
+        running = {one.id: (at, RequestTimes(one.id, arrived or now, now)) for at, one in enumerate(requests)}
+        self._outputs |= dict.fromkeys(running, steps)
+        self._commands.put(lambda: self._submit(requests))
         try:
-            while not finished:
-                step = await outputs.get()
+            while running:
+                step = await steps.get()
                 if step is None:
                     raise EngineThreadDied(self._ending)
                 output = step.output
-                finished = output.finish_reason is not None
+                index, times = running[output.id]
                 if isinstance(output.error, RequestRefused):
                     raise output.error
                 if output.error is not None:
-                    log_exception(f"generation {request.id}", output.error)
+                    log_exception(f"generation {output.id}", output.error)
                     raise GenerationFailed("the generation failed")
-                times.add(output, step.made, step.iteration)
-                if finished:
+                times.add(step)
+                if output.finish_reason is not None:
                     self.timings.append(times)
-                yield output
+                    del running[output.id], self._outputs[output.id]
+                yield index, output
         finally:
-            del self._outputs[request.id]
-            if not finished:
-                self._commands.put(lambda: self.engine.cancel(request.id))
+            for name in running:
+                del self._outputs[name]
+            self._commands.put(lambda: self.engine.cancelled.update(running))
 
-    async def collect(self, request: GenerationRequest, arrived: float | None = None) -> Completion:
-        """The whole answer; raises what `run` raises."""
-        completion = Completion(request.id)
-        async for output in self.run(request, arrived):
-            completion.add(output)
-        return completion
+    async def collect(self, requests: Sequence[GenerationRequest], arrived: float | None = None) -> list[Completion]:
+        """The whole answers; raises what `run` raises."""
+        completions = [Completion(request.id) for request in requests]
+        async for index, output in self.run(requests, arrived):
+            completions[index].add(output)
+        return completions
 
-    def drain_timings(self) -> list[dict[str, Any]]:
-        """Times of the requests that ended since the last call, oldest first; at most the last REQUESTS_KEPT."""
-        drained = []
-        while self.timings:
-            drained.append(self.timings.popleft().to_dict())
-        return drained
-
-    def drain_iterations(self) -> list[dict[str, Any]]:
-        """Iteration records since the last call, oldest first; at most the last ITERATIONS_KEPT."""
-        drained = []
-        while self.iterations:
-            drained.append(self.iterations.popleft())
-        return drained
-
-    def _submit(self, request: GenerationRequest) -> None:
-        try:
-            self.engine.enqueue(request)
-        except Exception as error:
-            self._deliver([Output(request.id, [], "", "error", error=error)])
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            try:
+                self.engine.enqueue(request)
+            except Exception as error:
+                self._deliver([Output(request.id, [], "", "error", error=error)])
 
     def _run(self) -> None:
         try:
@@ -248,7 +235,7 @@ class Worker:
 
     def _distribute(self, steps: list[EngineStep] | None) -> None:
         if steps is None:
-            for queue in self._outputs.values():
+            for queue in set(self._outputs.values()):
                 queue.put_nowait(None)
             if self.failure is not None:
                 self.on_death()

@@ -36,9 +36,9 @@ MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 SYNTHESIS_OWNED = {
     **OWNED,
     "messages": "give PROMPTS",
-    "prompt": "give PROMPTS, with --raw",
+    "prompt": "give PROMPTS, with `raw`",
     "tools": "give PROMPTS that have tools",
-    "top_p": "give --top-p",
+    "top_p": "give `top_p`",
     "seed": "leave it out: the seed follows from each prompt's text",
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
@@ -123,7 +123,7 @@ def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
     except ValueError:
         index, count = -1, 0
     if not 0 <= index < count:
-        raise UsageError(f"--shard {text!r} is not i/n with 0 <= i < n", "for example --shard 0/4")
+        raise UsageError(f"`shard` {text!r} is not i/n with 0 <= i < n", "for example `shard` 0/4")
     return [prompt for prompt in prompts if int(prompt.id, 16) % count == index]
 
 
@@ -157,8 +157,8 @@ class TargetEndpoint:
     first_delay: float = 0.5
 
     def __post_init__(self) -> None:
-        server_url(self.base_url, "--base-url")
-        bearer(self.api_key, "the key of --api-key or OPENAI_API_KEY")
+        server_url(self.base_url, "`base_url`")
+        bearer(self.api_key, "the key of `api_key` or OPENAI_API_KEY")
 
 
 @dataclass
@@ -336,7 +336,7 @@ async def _with_retries(send: Callable[[], Awaitable[T]], target: TargetEndpoint
             return await send()
         except RequestFailed as failure:
             if failure.status in (401, 403, 404):
-                remedy = "check --base-url, --model and --api-key"
+                remedy = "check `base_url`, `model` and `api_key`"
                 raise UsageError(f"{target.base_url}: {failure.message}", remedy) from None
             if attempt == target.retries or failure.status not in (None, *RETRY_STATUS):
                 raise
@@ -350,5 +350,5 @@ async def _first_model(client: httpx.AsyncClient, target: TargetEndpoint) -> str
     except RequestFailed as failure:
         raise TrtspecError(
             f"TS-SYNTH-SERVER {failure.message}",
-            "start it: `trtspec serve TARGET`, and pass its URL as --base-url http://HOST:PORT",
+            "start it: `trtspec serve TARGET`, and pass its URL as `base_url` http://HOST:PORT",
         ) from None

@@ -11,10 +11,10 @@ import typer
 
 from trtspec.records import DryRunOption, Excludes, HeadOption, JsonOption, Mode, Modes, Needs, TargetArgument
 
-ENGINE = Mode("the TensorRT-LLM engine", "--backend trtllm", "TensorRT-LLM")
-FRONT = Mode("the front of a disaggregated deployment", "--disaggregated FILE", "TensorRT-LLM")
-VLLM = Mode("vLLM", "--backend vllm", "vLLM")
-REFERENCE = Mode("the reference backend", "--backend reference", "reference backend")
+ENGINE = Mode("the TensorRT-LLM engine", "`backend` trtllm", "TensorRT-LLM")
+FRONT = Mode("the front of a disaggregated deployment", "`disaggregated` FILE", "TensorRT-LLM")
+VLLM = Mode("vLLM", "`backend` vllm", "vLLM")
+REFERENCE = Mode("the reference backend", "`backend` reference", "the reference backend")
 SERVERS = Modes(ENGINE, VLLM, REFERENCE)  # whatever generates
 LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # whatever runs in a process of its own
 
@@ -29,7 +29,7 @@ class ServeOptions:
         typer.Argument(metavar="[-- OPTIONS]", help="Any option of trtllm-serve or vllm serve, after `--`."),
         Modes(ENGINE, VLLM),
     ] = ()
-    head: Annotated[HeadOption, SERVERS, Excludes("speculation=none", "speculation=prompt-lookup")] = None
+    head: Annotated[HeadOption, SERVERS] = None
     backend: Annotated[
         Literal["trtllm", "vllm", "reference"],
         typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
@@ -91,12 +91,7 @@ class ServeOptions:
         typer.Option(min=1, help="Tokens drafted per step. Default: 3."),
         SERVERS,
         Excludes("config", why="which decides it"),
-        Needs("head", "speculation=prompt-lookup"),
-    ] = None
-    speculation: Annotated[
-        Literal["eagle3", "prompt-lookup", "none"] | None,
-        typer.Option(help="How drafts are made. Default: eagle3 with --head, else none."),
-        Modes(REFERENCE),
+        Needs("head"),
     ] = None
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
@@ -107,20 +102,14 @@ class ServeOptions:
         Modes(VLLM, REFERENCE),
         Needs("head"),
     ] = None
-    prefix_reuse: Annotated[
-        Literal["warm", "off"] | None,
-        typer.Option(help="Whether caches of a known prefix are reused (warm) or not (off). Default: warm."),
-        Modes(REFERENCE),
-    ] = None
     prefix_cache_mib: Annotated[
         int | None,
         typer.Option(
             "--prefix-cache-mib",
-            min=1,
-            help="Memory for texts to reuse. Default: 256.",
+            min=0,
+            help="Memory for the caches of known prefixes; 0: none is reused. Default: 256.",
         ),
         Modes(REFERENCE),
-        Excludes("prefix_reuse=off"),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -202,10 +191,3 @@ class ServeOptions:
     def mode(self) -> Mode:
         served = {"trtllm": ENGINE, "vllm": VLLM, "reference": REFERENCE}[self.backend]
         return FRONT if served is ENGINE and self.disaggregated is not None else served
-
-    @property
-    def drafter(self) -> Literal["eagle3", "prompt-lookup"] | None:
-        """Of the reference backend; None for no speculation."""
-        if self.speculation is None:
-            return "eagle3" if self.head else None
-        return None if self.speculation == "none" else self.speculation

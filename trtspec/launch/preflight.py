@@ -91,7 +91,10 @@ def used_memory(environ: Mapping[str, str] = os.environ) -> list[int] | None:
 
 
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
-OF_THIS_MACHINE = ("TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE")
+OF_THIS_MACHINE = (
+    "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
+    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE", "TS-LINT-DISK-CACHE-PATH",
+)  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_RECIPE = 179 * 2**30  # the smallest that a published Kimi recipe for an engine gives it
 GIB = 2**30
@@ -131,7 +134,7 @@ def check_port(host: str, port: int) -> Iterator[Problem]:
             probe.bind(("" if host == "0.0.0.0" else host, port))
         except OSError as error:
             message = f"port {port} on {host} cannot be taken ({error.strerror})"
-            yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass --port")
+            yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass `port`")
 
 
 def check_gpus(needed: int, gpus: Sequence[InstalledGpu] | None) -> Iterator[Problem]:
@@ -141,7 +144,7 @@ def check_gpus(needed: int, gpus: Sequence[InstalledGpu] | None) -> Iterator[Pro
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message, "")
     elif len(gpus) < needed:
         message = f"{needed} GPUs are needed and {len(gpus)} are here"
-        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, "lower --tp-size, or use a larger node")
+        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, "lower `tp_size`, or use a larger node")
 
 
 def check_visible(gpus: Sequence[InstalledGpu], needed: int, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -149,7 +152,7 @@ def check_visible(gpus: Sequence[InstalledGpu], needed: int, environ: Mapping[st
     seen = visible(gpus, environ)
     if seen and len(seen) < min(needed, len(gpus)):
         message = f"CUDA_VISIBLE_DEVICES leaves {len(seen)} of {len(gpus)} GPUs, and {needed} are needed"
-        yield Problem("TS-SERVE-NO-GPU", "error", "CUDA_VISIBLE_DEVICES", message, "unset it, or lower --tp-size")
+        yield Problem("TS-SERVE-NO-GPU", "error", "CUDA_VISIBLE_DEVICES", message, "unset it, or lower `tp_size`")
     if len({gpu.name for gpu in seen}) > 1:
         message = f"the GPUs differ: {', '.join(sorted({gpu.name for gpu in seen}))}; the slowest sets the pace"
         yield Problem("TS-SERVE-GPUS-DIFFER", "warning", "GPUs", message, "choose equal ones (CUDA_VISIBLE_DEVICES)")
@@ -182,7 +185,7 @@ def remote_code_problem(target: Resolved) -> Problem:
     else:
         modules = sorted({str(value).rpartition(".")[0] for value in target.config().get("auto_map", {}).values()})
         message = f"{target.name} brings code that the engine would run ({', '.join(modules)}); it is not here to hash"
-    remedy = "read it, then pass --trust-remote-code"
+    remedy = "read it, then pass `trust_remote_code`"
     return Problem("TS-SERVE-REMOTE-CODE", "error", target.name, message, remedy)
 
 
@@ -238,7 +241,7 @@ def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
     inside = "KUBERNETES_SERVICE_HOST" in environ or Path("/run/.containerenv").exists()
     if inside and host in ("localhost", "127.0.0.1", "::1"):
         message = f"{host} inside a pod is reached by nobody else, probes included"
-        yield Problem("TS-SERVE-LOCALHOST", "warning", host, message, "pass --host 0.0.0.0")
+        yield Problem("TS-SERVE-LOCALHOST", "warning", host, message, "pass `host` 0.0.0.0")
 
 
 @dataclass(frozen=True, kw_only=True)

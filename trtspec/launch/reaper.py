@@ -3,16 +3,19 @@ trtspec and a server. Standard library only.
 
 Process 1 has to pass signals on, collect every process that ends, and end with its child (`fork_below_init`).
 
-The subreaper is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL ARGV...`.
-GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe that trtspec holds open; its end means
-that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives every
-rank a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too.
+The subreaper is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`. GRACE:
+seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec writes the server's command,
+a line of JSON (a `pkill -f` of the server's name must not match the subreaper), and which it then holds open; its end
+means that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives
+every rank a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it
+too. trtspec does the same for the subreaper.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -22,7 +25,9 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (  # whatever can be caught and would end a process
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+)  # fmt: skip
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 # The kernel drops a signal to process 1 that has no handler there, SIGTERM too. Blocked ones wait to be collected.
 HANDLED = {
@@ -63,13 +68,20 @@ def _run_as_init(child: int) -> int:
                 return code if code >= 0 else 128 - code
 
 
-def main(grace: float, control: int, argv: list[str]) -> int:
+def main(grace: float, control: int) -> int:
     """The engine's exit status, 128 + n where signal n ended it, 127 where it could not be started."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(control, 65536)
+        if not piece:
+            return 128 + signal.SIGTERM  # trtspec is gone already
+        line += piece
+    argv = json.loads(line)
     asked: list[int] = []
     wake = _wake_on_signals(asked)
     try:
-        engine = subprocess.Popen(argv, process_group=0, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+        engine = subprocess.Popen(argv, process_group=0, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
         _report(f"{argv[0]} cannot be started: {error.strerror}")
         return 127
@@ -87,7 +99,7 @@ def _report(text: str) -> None:
         print(text, flush=True)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
@@ -141,7 +153,7 @@ def _end_descendants(wake: int, grace: float) -> list[int]:
     """SIGTERM, then SIGKILL after `grace` seconds, to what the engine left behind; returns what does not go."""
     _signal_all(signal.SIGTERM)
     started = time.monotonic()
-    while left := _descendants():
+    while left := descendants():
         waited = time.monotonic() - started
         if waited > grace + UNKILLABLE:
             return left
@@ -165,12 +177,12 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _signal_all(number: int) -> None:
-    for pid in _descendants():
+    for pid in descendants():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
     """Pids of all processes below this one, zombies included until they are collected."""
     parents: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
@@ -186,4 +198,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))

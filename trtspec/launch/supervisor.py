@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import httpx
 from trtspec.client.addresses import bearer
 from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
 from trtspec.errors import TrtspecError
-from trtspec.launch.reaper import FORWARDED, UNKILLABLE
+from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
 from trtspec.launch.server import LogPatterns, LogReader, ServerAddress, stranger
 from trtspec.report import announce
 
@@ -68,7 +69,7 @@ def run(launch: ServerLaunch) -> int:
     """Blocks until the server ends. Returns its status when it ended as asked: 0, or 128 + the signal that asked.
     Raises ServerFailed with its status and the cause otherwise."""
     started = time.monotonic()
-    with _started(launch) as process, _forwarded_signals(process) as asked:
+    with _adopting() as kill_adopted, _started(launch) as process, _forwarded_signals(process) as asked:
         reader = LogReader(process.stdout, launch.patterns, started)
         reader.start()
         ready = False
@@ -81,17 +82,43 @@ def run(launch: ServerLaunch) -> int:
         finally:
             grace = launch.limits.stop_grace
             moment = min(grace, LOADING_GRACE) if asked and not ready else 0.0
-            _end(process, grace, moment)
+            killed = _end(process, grace, moment)
+            kill_adopted()
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if process.returncode < 0 and not killed:
+        name = signal.Signals(-process.returncode).name
+        message = f"another process ended the subreaper (process {process.pid}) with {name}; trtspec killed the server"
+        raise ServerFailed(message, "find out what sent the signal, then start again", "TS-SERVE-KILLED", status)
     if len(asked) == 1 and status == KILLED and not ready:
         announce(f"trtspec: stopped as requested; it was loading, did not end within {moment:g} s and was killed")
         return 128 + asked[0]
     if asked and _as_asked(status, launch):
         announce("trtspec: stopped as requested")
-    elif status:
+    elif status or not ready:
         _fail(launch, status, list(reader.tail), ready, len(asked))
     return status
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[Callable[[], None]]:
+    """Yields what kills all that is new below this process: what a subreaper left behind that was killed itself."""
+    before = set(descendants())
+
+    def kill_adopted() -> None:
+        deadline = time.monotonic() + UNKILLABLE
+        while (left := set(descendants()) - before) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(POLL)
+
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield kill_adopted
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @contextlib.contextmanager
@@ -100,7 +127,7 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
     control, held = _pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(REAPER), str(launch.limits.stop_grace), str(control), *launch.argv],
+            [sys.executable, "-I", "-S", str(REAPER), str(launch.limits.stop_grace), str(control)],
             env={**os.environ, **launch.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -111,6 +138,8 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
             pass_fds=(control,),
         )
         os.close(control)
+        with contextlib.suppress(BrokenPipeError), open(held, "w", closefd=False) as pipe:
+            pipe.write(json.dumps(launch.argv) + "\n")
         yield process
     finally:
         os.close(held)  # ends the subreaper if it is still there
@@ -127,7 +156,7 @@ def _pipe() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP go to the subreaper; the list holds what was asked for."""
+    """The FORWARDED signals go to the subreaper; the list holds what was asked for."""
     asked: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -155,7 +184,7 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
             return False
     except RequestFailed:
         message = f"the server was not ready after {limits.startup:.0f} s"
-        remedy = "look at the log above, or pass a larger --startup-timeout"
+        remedy = "look at the log above, or pass a larger `startup_timeout`"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
     other, failure = stranger(endpoint, process.pid), ""
     if endpoint.generates and not other:
@@ -164,10 +193,10 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
         return False
     if other:
         message = f"{other} answers on port {endpoint.port}, and this launch did not start it"
-        raise ServerFailed(message, "stop it, or pass another --port", "TS-SERVE-OTHER-SERVER")
+        raise ServerFailed(message, "stop it, or pass another `port`", "TS-SERVE-OTHER-SERVER")
     if failure:
         message = f"the server answers /health and does not generate: {failure}"
-        remedy = "look at the log above; lower the load, or drop --head to tell them apart"
+        remedy = "look at the log above; lower the load, or drop `head` to tell them apart"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
     return True
 
@@ -204,13 +233,16 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         announce(f"trtspec: no answer from /health ({failed} of {limits.health_failures})")
         if failed >= limits.health_failures:
             message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
-            remedy = "look at the log above; --health-interval and --health-failures set when a server counts as hung"
+            remedy = "look at the log above; `health_interval` and `health_failures` set when a server counts as hung"
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
-def _end(process: subprocess.Popen[str], grace: float, moment: float) -> None:
-    """The subreaper ends every rank, then itself; it takes a second signal as an order to kill. A server that was asked
-    to end while it loaded got its signal, and has nothing to finish: it gets that order after a `moment` of seconds."""
+def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
+    """Returns whether the subreaper had to be killed.
+
+    It ends every rank, then itself; it takes a second signal as an order to kill. A server that was asked to end while
+    it loaded got its signal, and has nothing to finish: it gets that order after a `moment` of seconds.
+    """
     if moment:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=moment)
@@ -221,6 +253,8 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            return True
+    return False
 
 
 def _as_asked(status: int, launch: ServerLaunch) -> bool:
@@ -237,12 +271,13 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if asked and status == KILLED:
         message = f"the server did not end within {grace:g} s of the signal and was killed"
-        raise ServerFailed(message, "give it longer with --stop-grace", "TS-SERVE-KILLED", status)
+        raise ServerFailed(message, "give it longer with `stop_grace`", "TS-SERVE-KILLED", status)
     known = patterns.explain(tail)
     ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
     if known is None and status == KILLED:
-        known = "it was killed, most often because the host's memory ran out", "look at `dmesg`, give it more memory"
+        what = "another process or the kernel killed it, most often because the host's memory ran out"
+        known = what, "look at `dmesg`, give it more memory"
     if known is not None:
-        raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status)
+        raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status or 1)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status)
+    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status or 1)

@@ -55,7 +55,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(step.attend(entry, rotated[:, :, : self.heads], self.mix))
 
     def mix(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """What queries [B, T, heads, D] read of cached entries [B, S, 2 * kv_heads * D], [B, T, heads * D]."""
+        """Attention of queries [B, T, heads, D] over cached entries [B, S, 2 * kv_heads * D] -> [B, T, heads * D]."""
         batch, tokens, *_ = queries.shape
         cached = entries.unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         groups = self.heads // self.kv_heads
@@ -126,7 +126,7 @@ class Eagle3Head(nn.Module):
         """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H], or [B, 1, H] of position at[b] of
         each row where `at` int64 [B] is given.
 
-        Row b lives in cache row `row + b`; its first state stands at absolute position start[b]. Each row sees cached
+        Row b lives in cache row `row + b`; its first state is at absolute position start[b]. Each row sees cached
         positions up to its own; `length` as in `KimiModel.forward`. Without a cache: plain causal forward from position
         0 (or `start`).
         """

@@ -1,4 +1,4 @@
-"""What a small model's speed-up must be read with: is the draft step too cheap, are experts shared, is the text easy?
+"""Figures that put a small model's speed-up in context: cost of a draft step, experts touched, bits per byte.
 
 `python -m trtspec.models.figures TARGET --head HEAD` prints one JSON object; `trtspec demo` puts it in its report.
 """

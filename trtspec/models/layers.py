@@ -167,7 +167,7 @@ class LatentAttention(nn.Module):
         return self.lift(step.attend(vectors[:, :, heads], vectors[:, :, :heads], self.mix))
 
     def mix(self, queries: Tensor, keys: Tensor, mask: CausalMask) -> Tensor:
-        """What queries [B, T, N, C + R] read of cached latents [B, S, C + R], [B, T, N * C]."""
+        """Attention of queries [B, T, N, C + R] over cached latents [B, S, C + R] -> [B, T, N * C]."""
         batch, tokens, heads, _ = queries.shape
         flat = queries.reshape(batch, tokens * heads, -1)
         scores = torch.baddbmm(mask.by_head(heads), flat, keys.transpose(1, 2), alpha=self.scale)
@@ -184,7 +184,7 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed, q_rope), -1).view(*q_latent.shape[:2], -1)
 
     def lift(self, mixed: Tensor) -> Tensor:
-        """What the heads read from the latents, [B, T, N * C] -> [B, T, H]."""
+        """Attended latents of all heads [B, T, N * C] -> [B, T, H]."""
         if self.folded is not None and not torch.is_grad_enabled():
             return F.linear(mixed, self.folded[1])
         by_head = mixed.view(-1, self.num_heads, self.kv_lora_rank).transpose(0, 1)
@@ -277,7 +277,7 @@ class TextPiece(NamedTuple):
 
 
 class CausalMask:
-    """What each token may not see: `blocked` [B, T, S] is 0 or -inf."""
+    """`blocked` [B, T, S]: -inf for the positions that a token must not see, else 0."""
 
     def __init__(self, blocked: Tensor) -> None:
         self.blocked = blocked

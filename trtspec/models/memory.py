@@ -17,7 +17,7 @@ from trtspec.models.weights import is_nvfp4, layout
 from trtspec.specs import HeadSpec, ModelSpec
 
 PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (precision.py)
-SPARE = 1.05  # times the weights: what loading and products hold beside them
+SPARE = 1.05  # weights plus what loading and products allocate, over the weights
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing
 
@@ -29,9 +29,9 @@ def check_device(device: str) -> None:
     except RuntimeError:
         kind = ""
     if kind not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
+        raise UsageError(f"`device` {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MissingDependency(f"--device {device}: torch sees no GPU", "use --device cpu, or install CUDA")
+        raise MissingDependency(f"`device` {device}: torch sees no GPU", "use `device` cpu, or install CUDA")
 
 
 def free_bytes(device: str) -> int:
@@ -42,8 +42,8 @@ def free_bytes(device: str) -> int:
 
 
 def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
-    """Of a loaded target, every weight as `dtype`: an NVFP4 one, too, is held as the products of its codes and block
-    scales (`NVFP4Linear`). What a CPU keeps packed beside it is counted for all but those."""
+    """Bytes of a loaded target, every weight in `dtype`: NVFP4 weights are stored as the products of their codes and
+    block scales (`NVFP4Linear`). Includes the packed copies of a CPU, which NVFP4 weights do not have."""
     with torch.device("meta"):
         model = KimiModel(spec)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -61,12 +61,12 @@ def fp4_parameters(path: Path, spec: ModelSpec) -> set[str]:
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Of a loaded head, all tensors as `dtype`."""
+    """Bytes of a loaded head, all tensors in `dtype`."""
     return sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
 
 
 def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype) -> int:
-    """Of the caches, per token: an entry in each layer of the target, FP8 where the checkpoint asks for it, and the
+    """Bytes of the caches per token: an entry in each layer of the target (FP8 if the checkpoint asks for it), and the
     head's."""
     target = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else dtype.itemsize)
     return target + (head.kv_elements_per_token * dtype.itemsize if head else 0)
@@ -74,7 +74,7 @@ def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype
 
 @dataclass(frozen=True)
 class MemoryLoad:
-    """What is to be held: `rows` requests of up to `length` tokens."""
+    """`rows` concurrent requests of up to `length` tokens."""
 
     device: str
     dtype: torch.dtype
@@ -86,8 +86,8 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of the weights, of what is held whatever the requests are (weights, reused prefixes and what is to spare),
-    and of one request; `logits` are the part of the last that does not grow with its length."""
+    """Bytes: `weights`; `kept` for weights, reused prefixes and margin; `row` of one request of `length` tokens, of
+    which `logits` do not grow with its length."""
 
     weights: int
     kept: int
@@ -109,7 +109,7 @@ class Footprint:
 
 
 def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> Footprint:
-    """Of a target, of whose checkpoint no more than headers is read, and a head."""
+    """Footprint of a target and a head; reads only the headers of the target."""
     weights = target_bytes(path, spec, load.dtype, load.device) + (head_bytes(head[0], load.dtype) if head else 0)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
     row = cache_token_bytes(spec, head[1] if head else None, load.dtype) * (load.length + load.draft_len) + logits
@@ -123,9 +123,9 @@ def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpe
     if needed <= free:
         return
     if rows := found.rows_in(free):
-        remedy = f"use --max-batch-size {rows}, or a --max-seq-len below {load.length}"
+        remedy = f"use `max_batch_size` {rows}, or a `max_seq_len` below {load.length}"
     elif length := found.length_in(free):
-        remedy = f"use --max-batch-size 1 --max-seq-len {length}"
+        remedy = f"use `max_batch_size` 1 `max_seq_len` {length}"
     else:
         remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
     raise MissingDependency(

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.layers import MLP, Linear
-from trtspec.models.precision import capability, pack, through_float32
+from trtspec.models.precision import pack, through_float32
 from trtspec.specs import ModelSpec
 
 # Below this many weights per layer, and up to this many tokens, one product over all experts beats grouping tokens
 # (docs/reference-engine.md).
 DENSE_EXPERT_WEIGHTS = 2**21
 DENSE_EXPERT_TOKENS = 32
-GROUPED_PRODUCT_CAPABILITY = (9, 0)  # torch 2.13, aten/src/ATen/native/cuda/GroupedBlas.cpp
 LARGEST_BLOCK = 64
 BLOCK_WEIGHT_BYTES = 2**28
 
@@ -66,12 +65,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H].
 
-        Off the CPU nothing of it waits for the device: which experts are touched is never asked.
+        On a GPU nothing waits for the device: the ids of the touched experts are never read back.
         """
         if x.is_cpu:
             return self.by_slices(x, ids, weights)
-        if has_grouped_product(x, self.down):
-            return self.by_groups(x, ids, weights)
 
         def block_mlp(inputs: Tensor, chosen: Tensor) -> Tensor:
             gate, up = torch.bmm(inputs, self.gate_up[chosen].transpose(1, 2)).chunk(2, -1)
@@ -80,8 +77,7 @@ class Experts(nn.Module):
         return by_blocks(x, ids, weights, block_mlp, BlockSizes.of(self.gate_up, self.down))
 
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Expert after expert over its slice of the sorted tokens; reads the slices' sizes. torch's grouped product is
-        the same loop on a CPU, with more work for each expert."""
+        """Expert after expert over its slice of the sorted tokens; reads the slices' sizes."""
         experts = ids.flatten()
         order, sizes = experts.argsort(stable=True), experts.bincount(minlength=len(self.gate_up)).tolist()
         tokens = order // ids.shape[1]
@@ -92,15 +88,6 @@ class Experts(nn.Module):
         outputs = each_expert(active, self.down.to(kind), sizes)
         summed = x.new_zeros(x.shape, dtype=torch.promote_types(kind, torch.float32))
         return summed.index_add(0, tokens, outputs.to(summed.dtype)).to(x.dtype)
-
-    def by_groups(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        order, ends = by_expert(ids, len(self.gate_up))
-
-        def product(x: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-        gate, up = product(x[order // ids.shape[1]], self.gate_up).chunk(2, -1)
-        return combine(product(F.silu(gate) * up, self.down), weights, order)
 
 
 def each_expert(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
@@ -114,17 +101,8 @@ def each_expert(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
     return output
 
 
-def has_grouped_product(x: Tensor, down: Tensor) -> bool:
-    """Whether torch's grouped product (2.10 and newer) takes x as a kernel and not as a loop that reads the groups'
-    sizes back: bfloat16 rows of whole 16 bytes on CUDA from compute capability 9.0."""
-    if not hasattr(F, "grouped_mm") or x.dtype != torch.bfloat16 or not x.is_cuda:
-        return False
-    aligned = x.shape[-1] * x.itemsize % 16 == 0 and down.shape[-1] * x.itemsize % 16 == 0
-    return aligned and capability(x.device) >= GROUPED_PRODUCT_CAPABILITY
-
-
 def is_small(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether another copy of a layer's experts is cheap."""
+    """Whether the experts of a layer are small enough for another copy."""
     return gate_up.numel() + down.numel() <= DENSE_EXPERT_WEIGHTS
 
 
@@ -142,7 +120,7 @@ def dispatch(
 
 
 class BlockSizes(NamedTuple):
-    """So many experts, whose weights have `nbytes` each."""
+    """Number of experts, and bytes of the weights of each."""
 
     experts: int
     nbytes: int
@@ -156,9 +134,9 @@ class BlockSizes(NamedTuple):
 def by_blocks(
     x: Tensor, ids: Tensor, weights: Tensor, block_mlp: Callable[[Tensor, Tensor], Tensor], sizes: BlockSizes
 ) -> Tensor:
-    """As `Experts.forward` with shapes that follow from those of the operands alone, for devices without a grouped
-    product: each expert's tokens fill whole blocks, and a block is multiplied by a copy of its expert's weights:
-    `block_mlp` of blocks [b, size, H] and the expert of each, int64 [b], gives [b, size, H].
+    """As `Experts.forward` with shapes that follow from those of the operands alone: each expert's tokens
+    fill whole blocks, and a block is multiplied by a copy of its expert's weights: `block_mlp` of blocks
+    [b, size, H] and the expert of each, int64 [b], gives [b, size, H].
 
     With blocks of the mean group's size there are at most twice as many as experts; BLOCK_WEIGHT_BYTES bounds what is
     copied at a time. (Blocks as in MegaBlocks, arXiv 2211.15841.)

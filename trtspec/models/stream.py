@@ -317,7 +317,7 @@ class States:
         while view:
             count = os.preadv(file, [view[: 1 << 30]], offset)
             if not count:
-                raise TrtspecError(f"{self.directory}: the states end early", "run again with --restart")
+                raise TrtspecError(f"{self.directory}: the states end early", "run again with `restart`")
             view, offset = view[count:], offset + count
         return raw.view(self.dtype).view(self.shapes[number])
 

@@ -237,7 +237,7 @@ class NVFP4Experts(nn.Module):
         self.stacked: tuple[StackedNVFP4, StackedNVFP4] | None = None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`. Off the CPU nothing of it waits for the device, once the experts are stacked."""
+        """As `Experts.forward`. On a GPU nothing waits for the device once the experts are stacked."""
         if self.stacked is None:
             return dispatch(x, ids, weights, len(self.down), self.one_expert)
         gate_up, down = self.stacked

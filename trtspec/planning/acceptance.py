@@ -25,7 +25,7 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
 
 EXAMPLE = (
-    "for example --acceptance 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
+    "for example `acceptance` 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
 )
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
 FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
@@ -82,7 +82,7 @@ def parse_acceptance(text: str) -> dict[str, Acceptance]:
         return _from_bench(path / "results.json" if path.is_dir() else path)
     found = VALUE.fullmatch(text)
     if found is None:
-        raise UsageError(f"--acceptance {text!r} is neither a number nor a file that exists", EXAMPLE)
+        raise UsageError(f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE)
     value, drafts = float(found[1]), int(found[2] or 3)
     if 0 < value < 1 and drafts:
         return {"all": Acceptance(f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts)}

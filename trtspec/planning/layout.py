@@ -19,6 +19,19 @@ ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and th
 # oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
 # does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
 OLDEST_CAPABILITY = {WeightFormat.NVFP4: (10, 0), WeightFormat.FP8_BLOCK: (9, 0), WeightFormat.BF16: (8, 0)}
+ANY, HOPPER_ON, BLACKWELL_ON, WORKSTATION = (0, 0), (9, 0), (10, 0), (12, 0)
+# TensorRT-LLM's MoE kernels: the weight formats of which they load experts (some hand a format over to CUTLASS with a
+# warning), and the compute capabilities, from and below. A kernel that is not listed is not judged.
+# fused_moe/create_moe.py at 01f8de52 and fused_moe/MOE_DEVELOPER_GUIDE.md at 04c2347b.
+EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
+EXPERT_KERNELS = {
+    "TRTLLM": (EVERY_FORMAT, BLACKWELL_ON, WORKSTATION),
+    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_ON, None),
+    "DEEPGEMM": (frozenset({WeightFormat.FP8_BLOCK}), HOPPER_ON, WORKSTATION),
+    "TRITON": (frozenset({WeightFormat.BF16}), HOPPER_ON, BLACKWELL_ON),
+    "MARLIN": (EVERY_FORMAT, (8, 9), BLACKWELL_ON),
+    "MEGAMOE_DEEPGEMM": (frozenset[WeightFormat](), ANY, None),  # MXFP4 weights
+}
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
 # the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
 # parallel 4), its verification not counted.
@@ -68,16 +81,16 @@ def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, atten
     """Raises UsageError where the model or the engine cannot be spread like that."""
     tp = tp or gpus
     if tp > gpus:
-        raise UsageError(f"--tp {tp} is more than the {gpus} GPUs", "raise --gpus, or lower --tp")
+        raise UsageError(f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`")
     if gpus % tp:
-        raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use --gpus {tp * (gpus // tp)}")
+        raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}")
     if model.num_attention_heads % tp and not attention_dp:
         message = f"{model.num_attention_heads} attention heads do not divide by {tp}"
-        raise UsageError(message, "use a power of two, or --attention-dp")
+        raise UsageError(message, "use a power of two, or `attention_dp`")
     if ep not in (None, 1, tp):
         raise UsageError(
-            f"experts over {ep} of {tp} ranks: only whole experts (--ep {tp}) and split ones (--ep 1) were measured",
-            f"use --ep {tp} or --ep 1",
+            f"experts over {ep} of {tp} ranks: only `ep_size` {tp} (whole experts) and 1 (split ones) were measured",
+            f"use `ep_size` {tp} or `ep_size` 1",
         )
     return Layout(tp, ep == tp and tp > 1, attention_dp)
 
@@ -124,6 +137,20 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
 
 
+def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:
+    """Why a MoE kernel does not run experts of this format on a GPU of that compute capability; None for a format or a
+    capability: not known, so not judged."""
+    formats, oldest, below = EXPERT_KERNELS.get(kernel, (EVERY_FORMAT, ANY, None))
+    if format in EVERY_FORMAT and format not in formats:
+        taken = " and ".join(sorted(formats)) or "MXFP4"
+        return f"the {kernel} kernels load {taken} experts; these are {format}"
+    number = _number(capability) if capability else None
+    if number and (number < oldest or (below and number >= below)):
+        limits = f"from {'.'.join(map(str, oldest))} on" + (f" and below {'.'.join(map(str, below))}" if below else "")
+        return f"the {kernel} kernels are for compute capabilities {limits}; this GPU has {capability}"
+    return None
+
+
 def _number(capability: str) -> tuple[int, int]:
     major, _, minor = capability.partition(".")
     return int(major), int(minor or 0)
@@ -134,7 +161,7 @@ def _spread(model: ModelSpec, tp_size: int, attention_dp: bool) -> Iterator[Prob
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
         fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
-        remedy = f"use --tp-size {fitting}, or --attention-dp, which copies attention to every rank"
+        remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
         yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
 
 
@@ -142,18 +169,18 @@ def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:
     code, where = "TS-ROUTE-EXPERTS", "ep_size"
     if tp_size % ep_size:
         message = f"experts over {ep_size} of {tp_size} ranks"
-        yield Problem(code, "error", where, message, "give --ep-size a divisor of --tp-size")
+        yield Problem(code, "error", where, message, "give `ep_size` a divisor of `tp_size`")
         return
     if model.n_routed_experts % ep_size:
         message = f"the {model.n_routed_experts} experts do not divide by expert-parallel size {ep_size}"
-        yield Problem(code, "error", where, message, "give --ep-size a divisor of both the experts and --tp-size")
+        yield Problem(code, "error", where, message, "give `ep_size` a divisor of both the experts and `tp_size`")
         return
     split, width = tp_size // ep_size, model.moe_intermediate_size
     group = model.quant.group_size or 1
     if width % split or width // split % group:
         message = f"an expert of width {width} does not divide into {split} equal parts"
         message += f" of whole groups of {group}" if group > 1 else ""
-        yield Problem(code, "error", where, message, f"use --ep-size {tp_size}, which keeps every expert whole")
+        yield Problem(code, "error", where, message, f"use `ep_size` {tp_size}, which keeps every expert whole")
 
 
 def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[Problem]:

@@ -36,18 +36,18 @@ MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the pack
 def check_engine(conversion: Conversion) -> None:
     """Raises UsageError or TrtspecError for a conversion that ModelOpt cannot do on this machine."""
     if not conversion.policy.config:
-        raise UsageError(f"ModelOpt has no configuration for policy {conversion.policy.name}", "use --engine stream")
+        raise UsageError(f"ModelOpt has no configuration for policy {conversion.policy.name}", "use `engine` stream")
     if conversion.weight_scales != "max":
         raise UsageError(
-            f"ModelOpt computes --weight-scales {conversion.weight_scales} on a CUDA device with Triton only",
-            "use --engine stream, which gives the same bytes anywhere, or pass --weight-scales max",
+            f"ModelOpt computes `weight_scales` {conversion.weight_scales} on a CUDA device with Triton only",
+            "use `engine` stream, which gives the same bytes anywhere, or pass `weight_scales` max",
         )
     elements = sum(math.prod(weight.shape) for plan in conversion.plans for weight in plan.weights)
     needed, free = int(2 * elements * MEMORY_FACTOR), machine.free_memory()
     if needed > free:
         raise TrtspecError(
             f"ModelOpt holds the whole model, about {needed:,} bytes, and {free:,} are free",
-            "use --engine stream, which needs less than 2 GB",
+            "use `engine` stream, which needs less than 2 GB",
         )
 
 

@@ -227,7 +227,7 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
     from trtspec.quant.torch_packer import TorchPacker
 
     if device != "cpu" and not torch.cuda.is_available():
-        raise MissingDependency(f"--device {device}: torch sees no CUDA device", "use --device cpu")
+        raise MissingDependency(f"`device` {device}: torch sees no CUDA device", "use `device` cpu")
     return TorchPacker(weight_scales, device)
 
 

@@ -182,9 +182,9 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     if spec.quant.format.is_fp4:
         raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == checkpoint.path.resolve():
-        raise UsageError("source and output are the same directory", "choose another --output")
+        raise UsageError("source and output are the same directory", "choose another `output`")
     if options.accept_input_scales and options.input_scales is None:
-        raise UsageError(f"{ACCEPT} is given without a file of scales", "add --input-scales FILE, or leave it out")
+        raise UsageError(f"{ACCEPT} is given without a file of scales", "add `input_scales` FILE, or leave it out")
     scales = InputScales.load(options.input_scales)
     names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
     scales.check(checkpoint, [name.removesuffix(".weight") for name in names], options.accept_input_scales)

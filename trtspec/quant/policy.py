@@ -41,7 +41,7 @@ INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "meas
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
 KINDS = ("input_scale", "input_amax")
 METADATA_KEY = "trtspec"  # of the safetensors header
-ACCEPT = "--accept-input-scales"
+ACCEPT = "`accept_input_scales`"
 REMEDY = f"calibrate SRC itself with `trtspec calibrate`, or pass {ACCEPT} if you know that they belong to it"
 
 
@@ -188,7 +188,7 @@ class InputScales:
         if path is None:
             return InputScales()
         if not path.is_file():
-            raise UsageError(f"--input-scales {path} is not a file", "pass `one` or the file that calibration wrote")
+            raise UsageError(f"`input_scales` {path} is not a file", "pass `one` or the file that calibration wrote")
         raw, about = _read(path)
         values: dict[str, float] = {}
         for name, value in raw.items():
@@ -240,7 +240,7 @@ class InputScales:
         named = self.about.get("source")
         texts, tokens = self.about.get("texts"), self.about.get("tokens")
         origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
-        bound = "" if self.bound else " (not bound to this source, accepted with --accept-input-scales)"
+        bound = "" if self.bound else " (not bound to this source, accepted with `accept_input_scales`)"
         return f"{self.source}{origin}{bound}"
 
     def scale(self, modules: list[str]) -> float:
@@ -251,7 +251,7 @@ class InputScales:
         if not found:
             raise TrtspecError(
                 f"{self.source} has no input scale for {modules[0]}",
-                "calibrate with the same policy, or pass --input-scales one",
+                "calibrate with the same policy, or pass `input_scales` one",
             )
         return max(found)
 

@@ -60,7 +60,7 @@ def quantize_checkpoint(
 
         modelopt.check_engine(conversion)
         if directory.journal.exists() and not again.restart:
-            raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass --restart")
+            raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass `restart`")
         again = replace(again, restart=True)
     if again.dry_run:
         resumes = directory.check(again)
@@ -130,7 +130,7 @@ def _kept(conversion: Conversion, journal: Journal) -> set[str]:
             if source_digests(reader, plan) != record["read"]:
                 names = ", ".join(plan.sources)
                 text = f"{plan.shard} was converted from something else than {names} of the source now hold"
-                raise UsageError(text, "pass --restart to start over")
+                raise UsageError(text, "pass `restart` to start over")
             fields = {name: value for name, value in record.items() if name != "key"}
             journal.record(plan.shard, **fields | {"times": _of(plan, times)})
     return {plan.shard for plan in kept}
@@ -223,7 +223,8 @@ class QuantizePlan(QuantizeSize):
 
 def to_json(result: Quantized | QuantizePlan) -> dict[str, Any]:
     """The object of `--json`; `hub` only where the source was read there."""
-    return {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}
+    values = {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}
+    return {key: value for key, value in values.items() if key != "problems"}
 
 
 def _size(conversion: Conversion) -> dict[str, Any]:

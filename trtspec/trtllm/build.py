@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import engine_name, load_head, load_target
 from trtspec.data_files import gpu_spec, largest_gpu
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
@@ -29,7 +29,7 @@ from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.model import CAPTURE, expected_layers
-from trtspec.trtllm.rules.speculation import REJECTION
+from trtspec.trtllm.rules.speculation import REJECTION, reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 
@@ -312,7 +312,11 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
     found = [
         EngineSetting(f"{SPEC}.decoding_type", eagle3().spellings[0], SPELLING),
         EngineSetting(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
-        EngineSetting(f"{SPEC}.speculative_model_dir", intent.head, "the head; this spelling parses in every version"),
+        EngineSetting(
+            f"{SPEC}.speculative_model_dir",
+            engine_name(intent.head or ""),
+            "the head; this spelling parses in every version",
+        ),
     ]
     layers = expected_layers(target, head)
     if layers and sorted(layers[0]) != sorted(layers[1]):
@@ -370,7 +374,7 @@ def _parallel(intent: Intent) -> list[EngineSetting]:
 
 def _cache(intent: Intent, schema: Schema) -> list[EngineSetting]:
     found = []
-    blind = any(one.behaviour("prefix_reuse_blinds_draft") for one in schema.possibilities)
+    blind = any(reuse_blinds_draft(one) for one in schema.possibilities)
     if intent.role == "generation":
         reason = "its caches arrive from the prefill servers, where prefixes are shared"
         found.append(EngineSetting(REUSE, False, reason))

@@ -2,8 +2,7 @@
 the names that a user typed or that the file itself gives (nothing is downloaded for it); a `Finding` is a problem with
 its place in the file and the edit that corrects it.
 
-speculation.yaml lists the ways to speculate, what each needs, and what a file says about its own; releases.yaml says
-what a model family was verified on.
+speculation.yaml lists the ways to speculate, what each needs, and what a file says about its own.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import Any, Literal
 import yaml
 from packaging.version import Version
 
-from trtspec.checkpoint.hub import findable, load_head, load_target
+from trtspec.checkpoint.hub import HUB_ID, findable, load_head, load_target, similar_ids
 from trtspec.data_files import gpu_names, gpu_spec
-from trtspec.errors import Problem, Severity, UsageError
+from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Option, Schema, gates, newest_known, releases, schema_for
+from trtspec.trtllm.schema import Option, Schema, newest_known, releases, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -48,20 +47,14 @@ def installed_version() -> str | None:
     return None
 
 
-def choose_version(asked: str | None, target: ModelSpec | None, head: HeadSpec | None) -> tuple[str, str]:
-    """The version to write or judge for, and why: asked for, installed, or the newest known to run this model."""
+def choose_version(asked: str | None) -> tuple[str, str]:
+    """The version to write or judge for, and why: asked for, installed, or the newest one known."""
     if asked:
         return asked, "asked for"
     installed = installed_version()
     if installed:
         return installed, "installed here"
-    if target is None:
-        raise UsageError(
-            "which TensorRT-LLM version? None is installed here, and none is given",
-            f"pass --trtllm-version, for example --trtllm-version {newest_known()}",
-        )
-    version, source = default_version(target, head)
-    return version, f"newest one known to run this model ({source})"
+    return str(newest_known()), "assumed: the newest release whose sources were read"
 
 
 @dataclass(frozen=True)
@@ -104,25 +97,28 @@ def deployment_of(
 ) -> tuple[Deployment, str, list[Problem]]:
     """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
 
-    A head or target that only the file names is used where it can be found. Raises UsageError for an unknown GPU.
+    A head or target that only the file names is used where it can be found; lint says where it cannot. Raises
+    UsageError for an unknown GPU.
     """
     if isinstance(document, str):
         document = Document.parse(document)
     written = parse_intent(document.text)
     named_head = head_in(document)
     named_target = written.known_target if written else ""
-    target_name = target or (named_target if named_target and findable(named_target) else None)
-    head_name = head or (named_head if named_head and findable(named_head) else None)
+    unfound = name_problem(named_target, here) if named_target and target is None else None
+    target_name = target or (named_target if named_target and unfound is None else None)
+    head_name = head or (named_head if named_head and name_problem(named_head) is None else None)
     target_spec = load_target(target_name).spec if target_name else None
     head_spec = load_head(head_name).spec if head_name else None
     if version is None and written is not None:
         chosen, reason = written.version, "the file's first line"
     else:
-        chosen, reason = choose_version(version, target_spec, head_spec)
+        chosen, reason = choose_version(version)
     schema = schema_for(chosen)
     sizes = written.settings_in_argv() if written is not None else {}
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
     options, problems = _options(schema, passed)
+    problems += [unfound] if unfound is not None else []
     argv |= {key: value for name, value in (options or {}).items() if (key := schema.options[name].key) is not None}
     deployment = Deployment(
         schema, target_spec, target_name or "", head_spec, head_name or "", argv,
@@ -234,6 +230,27 @@ def _repeated(passed: list[Passed]) -> Iterator[Problem]:
         seen.add(item.option.name)
 
 
+PLACEHOLDER = re.compile(r"[<>{}$\s]|\.\.\.|path/to/|^(TODO|FIXME|CHANGEME|YOUR)", re.IGNORECASE)
+
+
+def name_problem(name: str, here: bool = False) -> Problem | None:
+    """What is wrong with a checkpoint's name that only a file gives; None for one that can be looked at. `here`: the
+    engine runs on this machine, so that a directory which is not here is an error."""
+    try:
+        if findable(name):
+            return None
+    except TrtspecError as error:
+        return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
+    if PLACEHOLDER.search(name):
+        return Problem("TS-NAME-PLACEHOLDER", "error", name, f"{name!r} is a placeholder", "write a checkpoint's name")
+    if close := similar_ids(name):
+        message = f"{name} is not a published checkpoint that is known here"
+        return Problem("TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?")
+    severity: Severity = "error" if here and not HUB_ID.fullmatch(name) else "info"
+    message = f"{name} is not here, so nothing that depends on it was checked"
+    return Problem("TS-NAME-ABSENT", severity, name, message, "check the name; pass the checkpoint to have it judged")
+
+
 def compute_capability(gpu: str) -> str:
     """ "10.0" of b200 or sm100; raises UsageError for a GPU that is not known."""
     plain = re.fullmatch(r"sm_?(\d+)(\d)[af]?", gpu.lower())
@@ -324,18 +341,8 @@ def driver_for(version: Version) -> tuple[int, str]:
 
 
 def family(target: ModelSpec) -> str:
-    """The key of `verified`: models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
+    """Models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
     return "kimi_k25" if target.model_type == "kimi_k25" else "kimi_k2"
-
-
-def default_version(target: ModelSpec, head: HeadSpec | None) -> tuple[str, str]:
-    """The newest version known to run this model with this kind of head, and who says so."""
-    entry = releases()["verified"][family(target)]
-    if head is not None and head.eagle == "3.1":
-        needed = gates()["eagle31"]
-        if not schema_for(entry["version"]).agreed(lambda schema: schema.has("eagle31")):
-            return needed.since.by or entry["version"], needed.source
-    return entry["version"], entry["source"]
 
 
 @dataclass(frozen=True)

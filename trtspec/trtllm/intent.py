@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from packaging.version import Version
 
 from trtspec.data_files import gpu_names, gpu_spec
 from trtspec.errors import UsageError
-from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, parse, words
+from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, option, parse, words
 from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]
@@ -46,119 +45,101 @@ class Intent:
     target: TargetArgument
     like: Annotated[
         str | None,
-        typer.Option(
-            "--like",
+        option(
+            "Published checkpoint of the same shapes and formats, for a TARGET that a later job will create.",
             metavar="HUB_ID",
-            help="Published checkpoint with the same shapes and formats as TARGET, for a directory that a later job "
-            "will create.",
         ),
         NOT_FRONT,
     ] = None
     head: Annotated[HeadOption, NOT_FRONT] = None
     version: Annotated[
         str,
-        typer.Option(
+        option(
+            "Exact TensorRT-LLM version, such as 1.3.0rc20.",
             "--trtllm-version",
-            show_default="the installed one, else the newest known to run the model",
-            help="Exact TensorRT-LLM version, such as 1.3.0rc20.",
+            default="the installed one, else the newest one known",
         ),
     ] = ""
-    goal: Annotated[Goal, typer.Option(help="What the default sizes are chosen for."), NOT_FRONT] = "latency"
+    goal: Annotated[Goal, option("What the default sizes are chosen for."), NOT_FRONT] = "latency"
     tp_size: Annotated[
-        int,
-        typer.Option("--tp-size", "--tp", "--gpus", min=1, help="Tensor-parallel size: GPUs of one server."),
-        NOT_FRONT,
+        int, option("Tensor-parallel size: GPUs of one server.", "--tp-size", "--tp", "--gpus", min=1), NOT_FRONT
     ] = 4
     max_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests per step and rank. Default: set by --concurrency or --goal."),
-        NOT_FRONT,
+        int | None, option("Requests per step and rank. Default: set by --concurrency or --goal.", min=1), NOT_FRONT
     ] = None
-    max_num_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per step. Default: 8192."), NOT_FRONT] = None
+    max_num_tokens: Annotated[int | None, option("Tokens per step. Default: 8192.", min=1), NOT_FRONT] = None
     max_seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum length of prompt and answer together. Default: --isl + --osl, else 8192."),
+        option("Maximum length of prompt and answer together. Default: --isl + --osl, else 8192.", min=1),
         NOT_FRONT,
     ] = None
-    draft_len: Annotated[
-        int, typer.Option(min=1, help="Draft tokens per step, with --head."), NOT_FRONT, Needs("head")
-    ] = 3
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes that one server spans."), NOT_FRONT] = 1
+    draft_len: Annotated[int, option("Draft tokens per step, with --head.", min=1), NOT_FRONT, Needs("head")] = 3
+    nodes: Annotated[int, option("Nodes that one server spans.", min=1), NOT_FRONT] = 1
     gpu: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "GPU type. Refuses what does not run or fit there; notes the KV-cache capacity in the file.",
             metavar="|".join(gpu_names()),
-            help="GPU type. Fails if the configuration cannot run there or does not fit in its memory; otherwise notes "
-            "the KV-cache capacity in the file.",
         ),
         NOT_FRONT,
     ] = None
     role: Annotated[
         Role | None,
-        typer.Option(help="One part of a disaggregated deployment."),
+        option("One part of a disaggregated deployment."),
         Excludes("disaggregated", why="which writes every part into a directory"),
     ] = None
     experts_over: Annotated[
-        int | None,
-        typer.Option("--ep-size", "--ep", min=1, help="Expert-parallel size. Default: set by --goal."),
-        NOT_FRONT,
+        int | None, option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1), NOT_FRONT
     ] = None
-    isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens, with --osl."), NOT_FRONT] = None
-    osl: Annotated[int | None, typer.Option(min=1, help="Answer tokens, with --isl."), NOT_FRONT] = None
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent requests of the whole server."), NOT_FRONT
-    ] = None
+    isl: Annotated[int | None, option("Prompt tokens, with --osl.", min=1), NOT_FRONT] = None
+    osl: Annotated[int | None, option("Answer tokens, with --isl.", min=1), NOT_FRONT] = None
+    concurrency: Annotated[int | None, option("Concurrent requests of the whole server.", min=1), NOT_FRONT] = None
     spread_attention: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
             "--attention-dp/--no-attention-dp",
-            help="Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
         ),
         NOT_FRONT,
     ] = None
     context_urls: Annotated[
         tuple[str, ...],
-        typer.Option("--context-url", metavar="HOST:PORT", help="A context server, for the front. Repeatable."),
+        option("A context server, for the front. Repeatable.", "--context-url", metavar="HOST:PORT"),
         OF_A_FRONT,
         FRONT_IS_YAML,
     ] = ()
     generation_urls: Annotated[
         tuple[str, ...],
-        typer.Option("--generation-url", metavar="HOST:PORT", help="A generation server, for the front. Repeatable."),
+        option("A generation server, for the front. Repeatable.", "--generation-url", metavar="HOST:PORT"),
         OF_A_FRONT,
         FRONT_IS_YAML,
     ] = ()
     settings: Annotated[
         tuple[str, ...],
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other engine setting, by its dotted key. Repeatable."),
+        option("Any other engine setting, by its dotted key. Repeatable.", "--set", metavar="KEY=VALUE"),
         NOT_FRONT,
     ] = ()
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint."),
-        NOT_FRONT,
-    ] = False
+    trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), NOT_FRONT] = (
+        False
+    )
     format: Annotated[
         Form,
-        typer.Option(help="The engine YAML alone, values of the Helm chart, or a Dynamo deployment."),
+        option("The engine YAML alone, values of the Helm chart, or a Dynamo deployment."),
         Excludes("role=front", value="helm-values"),
         Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[
         str | None,
-        typer.Option(
-            help="Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."
-        ),
+        option("Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."),
         NOT_FRONT,
         Needs("format=dynamo"),
     ] = None
 
     quantize_from: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "With --format helm-values: the checkpoint that a Job quantizes into TARGET, a directory below /models.",
             metavar="HUB_ID",
-            help="With --format helm-values: the checkpoint that a Job of the chart quantizes into TARGET, a directory "
-            "below /models.",
         ),
         NOT_FRONT,
         Needs("format=helm-values"),

@@ -34,6 +34,7 @@ ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-DOTTED-KEY"}
 MISSING = "TS-LINT-MISSING-KEY"
+REFUSED_VALUE = {VALUE_CODES["type"], VALUE_CODES["value"], VALUE_CODES["range"]}
 ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), MISSING, "TS-LINT-WRONG-VARIANT"}
 MEANING = "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
 
@@ -61,11 +62,18 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
 
 def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[Finding]:
     """By one possibility. Keys and values are judged as they are written; all other rules see the values that the
-    engine makes of them."""
+    engine makes of them, and say nothing about a key whose value it refuses."""
     one = replace(deployment, schema=schema)
     seen = as_the_engine_sees_it(document, schema)
     found = [*_version(one), *check_keys(document, schema)]
-    return [*found, *(_current(finding, schema) for rule in RULES for finding in rule(seen, one))]
+    refused = {finding.key for finding in found if finding.code in REFUSED_VALUE}
+    judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, one))
+    found += [finding for finding in judged if refused.isdisjoint(finding.keys)]
+    if one.setting(document, "backend") != "_autodeploy":
+        return found
+    message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
+    autodeploy = Finding("TS-LINT-AUTODEPLOY", "info", "backend", message, "", document.line("backend"))
+    return [autodeploy, *(finding for finding in found if finding.code not in ABOUT_KEYS)]
 
 
 class Doubt:
@@ -215,13 +223,22 @@ def _corrected(
     except CannotEdit:
         return None
     unsettled = {document.entries[f.key].parent for f in findings if f.code in UNSETTLED and document.has(f.key)}
-    if edit.added is not None and edit.added.rpartition(".")[0] in unsettled:
+    if edit.added is not None and not unsettled.isdisjoint(_mappings_above(document, edit.added)):
         return None
     after = Document.parse(edit.text, document.name)
     if after.error or not same(after.value or {}, edit.value or {}) or document.comment_texts - after.comment_texts:
         return None
     found = lint(after, deployment)
     return (after, found) if _better(findings, found) else None
+
+
+def _mappings_above(document: Document, path: str) -> set[str]:
+    """The mappings, down from the top level, in which an added key or one of its new parents is written."""
+    parents = {path.rpartition(".")[0]}
+    while (lowest := path.rpartition(".")[0]) and not document.has(lowest):
+        path = lowest
+        parents.add(path.rpartition(".")[0])
+    return parents
 
 
 def _better(before: list[Finding], after: list[Finding]) -> bool:

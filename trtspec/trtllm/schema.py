@@ -369,7 +369,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def releases() -> dict[str, Any]:
-    """releases.yaml: gates, drivers, images, reports and what each model family was verified on."""
+    """releases.yaml: gates, drivers, images and reports."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(Path(__file__).with_name("releases.yaml").read_text(encoding="utf-8"), Loader=loader)
 

@@ -37,7 +37,7 @@ def assert_usable(head_dir: Path, target_dir: Path) -> None:
     assert [problem.code for problem in found.problems if problem.severity == "error"] == []
     model = load_target(target_dir, dtype=torch.float32)
     head = load_head(head_dir, model, dtype=torch.float32)
-    options = EngineOptions(drafter="eagle3", draft_len=3, max_batch_size=1, max_seq_len=64)
+    options = EngineOptions(draft_len=3, max_batch_size=1, max_seq_len=64)
     drafted = Engine(model, head, options).generate([GenerationRequest("a", [1, 2, 3], 12)])["a"]
     alone = Engine(model, None, EngineOptions(max_batch_size=1, max_seq_len=64))
     assert drafted.token_ids == alone.generate([GenerationRequest("a", [1, 2, 3], 12)])["a"].token_ids

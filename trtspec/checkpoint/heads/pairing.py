@@ -9,7 +9,7 @@ from trtspec.checkpoint.hub import known, real_pair
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 
-TP_SIZES = (1, 2, 4, 8, 16)
+TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
 OTHER_HEAD = "use a head that was trained for this target"
 STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others

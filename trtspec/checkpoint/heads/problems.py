@@ -234,7 +234,7 @@ def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: He
             "the head has no lm_head and states draft_vocab_size: SGLang then keeps a random lm_head instead of the "
             "target's, and accepts nothing"
         )
-        remedy = "remove draft_vocab_size (`trtspec convert` does), or store the target's lm_head: --lm-head target"
+        remedy = "remove draft_vocab_size (`trtspec convert` does), or store the target's lm_head: `lm_head` target"
         problems.append(Problem("TS-HEAD-LM-HEAD-RANDOM", "warning", "config.json:draft_vocab_size", message, remedy))
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"

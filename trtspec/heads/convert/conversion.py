@@ -381,7 +381,7 @@ def _implied_layers(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) 
     where, code = "layer ids", "TS-CONVERT-LAYERS"
     if target is None:
         message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers)} are its own is not known"
-        return [Problem(code, "error", where, message, "pass --target, so that its default layers are known")]
+        return [Problem(code, "error", where, message, "pass `target`, so that its default layers are known")]
     message = f"{dialect.title} always captures {list(target.default_aux_layers)}, not {list(spec.aux_layers)}"
     return [Problem(code, "error", where, message, "convert to another dialect")]
 

@@ -147,15 +147,15 @@ def _lm_head(
     if choice == "target" or (choice == "auto" and own is None and dialect.needs_lm_head):
         if pruned:
             message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
-            return own, [Problem(code, "error", where, message, "keep the head's own: --lm-head keep")]
+            return own, [Problem(code, "error", where, message, "keep the head's own: `lm_head` keep")]
         if lent is None:
             message = f"{dialect.title} needs an lm_head, and the target's weights to borrow it from are not here"
-            return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
+            return own, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if choice == "drop" and own is not None:
         if pruned or dialect.needs_lm_head:
             reason = "a pruned head has rows of its own" if pruned else f"{dialect.title} never takes the target's"
-            return own, [Problem(code, "error", where, f"lm_head cannot be left out: {reason}", "use --lm-head keep")]
+            return own, [Problem(code, "error", where, f"lm_head cannot be left out: {reason}", "use `lm_head` keep")]
         return None, _lost(own, lent, where, code, "lm_head")
     return own, []
 
@@ -170,12 +170,12 @@ def _embedding(
     if choice == "target" or (choice == "auto" and own is None and dialect.embed_tokens and lent is not None):
         if lent is None:
             message = "the target's weights to borrow the embedding from are not here"
-            return own, [Problem(code, "error", where, message, "pass --target DIR with the target's weights")]
+            return own, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if own is None:
         needed = not borrowed or dialect.trains_embedding
         message = "the head has no embedding of its own; training continues from the target's; servers share it"
-        found = [Problem(code, "info", where, message, "pass --target DIR to write the target's")] if needed else []
+        found = [Problem(code, "info", where, message, "pass `target` DIR to write the target's")] if needed else []
         return None, found
     if choice == "drop":
         return None, _lost(own, lent, where, code, "embedding") if borrowed else _required(code, where)
@@ -183,17 +183,17 @@ def _embedding(
         return own, []
     if lent is None:
         message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
-        return own, [Problem(code, "warning", where, message, "pass --target DIR to compare them")]
+        return own, [Problem(code, "warning", where, message, "pass `target` DIR to compare them")]
     if same_bytes(own, lent):
         return None, []
     message = f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
-    remedy = "convert to vllm, which uses the head's, or accept the loss with --embed-tokens drop"
+    remedy = "convert to vllm, which uses the head's, or accept the loss with `embed_tokens` drop"
     return own, [Problem(code, "error", where, message, remedy)]
 
 
 def _required(code: str, where: str) -> list[Problem]:
     message = "the target's states have another width, so every engine needs the head's own embedding"
-    return [Problem(code, "error", where, message, "use --embed-tokens keep")]
+    return [Problem(code, "error", where, message, "use `embed_tokens` keep")]
 
 
 def _lost(own: OutputTensor, lent: OutputTensor | None, where: str, code: str, what: str) -> list[Problem]:
@@ -348,16 +348,16 @@ def check_output(output: Path, source: Path, force: bool) -> None:
     """Raises UsageError where writing would overwrite, or cannot succeed; with `force`, what `trtspec` wrote may be
     replaced and nothing else."""
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
-        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another --output")
+        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another `output`")
     refuse_overwrite(output, force)
     parent = machine.existing(output.resolve().parent)
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{output} cannot be written: no permission to write in {parent}", "choose another --output")
+        raise UsageError(f"{output} cannot be written: no permission to write in {parent}", "choose another `output`")
     strangers = [file.name for file in output.iterdir() if file.name not in OWN_FILES] if output.is_dir() else []
     if strangers:
         raise UsageError(
-            f"{output} holds more than a head of trtspec's ({sorted(strangers)[0]}), so --force does not replace it",
-            "choose another --output, or remove the directory yourself",
+            f"{output} holds more than a head of trtspec's ({sorted(strangers)[0]}), so `force` does not replace it",
+            "choose another `output`, or remove the directory yourself",
         )
 
 
@@ -367,7 +367,7 @@ def check_room(output: Path, size: int) -> None:
     free = machine.free_disk(parent)
     if free < size + MARGIN:
         raise UsageError(
-            f"{output} needs {size:,} bytes, and {parent} has {free:,} free", "make room, or choose another --output"
+            f"{output} needs {size:,} bytes, and {parent} has {free:,} free", "make room, or choose another `output`"
         )
 
 

@@ -204,7 +204,7 @@ def check_room(directory: Path, size: int, tokens: int) -> None:
         raise TrtspecError(
             f"TS-FEATURES-DISK the states of {tokens:,} tokens take {size:,} bytes, {there:,} of them are in "
             f"{directory}, and the disk of {place} has {free:,} free",
-            "pass a directory on a larger disk, less data, or --features stream or URL, which keep no states",
+            "pass a directory on a larger disk, less data, or `features` stream or URL, which keep no states",
         )
 
 

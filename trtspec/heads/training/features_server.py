@@ -56,7 +56,7 @@ def served_model(urls: tuple[str, ...], longest: int) -> str:
         if isinstance(room, int) and room <= longest:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER {url} takes {room} tokens, and the longest sample has {longest} and one more",
-                f"start it with --max-model-len {longest + 1}, or pass a smaller --seq-len",
+                f"start it with --max-model-len {longest + 1}, or pass a smaller `seq_len`",
             )
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{url} has {name}" for url, name in names.items())
@@ -125,7 +125,7 @@ class ServedFeatures(Features):
             except (httpx.HTTPError, OSError) as error:
                 reason = error
             except RuntimeError as error:  # other tokens than ours, or slots too small for them: no attempt helps
-                raise TrtspecError(f"TS-FEATURES-SERVER {error}", "start the server for this --seq-len") from None
+                raise TrtspecError(f"TS-FEATURES-SERVER {error}", "start the server for this `seq_len`") from None
             except Exception as error:  # the client reads whatever JSON a server sends, and NIXL has errors of its own
                 raise TrtspecError(
                     f"TS-FEATURES-SERVER the answer for {sample.id} brings no states ({type(error).__name__}: {error})",

@@ -264,5 +264,5 @@ def _check_disk(plan: TrainingPlan, directory: Path, *, once: bool) -> None:
         raise TrtspecError(
             f"the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for later epochs, and the "
             f"disk of {place} has {free:,} free",
-            "pass --epochs 1, which removes what it has passed, or --features stream:DIR on a larger disk",
+            "pass `epochs` 1, which removes what it has passed, or `features` stream:DIR on a larger disk",
         )

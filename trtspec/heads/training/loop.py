@@ -396,7 +396,7 @@ class Stepper:
         if not math.isfinite(value) or not math.isfinite(norm):
             raise TrtspecError(
                 f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm}",
-                "train again with a smaller --lr",
+                "train again with a smaller `lr`",
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -365,6 +365,6 @@ def load_head_tensors(model: TrainingModule, tensors: dict[str, torch.Tensor]) -
     if wrong:
         raise TrtspecError(
             f"the initial head does not fit the head to train: {'; '.join(wrong)}",
-            "train with the same --attention, --eagle and --draft-vocab-size as the initial head",
+            "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
         )
     model.eagle_module.load_state_dict(tensors)

@@ -29,7 +29,7 @@ USABLE = 0.9  # of a GPU's memory
 CHUNK_BYTES = 256 * 2**30  # of host memory or disk that a chunk's states may take while layers are streamed
 OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
 LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
-OTHER_WAYS = "pass --features stream, a directory of dumps, or a server's URL: `--dry-run` compares them"
+OTHER_WAYS = "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
 
 
 def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe, gpu: GpuSpec) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, request.target, str(request.data))
     online = needed["ways"]["online"]
     if str(request.features) == "memory" and not online["possible"]:
-        raise TrtspecError(f"TS-TRAIN-FIT --features memory on {gpu.name}: {online['why']}", OTHER_WAYS)
+        raise TrtspecError(f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS)
     return found | {"measured": here, **about, **needed}
 
 

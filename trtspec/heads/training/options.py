@@ -179,7 +179,7 @@ def feature_source(text: str) -> FeatureSource:
     if text in ("auto", "memory"):
         return InMemory(bounded=text == "auto")
     if text.startswith(("http://", "https://")):
-        return Served(tuple(server_url(url.strip(), "--features") for url in text.split(",")))
+        return Served(tuple(server_url(url.strip(), "`features`") for url in text.split(",")))
     way, _, place = text.partition(":")
     if way == STREAM:
         return Streamed(Path(place) if place else None)
@@ -238,7 +238,7 @@ class DataFiles:
         if folders and (len(self.files) > 1 or self.evaluation or self.files[0][1] != 1):
             raise UsageError(
                 f"{folders[0]} is a directory of dumps, which is trained on alone",
-                "give the conversations, and the directory as --features",
+                "give the conversations, and the directory as `features`",
             )
         return Path(folders[0]) if folders else None
 
@@ -318,7 +318,7 @@ def new_head_spec(
     if not 0 < draft <= target.vocab_size:
         raise UsageError(
             f"a draft vocabulary of {draft} does not fit the target's {target.vocab_size}",
-            f"pass --draft-vocab-size between 1 and {target.vocab_size}",
+            f"pass `draft_vocab_size` between 1 and {target.vocab_size}",
         )
     mla = attention == "mla"
     rope = RopeSpec(theta=target.rope.theta)
@@ -360,15 +360,15 @@ def check_trackers(names: tuple[str, ...]) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     except ImportError as missing:
         raise MissingDependency(
-            f"--log-with needs accelerate ({missing})", "install it: pip install 'trtspec[modelopt]'"
+            f"`log_with` needs accelerate ({missing})", "install it: pip install 'trtspec[modelopt]'"
         ) from None
     known, there = sorted(map(str, LOGGER_TYPE_TO_CLASS)), {str(name) for name in get_available_trackers()}
     for name in names:
         if name not in known:
-            raise UsageError(f"--log-with {name}: no such tracker", f"one of {', '.join(known)}")
+            raise UsageError(f"`log_with` {name}: no such tracker", f"one of {', '.join(known)}")
         if name not in there:
             package = {"comet_ml": "comet-ml"}.get(name, name)
-            raise MissingDependency(f"--log-with {name}: {package} is not installed", f"pip install {package}")
+            raise MissingDependency(f"`log_with` {name}: {package} is not installed", f"pip install {package}")
 
 
 def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:

@@ -137,7 +137,7 @@ def make_plan(
     if bounded and size > MEMORY_SHARE * machine.free_memory():
         raise UsageError(
             f"the states of {tokens:,} tokens take {size / 2**30:.1f} GiB, more than half of the free memory",
-            "pass --features DIR to keep them on disk, or less data",
+            "pass `features` DIR to keep them on disk, or less data",
         )
     where = InMemory() if bounded else features
     steps = chosen.order.total
@@ -152,7 +152,7 @@ def plan_without_data(
     if recipe.samples is None or recipe.mean_tokens is None:
         raise UsageError(
             f"the target or {data} is not on this machine, so its tokens cannot be counted",
-            "put `samples:` and `mean_tokens:` into the --config file, or fetch both first",
+            "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first",
         )
     spec = _head_spec(target, options)
     tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
@@ -221,7 +221,7 @@ def check_initial(head: Path, spec: HeadSpec) -> None:
     if wrong:
         raise TrtspecError(
             f"{head} does not fit the head to train: {'; '.join(sorted(wrong))}",
-            "train with the same --attention, --eagle and --draft-vocab-size as the initial head",
+            "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
         )
 
 
@@ -230,8 +230,8 @@ def best_by(asked: str, samples: Sequence[Sample], held: Sequence[int]) -> str |
     figure that was asked for cannot be had."""
     if asked == "acceptance" and not any(any(samples[index].answer) for index in held):
         raise UsageError(
-            "--best-by acceptance needs held-out conversations with answers of the target, and there are none",
-            "pass --eval-data or --held-out, or --best-by loss",
+            "`best_by` acceptance needs held-out conversations with answers of the target, and there are none",
+            "pass `eval_data` or `held_out`, or `best_by` loss",
         )
     return asked if held and asked != "none" else None
 
@@ -266,7 +266,7 @@ def saved_run(work: Path) -> SavedRun | None:
     try:
         return SavedRun(record["step"], record["total"], record["position"], record["fingerprint"])
     except KeyError:
-        raise UsageError(f"{path} is the state of another version of trtspec", "pass --restart to start over") from None
+        raise UsageError(f"{path} is the state of another version of trtspec", "pass `restart` to start over") from None
 
 
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
@@ -276,12 +276,12 @@ def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output
     if total == saved.step and is_finished(output):
         raise UsageError(
             f"the run in {output} is finished: it has had all {total} steps",
-            "extend it with more --epochs or --steps, or pass --force to start over",
+            "extend it with more `epochs` or `steps`, or pass `force` to start over",
         )
     if total < saved.step:
         raise UsageError(
             f"the run in {output} has had {saved.step} steps, and {total} were asked for",
-            "ask for more with --steps or --epochs, or pass --force to start over",
+            "ask for more with `steps` or `epochs`, or pass `force` to start over",
         )
 
 
@@ -334,7 +334,7 @@ def _compare(old: dict[str, Any], new: dict[str, Any], output: Path) -> None:
     ]
     if changed:
         remedy = (
-            f"repeat the command as it was, or pass {'--force' if is_finished(output) else '--restart'} to start over"
+            f"repeat the command as it was, or pass {'`force`' if is_finished(output) else '`restart`'} to start over"
         )
         raise UsageError(f"the run in {output} was begun with something else: {'; '.join(changed)}", remedy)
 

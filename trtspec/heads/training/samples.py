@@ -22,7 +22,7 @@ from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import DataFiles, TrainOptions
-from trtspec.records import note
+from trtspec.report import note
 
 MAX_HELD_OUT = 64  # sequences per evaluation
 MOST_EMPTY = 1000  # epochs without a sample, after which there is none to come
@@ -55,7 +55,7 @@ class BadRows:
             raise error
         if len(self.found) >= self.limit:
             message = f"{error.message}; {self.limit} rows that cannot be read were skipped before it"
-            raise UsageError(message, "repair the data, or allow more with --skip-bad-rows")
+            raise UsageError(message, "repair the data, or allow more with `skip_bad_rows`")
         self.found.append(error.message)
 
 

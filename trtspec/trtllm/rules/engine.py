@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import Severity
+from trtspec.formats import KV_ELEMENT_BYTES
+from trtspec.planning.layout import kernel_refusal
 from trtspec.trtllm.deployment import Deployment, Finding, decoding_type, draft_length, finding_at, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
@@ -21,6 +23,7 @@ SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding]:
     yield from _double_settings(document, deployment)
     yield from _token_budget(document, deployment)
+    yield from _pool(document, deployment)
     yield from _cuda_graphs(document, deployment)
     yield from _moe(document, deployment)
     yield from _transfer(document, deployment)
@@ -35,14 +38,18 @@ def _whole(value: Any) -> bool:
 
 
 def _double_settings(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """Who wins flipped between versions, so a setting that stands in both places is always an error."""
-    for key in deployment.argv:
-        if document.has(key):
-            who = "file" if deployment.schema.behaviour("precedence")["winner"] == "yaml" else "option"
-            message = f"{key} is in the file and on the command line; in {deployment.version} the {who} wins, in other "
-            message += "versions the other"
-            fix = partial(delete_key, path=key)
-            yield finding_at(document, "TS-LINT-SET-TWICE", "error", key, message, f"remove {key} from the file", fix)
+    """Who wins flipped between versions, so two values of one setting are always an error."""
+    for key, option in deployment.argv.items():
+        if not document.has(key):
+            continue
+        severity: Severity = "info" if document.get(key) == option else "error"
+        who = "file" if deployment.schema.behaviour("precedence")["winner"] == "yaml" else "option"
+        message = f"{key} is in the file and on the command line"
+        message += (
+            f"; in {deployment.version} the {who} wins, in other versions the other" if severity == "error" else ""
+        )
+        fix = partial(delete_key, path=key)
+        yield finding_at(document, "TS-LINT-SET-TWICE", severity, key, message, f"remove {key} from the file", fix)
     nested = document.get("build_config")
     if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped"):
         message = "build_config is dropped for the pytorch backend: its contents are silently lost"
@@ -65,18 +72,41 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
         size = deployment.setting(document, name)
         if _whole(size) and size < 1 and (size, name) != (-1, "moe_expert_parallel_size"):
             message = f"{name} {size}: the engine's class takes it, and no server runs with it"
-            yield finding_at(document, "TS-LINT-NO-SIZE", "warning", name, message, "write 1 or more")
+            yield finding_at(document, "TS-LINT-NO-SIZE", "error", name, message, "write 1 or more")
     length = deployment.setting(document, "max_seq_len")
     limit = deployment.target.max_position_embeddings if deployment.target else None
     if _whole(length) and limit and length > limit:
         message = f"max_seq_len {length} is beyond the model's {limit} positions"
         yield finding_at(document, "TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message, f"at most {limit}")
     chunked = deployment.setting(document, "enable_chunked_prefill", False)
-    if _whole(length) and _whole(tokens) and length > tokens and not chunked:
+    role = str((deployment.options or {}).get("server_role") or "").casefold()
+    if _whole(length) and _whole(tokens) and length > tokens and not chunked and not role.startswith("gen"):
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
+        # a generation server prefills nothing, and a file alone does not tell on which side it stands
+        either = not role and bool(document.get("cache_transceiver_config.backend"))
         remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
-        yield finding_at(document, "TS-LINT-LONG-PROMPTS", "info", "max_seq_len", message, remedy)
+        remedy = f"on a context server {remedy}" if either else remedy
+        severity: Severity = "info" if either else "warning"
+        yield finding_at(document, "TS-LINT-LONG-PROMPTS", severity, "max_seq_len", message, remedy)
+
+
+def _pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """The KV cache must hold one request of the length that is served, at the least one block."""
+    block, length = document.get("kv_cache_config.tokens_per_block", 32), deployment.setting(document, "max_seq_len")
+    request = length if _whole(length) else block if _whole(block) else 1
+    pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
+    if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
+        pools["free_gpu_memory_fraction"] = 0
+    total, target = document.get("kv_cache_config.max_gpu_total_bytes"), deployment.target
+    if target is not None and _whole(total) and total > 0:  # 0: no limit
+        bytes_per_token = target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
+        pools["max_gpu_total_bytes"] = int(total / bytes_per_token)
+    for name, tokens in pools.items():
+        if _whole(tokens) and tokens < request:
+            message = f"the KV cache holds {max(tokens, 0):,} tokens and one request may have {request:,}"
+            remedy = "raise it, or remove it" + (", or lower max_seq_len" if _whole(length) else "")
+            yield finding_at(document, "TS-LINT-POOL", "error", f"kv_cache_config.{name}", message, remedy)
 
 
 def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -115,6 +145,11 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         fix = partial(set_value if document.has(key) else add_key, path=key, value="TRTLLM")
         remedy = "name it: `moe_config: {backend: TRTLLM}`"
         yield finding_at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
+    format = target.quant.format if target is not None else None
+    refused = kernel_refusal(value, format, deployment.gpu) if isinstance(value, str) else None
+    if refused is not None:
+        known = "TRTLLM" if kernel_refusal("TRTLLM", format, deployment.gpu) is None else "CUTLASS"
+        yield finding_at(document, "TS-LINT-MOE-KERNEL", "error", key, refused, f"write {known}")
     combine = "moe_config.use_low_precision_moe_combine"
     if target is not None and not target.quant.format.is_fp4 and document.get(combine) is True:
         message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -159,6 +160,7 @@ VALUE_CODES = {
     "range": "TS-LINT-OUT-OF-RANGE",
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
+OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
 MOST_NAMED = 200  # unknown keys that are reported one by one
 MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
@@ -224,6 +226,10 @@ def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> It
     verdict = check_value(field, entry.value)
     if verdict is not None:
         yield _bad_value(schema, entry, field, verdict)
+    elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
+        message = f"YAML reads {entry.value_node.text} as {entry.value}"
+        remedy = "write it without leading zeros or colons"
+        yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, remedy, line, on_value=True)
 
 
 def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:

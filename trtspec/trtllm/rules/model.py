@@ -21,6 +21,7 @@ from trtspec.trtllm.deployment import (
     family,
     finding_at,
     method_of,
+    name_problem,
     reports,
 )
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -30,6 +31,7 @@ CAPTURE = eagle3().capture_key
 
 
 def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    yield from _names(document, deployment)
     if deployment.setting(document, "reasoning_parser") == "kimi_k25":
         yield from _gated(document, deployment, "kimi_k25_parser", "TS-LINT-PARSER-TOO-NEW", "reasoning_parser")
     if deployment.target is not None:
@@ -43,6 +45,14 @@ def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]
         yield from _pair(document, deployment, deployment.head)
         if deployment.target is not None:
             yield from _reported(document, deployment, deployment.target, deployment.head)
+
+
+def _names(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """Checkpoints that only the file names."""
+    for key in (*MODEL_KEYS, "model"):
+        written = document.get(key)
+        if isinstance(written, str) and written and (problem := name_problem(written, deployment.here)):
+            yield finding_at(document, problem.code, problem.severity, key, problem.message, problem.remedy)
 
 
 LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
@@ -238,9 +248,6 @@ def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Findi
     for key in ONLY_BLACKWELL:
         if document.get(key) is True and found < BLACKWELL:
             yield finding_at(document, "TS-LINT-COMBINATION", "error", key, f"{key} needs Blackwell", "remove it")
-    if document.get("moe_config.backend") == "TRTLLM" and found < BLACKWELL:
-        message = f"the TRTLLM MoE kernels are for Blackwell; compute capability {gpu} has CUTLASS and DEEPGEMM"
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", "moe_config.backend", message, "write CUTLASS")
 
 
 def right_tool_parser(deployment: Deployment) -> str | None:

@@ -52,7 +52,7 @@ def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding
         yield finding_at(document, code, "error", SPEC, message, "add `speculative_model_dir: <draft>`")
     if method.length_required and document.get(LENGTH) in (None, 0):
         code = "TS-LINT-EAGLE-NO-DRAFT-LEN" if eagle else "TS-LINT-NO-DRAFT-LENGTH"
-        fix = partial(set_value if document.has(LENGTH) else add_key, path=LENGTH, value=3)
+        fix = None if document.has(LENGTH) else partial(add_key, path=LENGTH, value=3)
         message = f"max_draft_len must be above 0 for {decoding_type(document)}"
         yield finding_at(document, code, "error", LENGTH, message, "write `max_draft_len: 3`", fix)
     if method.python_only is not None:
@@ -204,7 +204,7 @@ def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int,
 def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
     """One engine that drafts and samples may ignore temperature unless a key asks for sampling."""
     key = deployment.schema.sampling_key
-    if not method.one_model or key is None or document.get(key) is True:
+    if not (method.one_model and method.reads_target) or key is None or document.get(key) is True:
         return
     name = key.rpartition(".")[2]
     message = f"without {name} one-model speculation decodes greedily whatever a request asks"
@@ -227,7 +227,7 @@ def _backend(document: Document) -> Iterator[Finding]:
     if _above_one(document.get("max_beam_width")):
         message = "nobody has examined beam search together with speculation"
         yield finding_at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
-    if _above_one(document.get("pipeline_parallel_size")):
+    if _above_one(document.get("pipeline_parallel_size")) and method_of(document) is eagle3():
         message = "no published recipe runs an Eagle3 head with pipeline parallelism"
         yield finding_at(
             document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel"
@@ -259,18 +259,24 @@ def separate_cache(document: Document, deployment: Deployment, method: Speculati
     return method.own_cache and unless is not None and deployment.setting(document, unless) is not True
 
 
+def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
+    """What was measured where a reused prefix hides from the draft; empty where it does not. `manager` is the value of
+    use_kv_cache_manager_v2, None or "auto" where the engine chooses."""
+    v2 = manager is True or (manager in (None, "auto") and bool(schema.behaviour("cache_manager_auto")))
+    return {} if v2 and schema.behaviour("draft_kv_reuse_v2") else schema.behaviour("prefix_reuse_blinds_draft")
+
+
 def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A reused prefix hides from the draft, except under cache manager V2 of a release that mended it."""
-    blind, mended = (deployment.schema.behaviour(name) for name in ("prefix_reuse_blinds_draft", "draft_kv_reuse_v2"))
     alone = deployment.setting(document, "pipeline_parallel_size", 1) in (None, 1)
+    blind = reuse_blinds_draft(deployment.schema, deployment.setting(document, V2) if alone else False)
     # a transceiver makes the engine keep the draft's layers in the target's cache
-    shared = deployment.setting(document, TRANSFER) or (mended and deployment.setting(document, V2) is True and alone)
-    if not blind or shared or document.get(REUSE, True) in (False, None):
+    if not blind or deployment.setting(document, TRANSFER) or document.get(REUSE, True) in (False, None):
         return
     message = f"over a reused prefix the draft sees nothing ({blind['measured']}): every multi-turn chat is such a case"
     message += f" ({blind['source']})"
     remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
-    if mended:
+    if mended := deployment.schema.behaviour("draft_kv_reuse_v2"):
         remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({mended['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
     severity: Severity = "info" if document.has(REUSE) else "warning"

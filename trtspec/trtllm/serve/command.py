@@ -14,6 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from trtspec.checkpoint.hub import engine_name
 from trtspec.data_files import gpu_spec
 from trtspec.errors import Problem, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, check_visible, visible
@@ -68,7 +69,7 @@ def build_command(
     """Sizes that were not given go to argv only where the file does not have them."""
     options, problems = parse_passed(schema, given.passed)
     chosen = {item.option.name for item in options}
-    argv = ["trtllm-serve", intent.target, "--host", given.host, "--port", str(given.port)]
+    argv = ["trtllm-serve", engine_name(intent.target), "--host", given.host, "--port", str(given.port)]
     argv += [] if "backend" in chosen or document.has("backend") else ["--backend", "pytorch"]
     settings: dict[str, Any] = {}
     wanted = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.hub import Head, Resolved, Target, findable, load_head, load_target
+from trtspec.checkpoint.hub import Head, Resolved, Target, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.launch.options import ServeOptions
@@ -33,7 +33,14 @@ from trtspec.launch.preflight import (
 )
 from trtspec.launch.server import ServerAddress
 from trtspec.trtllm.build import compose
-from trtspec.trtllm.deployment import Deployment, choose_version, compute_capability, head_in, parse_passed
+from trtspec.trtllm.deployment import (
+    Deployment,
+    choose_version,
+    compute_capability,
+    head_in,
+    name_problem,
+    parse_passed,
+)
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import engine_problems, lint
@@ -95,7 +102,7 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     given = _user_file(options)
     head = _head(options, given, launching)
     reach = Cluster(options.launcher, args=_launcher_args(options))
-    version, problems = _version(options, given, target, head, launching and not reach.contained)
+    version, problems = _version(options, given, launching and not reach.contained)
     intent = _intent(options, given, version[0], target)
     file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
 
@@ -106,7 +113,7 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     deployment = Deployment(
         schema_for(version[0]), target.spec, intent.target, head.spec if head else None, intent.head or "",
         argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
-        here=launching and not reach.contained,
+        here=not reach.contained,
     )  # fmt: skip
     world = _ranks(deployment, file.document)
     nodes = options.nodes or intent.nodes
@@ -213,11 +220,11 @@ def _head(options: ServeOptions, file: _File | None, launching: bool) -> Head | 
         raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
     if options.head:
         return load_head(options.head, values=launching)
-    return load_head(named, values=launching) if named and findable(named) else None
+    return load_head(named, values=launching) if named and name_problem(named) is None else None
 
 
 def _version(
-    options: ServeOptions, file: _File | None, target: Target, head: Head | None, installed_counts: bool
+    options: ServeOptions, file: _File | None, installed_counts: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
     the one that is installed here."""
@@ -231,7 +238,7 @@ def _version(
     if asked is None and installed is None and written is not None:
         version, reason = written.version, f"the version {file.path if file else ''} was written for"
     else:
-        version, reason = choose_version(asked or installed, target.spec, head.spec if head else None)
+        version, reason = choose_version(asked or installed)
     if installed_counts and asked is None and installed is None:
         message = f"the installed engine does not tell its version; judged for {version}"
         problems.append(

@@ -1,0 +1,112 @@
+"""Random kills over the processes of a launch, in every phase: nothing survives, and status and message name the cause.
+
+TRTSPEC_KILLS (50; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trtspec.errors import TrtspecError
+from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.launch.supervisor import Limits, ServerLaunch, run
+
+SERVER = Path(__file__).with_name("ranks_server.py")
+SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
+SUBREAPER = "another process ended the subreaper"
+
+
+def launched(log: Path) -> int:
+    """Runs a launch in a fork of this process, as a command would; returns its pid."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        words = [sys.executable, str(SERVER), str(port)]
+        limits = Limits(startup=30, stop_grace=1)
+        status = run(ServerLaunch(words, ServerAddress("127.0.0.1", port), LogPatterns("stand-in"), {}, limits))
+    except TrtspecError as error:
+        sys.stderr.write(f"{error.code}: {error.message}\n")
+        status = error.exit_code
+    finally:
+        os._exit(status)
+
+
+def wait_for(log: Path, text: str) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.exists() and text in (seen := log.read_text()):
+            return seen
+        time.sleep(0.005)
+    raise AssertionError(f"no {text!r} in {log.read_text()!r}")
+
+
+def kill_one(number: int, log: Path) -> str | None:
+    """One launch and one kill; what was wrong, or None."""
+    draw = random.Random(f"{SEED} {number}")
+    own = launched(log)
+    victim = draw.choice(("trtspec", "subreaper", "engine", "rank 0", "rank 1", "rank 2"))
+    phase = draw.choice(("loading", "ready", "stopping"))
+    sent = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if victim == "trtspec" else
+                       (signal.SIGKILL,))  # fmt: skip
+    seen = wait_for(log, "pids")
+    pids = [int(word) for word in next(line for line in seen.splitlines() if line.startswith("pids")).split()[1:]]
+    subreaper = psutil.Process(own).children()[0].pid
+    if phase != "loading":
+        wait_for(log, "ready on")
+    if phase == "stopping":
+        os.kill(own, signal.SIGTERM)
+    time.sleep(draw.random() * 0.3)
+    names = {"trtspec": own, "subreaper": subreaper, "engine": pids[0]}
+    names |= {f"rank {at}": pid for at, pid in enumerate(pids[1:])}
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(names[victim], sent)
+    _, code = os.waitpid(own, 0)
+    status = os.waitstatus_to_exitcode(code)
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in (subreaper, *pids) if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    text = log.read_text()
+    by_trtspec = -sent if sent == signal.SIGKILL else 128 + sent
+    causes = {"trtspec": {by_trtspec: ""}, "subreaper": {137: SUBREAPER}, "engine": {137: "or the kernel killed it"}}
+    expected = causes.get(victim, {1: " with status 1"})
+    if phase == "stopping":  # the kill may come late
+        expected = {143: "", 137: "", **expected}
+    fault = "survivors" if left else "status" if status not in expected else ""
+    fault = fault or ("" if expected[status] in text else "cause")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    told = f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n{text[-600:]}"
+    return f"{fault}: {told}" if fault else None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_survives_a_kill(count: int, tmp_path: Path) -> None:
+    count = int(os.environ.get("TRTSPEC_KILLS", count))
+    wrong = [found for number in range(count) if (found := kill_one(number, tmp_path / f"{number}.log"))]
+    print(f"\nseed {SEED}: {count} kills, {len(wrong)} wrong")
+    assert not wrong, "\n".join(wrong[:5])

@@ -1,0 +1,137 @@
+# Written by tools/generate.py; edit the records of trtspec/cli instead.
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from trtspec.engine.engine import Engine as Engine
+from trtspec.errors import TrtspecError as TrtspecError
+from trtspec.report import Result as Result
+
+__version__: str
+
+def build_config(
+    target: str | Path,
+    *,
+    like: str | Path | None = None,
+    head: str | Path | None = None,
+    version: str | Path = '',
+    goal: Literal['latency', 'throughput'] = 'latency',
+    tp_size: int = 4,
+    max_batch_size: int | None = None,
+    max_num_tokens: int | None = None,
+    max_seq_len: int | None = None,
+    draft_len: int = 3,
+    nodes: int = 1,
+    gpu: str | Path | None = None,
+    role: Literal['context', 'generation', 'front'] | None = None,
+    experts_over: int | None = None,
+    isl: int | None = None,
+    osl: int | None = None,
+    concurrency: int | None = None,
+    spread_attention: bool | None = None,
+    context_urls: str | Path | Sequence[str | Path] = (),
+    generation_urls: str | Path | Sequence[str | Path] = (),
+    settings: str | Path | Sequence[str | Path] = (),
+    trust_remote_code: bool = False,
+    format: Literal['yaml', 'helm-values', 'dynamo'] = 'yaml',
+    image: str | Path | None = None,
+    quantize_from: str | Path | None = None,
+    output: str | Path | None = None,
+    disaggregated: str | Path | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+) -> Result:
+    """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
+
+def convert(
+    head: str | Path,
+    output: str | Path,
+    to: Literal['trtllm', 'vllm', 'sglang', 'speculators', 'torchspec', 'specforge', 'safeailab'],
+    *,
+    from_: Literal['trtllm', 'vllm', 'sglang', 'speculators', 'torchspec', 'specforge', 'safeailab'] | None = None,
+    target: str | Path | None = None,
+    lm_head: Literal['auto', 'keep', 'drop', 'target'] = 'auto',
+    embed_tokens: Literal['auto', 'keep', 'drop', 'target'] = 'auto',
+    rope_theta: float | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+) -> Result:
+    """Rewrite an Eagle3 head from one project's layout to another's."""
+
+def doctor(
+) -> Result:
+    """Report what is installed, what is missing for which command, and what hardware this machine has."""
+
+def explain(
+    code: str | Path,
+) -> Result:
+    """Say what a problem code means, why it matters and what to do."""
+
+def inspect(
+    path: str | Path,
+    *,
+    against: str | Path | None = None,
+    sample: int | None = None,
+    modelopt: bool = False,
+    run: bool = False,
+    prompts: str | Path | None = None,
+    samples: int = 64,
+    draft_len: int = 3,
+    seed: int = 0,
+    device: str | Path = 'cpu',
+    hashes: bool = False,
+) -> Result:
+    """Report what a target or head checkpoint is and what is wrong with it."""
+
+def plan(
+    target: str | Path,
+    *,
+    head: str | Path | None = None,
+    gpu: Literal['b200', 'b300', 'gb200', 'gb300', 'h100', 'h200'] = 'b200',
+    gpus: int = 4,
+    tp_size: int | None = None,
+    ep_size: int | None = None,
+    attention_dp: bool = False,
+    isl: int = 1024,
+    osl: int = 1024,
+    concurrency: str | float | Sequence[float] | None = None,
+    acceptance: str | Path | None = None,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    max_draft: int = 8,
+    kv_fraction: float | None = None,
+    moe_backend: Literal['TRTLLM', 'CUTLASS', 'DEEPGEMM', 'MARLIN'] | None = None,
+    output: str | Path | None = None,
+    verbose: bool = False,
+    force: bool = False,
+) -> Result:
+    """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config"""
+
+def quantize(
+    source: str | Path,
+    output: str | Path,
+    *,
+    policy: str | Path | None = None,
+    kv_cache: Literal['fp8', 'none'] = 'fp8',
+    input_scales: str | Path = 'one',
+    accept_input_scales: bool = False,
+    weight_scales: Literal['max', 'mse'] | None = None,
+    workers: int = 0,
+    device: str | Path = 'cpu',
+    engine: Literal['stream', 'modelopt'] = 'stream',
+    dry_run: bool = False,
+    restart: bool = False,
+    force: bool = False,
+) -> Result:
+    """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the names and files of the hub."""
+
+def lint(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    trtllm_version: str | None = None,
+    target: str | Path | None = None,
+    head: str | Path | None = None,
+    gpu: str | None = None,
+    options: tuple[str, ...] = (),
+) -> Result:
+    """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon"""

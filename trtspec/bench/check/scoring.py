@@ -1,0 +1,169 @@
+"""The target scores what was said: the server without speculation says how likely each token of an answer was.
+
+`score_answers` asks it; `score_by_recording` reads from its recorded answers what they tell: each greedy answer up to
+its first difference. A server that speculates is never asked for log-probabilities: some releases die of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtspec.bench.check.asking import Asker
+from trtspec.bench.check.prompts import request_of
+from trtspec.bench.check.rows import faulty, greedy_answers, sampled_answers, speculates
+from trtspec.bench.check.thresholds import CERTAIN, NEAR
+from trtspec.client.client import Endpoint, RequestFailed, complete, finite
+from trtspec.client.exchange import Exchange, Score
+
+TOP = 20  # alternatives that are asked for
+SAME = 1e-6  # nats within which two tokens are as likely
+BEHIND, DRAWN = 8, 8  # places that are scored one by one: behind a difference, and of a sampled answer
+OTHER_SEEDS = 100_000
+
+
+async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
+    """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
+    answers to every request that shows a fault in `got`, and to every parameter."""
+    texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
+    drawn = [one for one in got if one.kind == "sampled"]
+    other = [replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS}) for one in drawn]
+    own = await asker.all([*texts, *other[: len(other) // 2]])
+    if speculates(own):
+        return list(got), own
+    again = [request_of(one) for one in got if one.name in faulty(got) or one.kind == "parameter"]
+    again = [one for one in again if one not in texts]
+    answered = await asker.all(again)
+    judged = {id(one) for each in (got, own) for one in (*greedy_answers(each), *sampled_answers(each))}
+    judged |= {id(one) for one in got if one.kind == "parameter" and one.body.get("top_p")}
+    plain = {one.key: one.token_ids for one in own if one.kind == "text"}
+    asker.bar.say(f"scoring {sum(id(one) in judged for one in (*got, *own))} answers")
+    known: dict[Any, tuple[Score, ...]] = {}
+    both = [*got, *own]
+    unique = {(_prompt(one), one.token_ids): one for one in both if id(one) in judged}
+
+    async def scored(one: Exchange) -> None:
+        if asker.server.adapter.scores == "echo":
+            known[_prompt(one), one.token_ids] = await _echoed(asker, one)
+        elif asker.server.adapter.scores == "continuations":
+            known[_prompt(one), one.token_ids] = await _continued(asker, one, plain.get(one.key))
+
+    room = asyncio.Semaphore(asker.concurrency)
+
+    async def limited(one: Exchange) -> None:
+        async with room:
+            await scored(one)
+            asker.bar.advance(1)
+
+    await asyncio.gather(*map(limited, unique.values()))
+    filled = [
+        replace(one, scores=known.get((_prompt(one), one.token_ids), ())) if id(one) in judged else one for one in both
+    ]
+    return filled[: len(got)], [*filled[len(got) :], *answered]
+
+
+async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
+    """Scores of all tokens from one prefill."""
+    prompt = [*_prompt(one), *one.token_ids]
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
+    told = await _logprobs(asker, body)
+    begin = len(_prompt(one))
+    tokens, tops = told.get("token_logprobs") or [], told.get("top_logprobs") or []
+    places = range(begin, begin + len(one.token_ids))
+    found = [_score(tokens[place], tops[place]) for place in places if place < min(len(tokens), len(tops))]
+    return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
+
+
+async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...] | None) -> tuple[Score, ...]:
+    """Scores of some tokens, each from a continuation of one token: of a sampled answer at places drawn by its seed, of
+    a greedy one from its first difference on."""
+    places = list(range(len(one.token_ids)))
+    if one.kind == "sampled":
+        places = sorted(random.Random(one.key).sample(places, min(DRAWN, len(places))))
+    else:
+        same = next((i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b), None)
+        if same is None and plain is not None and one.token_ids == plain[: len(one.token_ids)]:
+            return (EQUAL,) * len(one.token_ids)
+        places = places[same or 0 :][:BEHIND]
+    found = []
+    for place in places:
+        body = {"prompt": [*_prompt(one), *one.token_ids[:place]], "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
+        told = await _logprobs(asker, body)
+        top = (told.get("top_logprobs") or [None])[0] or {}
+        name = asker.tokenizer.decode([one.token_ids[place]])
+        if score := _score(top.get(name, -math.inf), top):
+            found.append(score)
+    return tuple(found)
+
+
+async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
+    asker.requests += 1
+    try:
+        reply = await complete(
+            asker.client, Endpoint("", asker.server.model, "completions"), {"model": asker.server.model, **body}
+        )
+        return reply["choices"][0].get("logprobs") or {}
+    except RequestFailed:
+        return {}
+
+
+def _score(chosen: Any, top: Any) -> Score | None:
+    """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
+    values = {str(name): value for name, told in (top or {}).items() if (value := finite(told)) is not None}
+    if not values or not isinstance(chosen, (int, float)):
+        return None
+    best, last = max(values.values()), min(values.values())
+    listed = chosen > last - SAME
+    near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN[1]}
+    return Score(
+        chosen=max(float(chosen), last - CERTAIN[1] - 1) if math.isinf(chosen) else float(chosen),
+        best=best,
+        likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
+        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME) or math.exp(chosen),
+        total=min(1.0, sum(map(math.exp, values.values()))),
+        listed=listed,
+        near=near if len(near) > 1 else {},
+    )
+
+
+EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
+
+
+def score_by_recording(got: Sequence[Exchange], plain: Sequence[Exchange], tokenizer: Any) -> list[Exchange]:
+    """`got` with scores of its greedy answers up to their first difference from the recorded ones. A difference whose
+    gap the recording does not tell is one that rounding may explain: many of them fail, one does not."""
+    known: dict[tuple[str, Any], list[Exchange]] = {}
+    for one in plain:
+        if one.token_ids and one.answered:
+            known.setdefault((one.key, _prompt(one)), []).append(one)
+    judged = {id(one) for one in greedy_answers(got)}
+
+    def scored(one: Exchange) -> Exchange:
+        same = known.get((one.key, _prompt(one)), []) if id(one) in judged else []
+        if not same:
+            return one
+        best = max(same, key=lambda other: _common(one, other))
+        place = _common(one, best)
+        equal = (EQUAL,) * place
+        if place == len(one.token_ids) or (place == len(best.token_ids) and best.finish == "length"):
+            return replace(one, scores=equal or (EQUAL,))
+        gap = NEAR * 1.01
+        if place < len(best.scores):
+            name = tokenizer.decode([one.token_ids[place]])
+            gap = best.scores[place].near.get(name, CERTAIN[1] + 1)
+        return replace(one, scores=(*equal, replace(EQUAL, chosen=-gap)))
+
+    return [scored(one) for one in got]
+
+
+def _common(one: Exchange, other: Exchange) -> int:
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one.token_ids), len(other.token_ids)))
+
+
+def _prompt(one: Exchange) -> tuple[int, ...]:
+    return tuple(one.body.get("prompt") or one.prompt_ids)

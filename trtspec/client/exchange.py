@@ -1,0 +1,159 @@
+"""One request and what came back. A recording is a JSONL file of exchanges; all judging is done on them.
+
+{"key": "text 3", "kind": "text", "run": "stream", "path": "/v1/completions", "body": {...}, "token_ids": [...], ...}
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from trtspec.client.client import Answer, Endpoint, RequestFailed, absorb, complete, stream_answer
+from trtspec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the scoring server says of one token: natural logarithms of its probability and of the best token's, then
+    the probability of all likelier tokens, of those as likely (itself among them), and of all that the server listed.
+
+    `listed`: whether it is among them. `near`: by text, how many nats the alternatives are behind the best token."""
+
+    chosen: float
+    best: float
+    likelier: float
+    same: float
+    total: float
+    listed: bool = True
+    near: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """`key`: exchanges with equal keys ask for the same output. `kind`: text, long, turn-2, sampled, call, follow-up,
+    json, stop, parameter. `run`: ids, chat, stream, warm, crowd, later. `body` lacks the model's name.
+
+    The rest is the answer. `raw`: the text of `token_ids` before any parser. `counted`: tokens so far at each chunk.
+    `arrivals`: network reads that brought tokens. `steps`: verification steps, the more of what the chunks show and
+    the server claims. `scores`: one for each of `token_ids`, by the server without speculation."""
+
+    key: str
+    kind: str
+    run: str
+    path: str = "/v1/chat/completions"
+    body: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    status: int | None = None
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[dict[str, str], ...] = ()
+    unindexed: int = 0
+    finish: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    raw: str = ""
+    counted: tuple[int, ...] = ()
+    arrivals: int = 0
+    steps: int | None = None
+    scores: tuple[Score, ...] = ()
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.key, self.run
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server refused the request by name."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
+
+    @property
+    def answered(self) -> bool:
+        return self.error is None and self.finish is not None
+
+
+async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: float) -> Exchange:
+    """The exchange with its answer. A failure is an answer too: it is returned in `error`, never raised."""
+    body = {"model": model, **asked.body}
+    endpoint = Endpoint("", model, "completions" if asked.path == "/v1/completions" else "chat", limit_s=timeout)
+    if body.get("stream"):
+        answer = await stream_answer(client, endpoint, body, asked.key, asked.kind, 0)
+        return answered(asked, answer)
+    answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
+    try:
+        reply = await complete(client, endpoint, body)
+        for choice in reply["choices"]:
+            choice["delta"] = choice.pop("message", None) or {"content": choice.get("text")}
+            for index, call in enumerate(choice["delta"].get("tool_calls") or []):
+                call.setdefault("index", index)
+        absorb(answer, reply, time.perf_counter())
+        answer.counted = []
+    except RequestFailed as failure:
+        answer.error, answer.status = failure.message, failure.status
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        answer.error = f"the response is no chat completion ({type(error).__name__}: {error})"
+    return answered(asked, answer)
+
+
+def answered(asked: Exchange, answer: Answer) -> Exchange:
+    """The request with what came back."""
+    claimed = (answer.spec_decode or {}).get("steps")
+    if claimed is None and answer.tokens_per_iteration and answer.completion_tokens:
+        claimed = round(answer.completion_tokens / answer.tokens_per_iteration) - 1  # the prefill is one of its steps
+    shown = len(set(answer.counted)) - 1 if answer.counted else None
+    steps = max((count for count in (claimed, shown) if count is not None), default=None)
+    return replace(
+        asked, error=answer.error, status=answer.status, content=answer.text, reasoning=answer.reasoning,
+        calls=tuple(answer.tool_calls), unindexed=answer.unindexed, finish=answer.finish_reason,
+        prompt_tokens=answer.prompt_tokens or None, completion_tokens=answer.completion_tokens or None,
+        prompt_ids=() if asked.path == "/v1/completions" else tuple(answer.prompt_ids),
+        token_ids=tuple(answer.token_ids), counted=tuple(answer.counted),
+        arrivals=len({moment for moment, _ in answer.chunks}), steps=steps,
+    )  # fmt: skip
+
+
+@functools.cache
+def _lines() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Exchange)
+
+
+def to_line(exchange: Exchange) -> bytes:
+    """One line of a recording."""
+    return bytes(_lines().dump_json(exchange, exclude_defaults=True)) + b"\n"
+
+
+def read_recording(path: Path, whole: bool = True) -> list[Exchange]:
+    """The exchanges of a file. With `whole` False its last line may be half written, and is then left out.
+
+    Raises UsageError for a file that is no recording."""
+    remedy = "make it with: trtspec check URL --record FILE"
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy) from None
+    if not whole and lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_lines().validate_json(line))
+        except ValueError:
+            raise UsageError(f"{path}, line {number}, is no exchange of a recording", remedy) from None
+    if whole and not found:
+        raise UsageError(f"{path} has no exchanges", remedy)
+    return found
+
+
+def write_recording(path: Path, exchanges: Iterable[Exchange]) -> None:
+    from trtspec.report import write_atomic
+
+    write_atomic(path, b"".join(map(to_line, exchanges)))

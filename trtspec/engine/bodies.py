@@ -1,0 +1,337 @@
+"""Request bodies of the OpenAI API as far as the reference server honours them; everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from fastapi import HTTPException
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from trtspec.engine.request import ConstraintRanges, SamplingRanges
+
+MAX_INT32 = 2**31 - 1
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+StopString = Annotated[str, Field(max_length=1000)]
+TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
+Item = TypeVar("Item")
+# a long list with many wrong items gives one error, not one for each
+Items = Annotated[list[Item], Field(fail_fast=True)]
+Prompts = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+# Fields of a message that are taken whatever the template does with them: some of no template's business, some that
+# templates leave out on purpose (the reasoning of earlier turns). Any other must be read by the template.
+MESSAGE_FIELDS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "annotations"}
+)
+
+
+class ApiError(HTTPException):
+    """An answer in OpenAI's error shape. `retry_after`: seconds."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(status, message, {"Retry-After": str(retry_after)} if retry_after else None)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    def to_dict(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
+    """A validated body. Raises ApiError 400, naming the first field that is wrong, as OpenAI does."""
+    try:
+        text = raw.decode()
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        if not isinstance(value, dict):
+            raise ApiError("the body is not a JSON object")
+        return kind.model_validate(value)
+    except UnicodeDecodeError:
+        raise ApiError("the body is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise ApiError("the body holds half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise ApiError("the body is nested too deeply") from None
+    except ValidationError as error:
+        raise _named(error) from None
+    except ValueError:
+        raise ApiError("the body is not valid JSON") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        name = next(key for key in keys if keys.count(key) > 1)
+        raise ApiError(f"the key {name!r} stands twice in one object", param=name)
+    return found
+
+
+def _named(error: ValidationError) -> ApiError:
+    """The deepest fault: of a value that may be of several types, the one that it comes closest to."""
+    fault = max(error.errors(include_context=False, include_input=False), key=lambda one: len(one["loc"]))
+    *path, last = fault["loc"] or ("body",)
+    # between field names and indices, pydantic names the types that it tried: `str`, `list[TextPart]`, `NamedTool`
+    kept = [step for step in path if isinstance(step, int) or step.isidentifier() and step.islower() and step != "str"]
+    if isinstance(last, int) or fault["type"] in ("extra_forbidden", "missing") or last not in ("str", "[key]"):
+        kept.append(last)
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept).removeprefix(".")
+    if fault["type"] == "extra_forbidden":
+        return ApiError(f"Unrecognized request argument supplied: {param}", param=param)
+    return ApiError(f"{param}: {fault['msg']}", param=param)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer looks like: any text, any JSON object, JSON of a schema, or text of a regular expression."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = Field(None, max_length=10_000)
+
+    @model_validator(mode="after")
+    def _nothing_of_another_type(self) -> Self:
+        for name in ("json_schema", "regex"):
+            given = getattr(self, name) is not None
+            if given != (self.type == name):
+                verb = "has a" if given else "lacks its"
+                raise ApiError(f"response_format of type {self.type} {verb} {name}", param="response_format")
+        return self
+
+
+def _null_is_absent(schema: dict[str, Any]) -> None:
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", []):
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+
+
+class GenerationBody(SamplingRanges, ConstraintRanges):
+    """What both endpoints share. `top_k` (0 and -1: off), `ignore_eos`, `stop_token_ids` and `return_token_ids` are
+    extensions. The last fields have no effect on what is generated; they are taken so that ordinary clients work."""
+
+    model_config = ConfigDict(json_schema_extra=_null_is_absent)
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop_token_ids: list[TokenId] = Field([], max_length=64)
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=16)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool = False
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, body: Any) -> Any:
+        # null means "not given" in the API, whatever the field's default is
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _streams_only(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options are for streams", param="stream_options")
+        if self.ignore_eos and self.grammar is not None:
+            raise ApiError("an answer with a form ends when that is complete: omit ignore_eos", param="ignore_eos")
+        return self
+
+    @property
+    def usage_wanted(self) -> Literal["no", "last", "each"]:
+        """In which chunks of a stream the token counts stand."""
+        options = self.stream_options or StreamOptions()
+        return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
+
+    @property
+    def choices(self) -> int:
+        """How many generations the request asks for."""
+        return self.n
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings, without empty ones."""
+        return [word for word in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if word]
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """(kind, text) of what the answer must look like, as `Grammars.compiled` takes it; None for any text."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if form.regex is not None:
+            return "regex", form.regex
+        return "json", '{"type": "object"}' if form.json_schema is None else json.dumps(form.json_schema.schema_)
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. `prompt` is text or token ids, one or several. Names of special tokens in a text stand for
+    them only with `allow_special_tokens`, an extension; in a chat only the template writes special tokens."""
+
+    prompt: str | Prompts[TokenId] | Prompts[str] | Prompts[Prompts[TokenId]]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: Literal[1] = 1
+    suffix: Literal[""] = ""
+    allow_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _answers_something(self) -> Self:
+        if not self.max_tokens and not self.echo:
+            raise ApiError("max_tokens is 0 and echo is off: nothing would be answered", param="max_tokens")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n * len(self.prompts)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item,arg-type]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn. Fields beyond these are the template's business."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    partial: Literal[False] | None = None  # with these two, other servers continue where the message ends
+    prefix: Literal[False] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As templates expect it: text parts joined, no null fields, and a developer's message is the system's, since
+        OpenAI renamed that role."""
+        given = {key: value for key, value in self if value or key in MESSAGE_FIELDS and value is not None}
+        if isinstance(self.content, list):
+            given["content"] = "".join(part.text for part in self.content)
+        if self.role == "developer":
+            given["role"] = "system"
+        if "reasoning" in given:  # vLLM's name of it
+            given.setdefault("reasoning_content", given.pop("reasoning"))
+        return given
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions. Kimi has no levels of reasoning: any `reasoning_effort` but "none" is thinking."""
+
+    messages: Prompts[Message]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: Items[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] = ["text"]
+    verbosity: Literal["medium"] = "medium"
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError("max_tokens and max_completion_tokens differ: leave one of them out", param="max_tokens")
+        if self.ignore_eos and (self.demanded_tools or self.strict_tools):
+            raise ApiError("a tool call of a form ends when it is complete: omit ignore_eos", param="ignore_eos")
+        if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
+            raise ApiError("reasoning_effort and thinking are two names of one thing", param="reasoning_effort")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools to show to the model."""
+        if self.tool_choice == "none" or not self.tools:
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
+    @property
+    def demanded_tools(self) -> list[Function]:
+        """The tools of which one must be called: all with `required`, one where it is named, else none."""
+        functions = [tool.function for tool in self.tools]
+        if self.tool_choice == "required":
+            if not functions:
+                raise ApiError("tool_choice is required and there are no tools", param="tool_choice")
+            return functions
+        if not isinstance(self.tool_choice, NamedTool):
+            return []
+        name = self.tool_choice.function.name
+        named = [function for function in functions if function.name == name]
+        if not named:
+            raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        return named[:1]
+
+    @property
+    def strict_tools(self) -> list[Function]:
+        """The offered tools, where a call is left to the model and its arguments must follow the schema of at least
+        one; those that are not strict take any object."""
+        functions = [tool.function for tool in self.tools]
+        if self.tool_choice != "auto" or not any(function.strict for function in functions):
+            return []
+        return [function if function.strict else Function(name=function.name) for function in functions]
