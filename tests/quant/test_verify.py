@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
-from tests.tiny import make_head, make_target
+from tests.tiny import make_target
 from trtspec.checkpoint.describe import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.quant.modelopt import packed_by_modelopt
@@ -128,13 +128,6 @@ def test_the_exclude_list_must_fit_the_tensors(pair, tmp_path, change):
 def test_another_source_is_noticed(pair, tmp_path):
     other = make_target(tmp_path / "other", format="int4", layers=2, shards=1, vision=True, seed=9)
     assert {"TS-QUANT-ERROR", "TS-QUANT-CHANGED"} <= codes(pair[1], other)
-
-
-def test_two_copies_of_a_head(pair, tmp_path):
-    head = make_head(tmp_path / "head", pair[0])
-    assert compare(head, head, 0).problems == []
-    changed = make_head(tmp_path / "changed", pair[0], seed=1)
-    assert codes(changed, head) == {"TS-QUANT-CHANGED"}
 
 
 def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:

@@ -18,6 +18,7 @@ from trtspec.checkpoint.headers import (
     Checkpoint,
     RangedFiles,
 )
+from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import HeadFacts, head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import (
@@ -75,8 +76,8 @@ class CheckpointReport:
     """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
     neither files nor catalogue tell them. `facts` is None for a draft that is no Eagle3 head.
 
-    The last three do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
-    asked for, `hub` where the files are here.
+    The last four do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
+    asked for, `hub` where the files are here, `trained_with` for a head that `trtspec train` did not make.
     """
 
     path: str | None
@@ -90,6 +91,7 @@ class CheckpointReport:
     catalogue: CatalogueFacts | None = None
     hashes_verified: int | None = None
     hub: RangedFiles | None = None
+    trained_with: str | None = None
 
     @property
     def kind(self) -> Literal["target", "head"]:
@@ -111,6 +113,8 @@ class CheckpointReport:
         told.update(asdict(self.facts) if self.facts else dict.fromkeys(HEAD_KEYS))
         if self.catalogue is not None and self.kind == "head":
             told["published_for"] = self.catalogue.targets
+        if self.trained_with is not None:
+            told["trained_with"] = self.trained_with
         told["problems"] = [problem.to_dict() for problem in self.problems]
         if self.hashes_verified is not None:
             told["hashes_verified"] = self.hashes_verified
@@ -165,7 +169,15 @@ def _from_headers(
         dtypes=dtype_bytes(checkpoint),
         facts=facts,
         problems=problems,
+        trained_with=_trained_with(checkpoint.path) if isinstance(facts, HeadFacts) else None,
     )
+
+
+def _trained_with(head: Path) -> str | None:
+    record = training_record(head)
+    version = (record.get("versions") or {}).get("nvidia-modelopt", "")
+    target = (record.get("source") or {}).get("target")
+    return f"trtspec train, ModelOpt {version}, on {target}" if record else None
 
 
 def _facts_and_problems(

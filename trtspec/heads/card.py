@@ -16,6 +16,14 @@ LICENCE = (
     "too."
 )
 
+LIMITS = (
+    "- The head drafts, the target decides: answers and their risks are the target's, with or without it.\n"
+    "- It was trained on the states of one target. With another version, another fine-tune or another quantization, "
+    "fewer drafts are accepted.\n"
+    "- Prompts unlike those of the training data, other languages, and contexts longer than the training sequences get "
+    "fewer drafts accepted. Then speculation can be slower than none: measure with `trtspec bench`."
+)
+
 
 def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
     """Markdown made from the record alone, so that the card and provenance.json never differ."""
@@ -29,6 +37,8 @@ def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         _measured(provenance),
         "## Training",
         _training(provenance),
+        "## Limits and risks",
+        LIMITS,
         "## Licence",
         LICENCE,
     ]
@@ -45,6 +55,7 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         ("draft vocabulary", f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}"),
         ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
         ("layout", "ModelOpt (`layers.0.` names), BF16"),
+        ("trained with", f"trtspec train, ModelOpt {provenance['versions'].get('nvidia-modelopt', '')}"),
     ]
     return table(("", ""), rows)
 
@@ -169,7 +180,7 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     parts += ["## Weights", "Conversion renames and copies: no weight was changed. SHA-256 by tensor: provenance.json."]
     repaired = [f"- {one['where']}: {one['message']} (`{one['code']}`)" for one in result["repairs"]]
     parts += ["## Repaired", "What the source had and this head has not:\n\n" + "\n".join(repaired)] if repaired else []
-    parts += ["## Measured", _measured_before(source), "## Licence", LICENCE]
+    parts += ["## Measured", _measured_before(source), "## Limits and risks", LIMITS, "## Licence", LICENCE]
     return "\n\n".join(parts) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_problems import detect, read_target, target_spec
+from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import Problem, has_errors
@@ -69,10 +69,9 @@ def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = Non
     derived, source = Checkpoint.open(out), Checkpoint.open(src)
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
-    kind = detect(source)
-    whole = kind == "head" or not has_errors(read_target(derived).problems)  # which inspect names
+    whole = not has_errors(read_target(derived).problems)  # inspect names them
     chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
-    reread = _Reread(derived, source, kind == "target", packs_as)
+    reread = _Reread(derived, source, packs_as)
     for name in chosen:
         reread.add(name)
     told = {(problem.code, problem.where) for problem in reread.problems}
@@ -153,10 +152,10 @@ def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
 class _Reread:
     """Decodes tensor by tensor from both sides and gathers errors by class."""
 
-    def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool, packs_as: Packs | None) -> None:
+    def __init__(self, derived: Checkpoint, source: Checkpoint, packs_as: Packs | None) -> None:
         self.derived, self.source = LazyTensors(derived), LazyTensors(source)
-        self.derived_spec = target_spec(derived) if is_target else None
-        self.source_spec = target_spec(source) if is_target else None
+        self.derived_spec = target_spec(derived)
+        self.source_spec = target_spec(source)
         self.problems: list[Problem] = []
         self.classes: dict[str, dict[str, float]] = {}
         self.layers: dict[str, dict[str, float]] = {}
@@ -164,8 +163,8 @@ class _Reread:
         self.repacked = _Repacked(self.source, self.source_spec)
 
     def add(self, name: str) -> None:
-        new = self._decode(self.derived, self.derived_spec, name)
-        old = self._decode(self.source, self.source_spec, name)
+        new = decoded(self.derived, self.derived_spec, name)
+        old = decoded(self.source, self.source_spec, name)
         if new.shape != old.shape:
             return
         if _format(self.derived.checkpoint, name).is_fp4:
@@ -176,9 +175,6 @@ class _Reread:
         elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
-
-    def _decode(self, tensors: LazyTensors, spec: ModelSpec | None, name: str) -> torch.Tensor:
-        return tensors[name] if spec is None else decoded(tensors, spec, name)
 
     def _scales(self, name: str) -> None:
         module = name.removesuffix(".weight")
@@ -233,7 +229,7 @@ class _Repacked:
     trtspec made the checkpoint or nearly all other linears are as the source gives them, and not said otherwise.
     """
 
-    def __init__(self, source: LazyTensors, spec: ModelSpec | None) -> None:
+    def __init__(self, source: LazyTensors, spec: ModelSpec) -> None:
         self.source, self.spec = source, spec
         self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
         self.exact, self.count = 0, 0
@@ -242,7 +238,7 @@ class _Repacked:
         self._amax: dict[str, float] = {}
 
     def add(self, name: str, old: torch.Tensor, derived: LazyTensors) -> None:
-        if self.spec is None or not old.isfinite().all():
+        if not old.isfinite().all():
             return
         module = name.removesuffix(".weight")
         stored = nvfp4.NVFP4Tensor(
@@ -268,7 +264,6 @@ class _Repacked:
 
     def _of_partners(self, module: str, derived: LazyTensors) -> Iterator[float]:
         """max|w| of the linears that share its scale."""
-        assert self.spec is not None
         for name in (f"{partner}.weight" for partner in shared_partners(module)):
             if name in derived and _format(derived.checkpoint, name).is_fp4:
                 if name not in self._amax:

@@ -355,6 +355,15 @@ def recorded(path: Path) -> dict[str, Any]:
         return {}
 
 
+def training_record(path: Path) -> dict[str, Any]:
+    """The provenance of the `trtspec train` that made a head, also when `trtspec convert` rewrote it since; {} for
+    another's head."""
+    record = recorded(path)
+    while record.get("command") == "convert":
+        record = (record.get("source") or {}).get("provenance") or {}
+    return record if record.get("command") == "train" else {}
+
+
 def dialect_of(checkpoint: Checkpoint) -> Dialect:
     """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
 

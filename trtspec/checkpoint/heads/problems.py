@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
-from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
@@ -360,7 +359,7 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
     trainer = DIALECTS[spec.dialect].double_norm
     gain = tensors.get("layer.input_layernorm.weight")
-    if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
+    if not trainer or gain is None or gain.dtype not in FLOATS or training_record(checkpoint.path):
         return []
     gains = read_values(checkpoint, gain)
     spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `head_value_problems` names it
@@ -372,11 +371,3 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     )
     remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
     return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message, remedy)]
-
-
-def _trained_here(path: Path) -> bool:
-    """Whether `trtspec train` made the head, also when `trtspec convert` rewrote it since."""
-    record = recorded(path)
-    while record.get("command") == "convert":
-        record = (record.get("source") or {}).get("provenance") or {}
-    return record.get("command") == "train"
