@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
+COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
+EXCERPT = re.compile(r" *\d* \| ")  # a line of a file, with its number
+GAP = re.compile(r"\S {2,}(?=\S)")  # two of them: a row, which stays in its columns
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -304,12 +307,15 @@ def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
     if tables:
         _draw(tables)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    sys.stdout.write("".join(f"{part}\n" for line in lines for part in fitting_lines(line, width)))
+    for part in (part for line in lines for part in fitting_lines(line, width)):
+        word, _, rest = part.partition(" ")
+        colour = COLOURS.get(word) if width and "NO_COLOR" not in os.environ else None
+        sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{part}\n")
 
 
 def fitting_lines(line: str, width: int) -> list[str]:
     """The line broken between words, a command so that it can still be copied. `width` 0: as it is."""
-    if not width or len(line) <= width:
+    if not width or len(line) <= width or EXCERPT.match(line) or len(GAP.findall(line)) > 1:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
     command = line.lstrip().startswith(("trtspec ", "trtllm-serve ", "vllm ", "pip ", "helm "))

@@ -13,7 +13,7 @@ from tests.bench.check.toy_server import Toy
 from trtspec.bench.check.asking import Asker, Battery, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers, score_by_recording
-from trtspec.bench.datasets import Question
+from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange
 from trtspec.client.servers import detect_server
@@ -111,7 +111,7 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert "acceptance" in failed(check("collapse", limits=Limits(min_acceptance=1.5)))
     rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)), Limits())
     verdict = Verdict(rows=tuple(rows))
-    assert verdict.line == "NOT PROVEN: acceptance: each step brought one token: no draft was accepted"
+    assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
     assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
