@@ -8,12 +8,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from trtspec.bench.datasets import Question
 
 from tests.bench.check.toy_server import Toy
 from trtspec.bench.check.asking import Asker, Battery, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers, score_by_recording
+from trtspec.bench.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange
 from trtspec.client.servers import detect_server
