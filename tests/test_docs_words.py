@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.pages import WRITTEN, count_words, long_sentences, name, words_allowed
+from tools.pages import WRITTEN, commands, count_words, long_sentences, name, words_allowed
 from tools.prose import VOCABULARY
 
 LONGEST = 45
@@ -30,3 +30,10 @@ def test_sentences_are_short() -> None:
     found = [sentence for page in WRITTEN for sentence in long_sentences(page)]
     assert not [one for one in found if one.words > LONGEST and one.page not in LONG_WINDED]
     assert len(found) <= VOCABULARY["sentences_over_32_words"]
+
+
+def test_command_pages_show_output() -> None:
+    """Captured output, which test_docs_commands.py or test_docs_run.py compares."""
+    pages = [page for page in WRITTEN if page.parent.name == "commands"]
+    silent = [page.stem for page in pages if not any(command.shown for command in commands(page))]
+    assert set(silent) <= set(VOCABULARY["command_pages_without_output"])

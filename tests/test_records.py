@@ -141,8 +141,8 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     ("command", "options"),
     [
         ("watch", ["--listen="]),
-        ("check", ["--model=", "--require=", "--dataset=", "--against="]),
-        ("prove", ["--dataset=", "--thinking=", "--concurrency="]),
+        ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
+        ("prove", ["--dataset=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
     ],
 )

@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {
     "cli-reference.md", "problems.md", "support-matrix.md", "chart-values.md", "schema-differences.md",
-    "public-recipes.md",
+    "public-recipes.md", "plan-checks.md",
 }  # fmt: skip
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page.name not in GENERATED]  # by hand

@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shutil
 import sys
 import tempfile
 import time
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
+COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
+EXCERPT = re.compile(r" *\d* \| ")  # a line of a file, with its number
+GAP = re.compile(r"\S {2,}(?=\S)")  # two of them: a row, which stays in its columns
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -298,10 +303,30 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
-    """To stdout, with the lines below them; plain text of 160 columns where stdout is not a terminal."""
+    """To stdout, with the lines below them: as wide as the terminal, or 160 columns where there is none."""
     if tables:
         _draw(tables)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for part in (part for line in lines for part in fitting_lines(line, width)):
+        word, _, rest = part.partition(" ")
+        colour = COLOURS.get(word) if width and "NO_COLOR" not in os.environ else None
+        sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{part}\n")
+
+
+def fitting_lines(line: str, width: int) -> list[str]:
+    """The line broken between words, a command so that it can still be copied. `width` 0: as it is."""
+    if not width or len(line) <= width or EXCERPT.match(line) or len(GAP.findall(line)) > 1:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    command = line.lstrip().startswith(("trtspec ", "trtllm-serve ", "vllm ", "pip ", "helm "))
+    found, more = [indent], f"{indent}    "
+    for word in re.findall(r"(?:'[^']*'|\S)+", line):  # a quoted word stays whole
+        fits = len(found[-1]) + len(word) + 1 <= width - 2 * command
+        if found[-1].strip() and not fits:
+            found[-1] += " \\" if command else ""
+            found.append(more)
+        found[-1] += word if not found[-1].strip() else f" {word}"
+    return found
 
 
 def _draw(tables: Sequence[Table]) -> None:

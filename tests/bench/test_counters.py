@@ -14,17 +14,15 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench import assembly
-from trtspec.bench.conditions import parse
-from trtspec.bench.datasets import Dataset, Question
-from trtspec.bench.measure import BenchWorkload, Progress, measure
-from trtspec.bench.raw_results import RawResults
+from trtspec.bench.load import assemble
+from trtspec.bench.load.journal import RunJournal
+from trtspec.bench.load.measure import BenchWorkload, Progress, measure
+from trtspec.bench.questions.conditions import parse
+from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
 from trtspec.client import servers
 from trtspec.client.client import RequestSampling
-from trtspec.data_files import kimi_nano_dir
 
-NANO = str(kimi_nano_dir())
 TOKENS = 30
 DRAFTS = 3
 QUESTIONS = tuple(Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8))
@@ -134,10 +132,10 @@ class CountingServer:
         return round(1 + accepted / steps, 4)
 
 
-def bench(url: str, raw: RawResults | None = None, **changes: Any) -> Awaitable[BenchResults]:
+def bench(url: str, raw: RunJournal | None = None, **changes: Any) -> Awaitable[BenchResults]:
     async def measured() -> BenchResults:
-        progress = Progress(raw=raw) if raw else None
-        return assembly.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), progress=progress))
+        progress = Progress(journal=raw) if raw else None
+        return assemble.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), progress=progress))
 
     return measured()
 
@@ -161,7 +159,7 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 def test_a_condition_is_measured_with_the_prompts_that_the_load_asked() -> None:
     """Acceptance by category is counted in a pass of its own, which asked for the short questions."""
     server = CountingServer()
-    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"])), tokenizer=NANO))
+    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"]))))
     long = [prompt for prompt in dict.fromkeys(server.asked) if len(prompt.split()) > 20]
     short = [prompt for prompt in dict.fromkeys(server.asked) if prompt not in long]
     assert len(long) == len(short) == 8 and all(server.asked.count(prompt) == 2 for prompt in long + short)
@@ -169,7 +167,7 @@ def test_a_condition_is_measured_with_the_prompts_that_the_load_asked() -> None:
     assert told == {"as they are": server.truth(short), "context of 200": server.truth(long)}
 
 
-def test_a_part_with_a_failed_answer_has_no_acceptance_until_it_is_asked_again(tmp_path: Path) -> None:
+def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
     """The steps of the answer that failed are in the counters and its tokens are not; neither that part nor the one
     behind it, during which the server still works for it, may have wrong figures."""
     server, path = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl"
@@ -177,7 +175,7 @@ def test_a_part_with_a_failed_answer_has_no_acceptance_until_it_is_asked_again(t
     async def twice(url: str) -> list[BenchResults]:
         found = []
         for _ in range(2):
-            with RawResults(path, {}) as raw:
+            with RunJournal(path, {}) as raw:
                 found.append(await bench(url, raw, concurrency=(2, 1), samples=(None, 3)))
             server.cut.clear()
         return found
@@ -189,14 +187,13 @@ def test_a_part_with_a_failed_answer_has_no_acceptance_until_it_is_asked_again(t
     assert failed.acceptance_length == second.acceptance_length == server.truth(few), "its questions do not fail"
     assert codes(failed) == {"TS-BENCH-ERRORS", "TS-BENCH-NO-ACCEPTANCE"}
     said = next(problem for problem in failed.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE")
-    assert "1 of 8 answers of concurrency 2, round 1 failed" in said.message and "--resume" in said.remedy
+    assert "1 of 8 answers of concurrency 2, round 1 failed" in said.message
     assert "1 of 4 answers of code, round 1 failed" in said.message
     told = {name: found.acceptance_length for name, found in failed.categories.items()}
     assert told == {"prose": server.truth(prompts("prose"))}
-    assert whole.concurrency[0].acceptance_length == server.truth(prompts()) and not codes(whole)
-    told = {name: found.acceptance_length for name, found in whole.categories.items()}
-    assert told == {name: server.truth(prompts(name)) for name in ("code", "prose")}
-    assert whole.concurrency[0].throughput.requests == 8
+    assert whole.concurrency[0].throughput.requests == 8 and not whole.concurrency[0].throughput.errors
+    assert server.asked.count("Question 3?") == 4, "twice in the load and twice by category; no other is asked again"
+    assert all(server.asked.count(text) <= 3 for text in prompts() if text != "Question 3?")
 
 
 def spread_over(count: int) -> list[Question]:
@@ -208,11 +205,11 @@ def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path)
     server, path = CountingServer(), tmp_path / "raw.jsonl"
 
     async def stopped_and_resumed(url: str) -> BenchResults:
-        with RawResults(path, {}) as raw:
+        with RunJournal(path, {}) as raw:
             await bench(url, raw)
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(lines[:5]))
-        with RawResults(path, {}) as raw:
+        with RunJournal(path, {}) as raw:
             return await bench(url, raw)
 
     results = server.run(stopped_and_resumed)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench.dataset_rows import DatasetSource, NamedSet, catalogue
-from trtspec.bench.datasets import Dataset, DatasetChoice, load_dataset, read_questions, text_of
+from trtspec.bench.questions.datasets import Dataset, load_dataset, read_questions, text_of
+from trtspec.bench.questions.rows import DatasetSource, NamedSet, catalogue
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -157,7 +157,7 @@ def test_a_picture_is_passed_through(tmp_path: Path) -> None:
     rows = [{"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "answer": "A",
              "category": "coarse perception", "l2_category": "x"}]  # fmt: skip
     question = load_dataset(f"mmstar={write(tmp_path / 'mmstar.parquet', rows)}").questions[0]
-    text, picture = question.request(0, [])[0]["content"]
+    text, picture = question.request(0)[0]["content"]
     assert text == {"type": "text", "text": "What is it?"} and question.has_pictures
     assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
     parts = [{"type": "text", "text": "Compare"}, {"type": "image_url", "image_url": {"url": "https://x/a.png"}}]
@@ -184,7 +184,7 @@ def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> N
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": address}}]
     for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
                 {"messages": [{"role": "user", "content": parts}]}):  # fmt: skip
-        asked = load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0, [])
+        asked = load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0)
         assert asked[0]["content"] == parts, own
     with pytest.raises(UsageError, match="has no image"):
         load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [{'prompt': 'What is it?'}])}")
@@ -204,7 +204,7 @@ def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:
 def read_from_hub(name: str, known: NamedSet, count: int) -> None:
     """Reads the set and looks at its first question."""
     _, asks, category = hub_rows_of(name)
-    found = read_questions(DatasetSource(label=name, known=known), DatasetChoice())
+    found = read_questions(DatasetSource(label=name, known=known))
     assert len(found) == count
     assert text_of(found[0].first_request()[0][-1]) == asks
     assert found[0].category == ("computer_network" if name == "ceval" else category)  # of its configuration
@@ -231,25 +231,6 @@ def test_every_known_set_states_its_licence_and_source() -> None:
     with pytest.raises(UsageError, match="does not exist") as failed:
         load_dataset("mt-bensh")
     assert "mt-bench" in failed.value.remedy
-
-
-def test_a_recorded_session_is_asked_again_message_by_message(tmp_path: Path) -> None:
-    call = {"id": "c0", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
-    said = [
-        {"role": "system", "content": "You fix bugs."}, {"role": "user", "content": "Fix the parser."},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "a.py", "tool_call_id": "c0"}, {"role": "assistant", "content": "Done."},
-        {"role": "user", "content": "Thanks."},
-    ]  # fmt: skip
-    file = str(write(tmp_path / "rows.jsonl", [{"messages": said}]))
-    (question,) = load_dataset(file, choice=DatasetChoice(replay=True)).questions
-    assert [len(added) for added in question.replay] == [2, 2, 2]
-    sent: list[dict[str, Any]] = []
-    for turn in range(question.requests):
-        sent += question.request(turn, sent)
-    assert [message["role"] for message in sent] == [message["role"] for message in said]
-    (short,) = load_dataset(file, choice=DatasetChoice(replay=True, turns=2)).questions
-    assert short.requests == 2
 
 
 @pytest.mark.parametrize(
@@ -283,4 +264,4 @@ def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
     file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')
     source = name.format(file=file, directory=tmp_path)
     with pytest.raises(UsageError, match=r"--split train is not used: the data set .* is "):
-        load_dataset(source, choice=DatasetChoice(split="train"))
+        load_dataset(source, split="train")

@@ -19,10 +19,10 @@ import pytest
 
 from tests.bench.conftest import STAND_IN, free_port
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
-from trtspec.bench.datasets import Dataset, Question, load_dataset
-from trtspec.bench.measure import Progress, measure
-from trtspec.bench.raw_results import RawResults
-from trtspec.bench.results import read_results, read_whole
+from trtspec.bench.load.journal import RunJournal
+from trtspec.bench.load.measure import Progress, measure
+from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
+from trtspec.bench.results import read_results
 from trtspec.client.client import (
     Answer,
     Endpoint,
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
     assert len(set(asked)) == 39 and len(twice) <= 6, "only conversations of which a turn was missing are held again"
     uninterrupted = subprocess.run(bench(url, dataset, "-o", str(whole)), capture_output=True, text=True)
     assert uninterrupted.returncode == 0
-    results, expected = read_whole(out), read_whole(whole)
+    results, expected = read_results(out), read_results(whole)
     for key in ("turns", "tokens", "steps", "drafted", "accepted", "histogram", "per_question_mean"):
         assert getattr(results, key) == getattr(expected, key), key
     assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
@@ -126,8 +126,8 @@ def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Pa
         if len(heard) == 3:
             raise Stopped
 
-    with RawResults(path, {}) as raw:
-        progress = Progress(on_answer=stop, raw=raw)
+    with RunJournal(path, {}) as raw:
+        progress = Progress(on_answer=stop, journal=raw)
         with pytest.raises(ExceptionGroup):
             asyncio.run(served(pages("vllm").get, lambda url: measure({"e": url}, load, progress=progress), asked))
     kept = answered(tmp_path)
@@ -148,7 +148,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
         server.kill()
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
-    results = read_whole(out)
+    results = read_results(out)
     assert "TS-BENCH-ERRORS" in {problem.code for problem in results.problems}
     speed = results.concurrency[0].throughput
     assert speed.errors >= 30 - 3 - 10 and speed.requests - speed.errors >= 6
@@ -157,7 +157,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
         again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
         server.kill()
     assert again.returncode == 0, again.stderr
-    assert read_whole(out).concurrency[0].throughput.errors == 0 and read_whole(out).turns == 39
+    assert read_results(out).concurrency[0].throughput.errors == 0 and read_results(out).turns == 39
 
 
 @pytest.mark.slow
@@ -293,8 +293,7 @@ def test_fuzzed_results_are_read_or_refused_in_words(tmp_path: Path) -> None:
             "turns_detail": [turn], "questions_detail": []}  # fmt: skip
     for _ in range(500):
         file.write_text(json.dumps(mutated(good, rng)), encoding="utf-8")
-        for reader in (read_results, read_whole):
-            try:
-                reader(file)
-            except UsageError as error:
-                assert "is not a result of `trtspec bench`" in error.message
+        try:
+            read_results(file)
+        except UsageError as error:
+            assert "is not a result of `trtspec bench`" in error.message

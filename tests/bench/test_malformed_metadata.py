@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench import assembly, measure
-from trtspec.bench.datasets import Dataset, Question
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
 from trtspec.bench.watch import Watch
 from trtspec.client.client import RequestSampling, new_client
@@ -108,7 +108,7 @@ def bench(first: Pages, later: Pages) -> BenchResults:
         return page
 
     targets = asyncio.run(served(found, lambda url: measure.measure({"e": url}, WORKLOAD)))
-    results = assembly.assemble(*targets)
+    results = assemble.assemble(*targets)
     assert json.loads(json.dumps(results.to_dict(), ensure_ascii=False).encode())["turns"] is not None
     return results
 
@@ -132,7 +132,7 @@ def test_a_list_of_models_that_is_none_is_named(models: str) -> None:
         ("/metrics", metrics(drafts="3"), "counts less after the run than before it"),
         ("/metrics", metrics(position="x"), "of the position 'x'"),
         ("/metrics", metrics(drafts="11", accepted="5").replace('"0"} 4', '"0"} 9'), "measured in part"),
-        ("/server_info", '{"internal_states":["x"]}', "tells nothing"),
+        ("/server_info", '{"internal_states":["x"]}', "reports nothing"),
         ("/server_info", '{"internal_states":[{"avg_spec_accept_length":"3.1"}]}', "'3.1', which is no mean"),
         ("/server_info", '{"internal_states":[{"avg_spec_accept_length":1e-300}]}', "no mean"),
     ],
@@ -232,4 +232,4 @@ def test_a_frontend_that_passes_nothing_on_is_not_taken_for_acceptance() -> None
     """As Dynamo's: bench measures speed alone and says so."""
     frontend = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "nvidia"}]})}
     results = bench(frontend, {**frontend, "/metrics": "dynamo_frontend_requests_total 3\n"})
-    assert ["tells nothing about speculation" in reason for reason in reasons(results)] == [True]
+    assert ["reports nothing about speculation" in reason for reason in reasons(results)] == [True]

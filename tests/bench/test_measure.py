@@ -7,20 +7,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.command_line import Done, trtspec
-from trtspec.bench import assembly, measure
-from trtspec.bench.compare import compare
-from trtspec.bench.datasets import DatasetChoice, load_dataset
-from trtspec.bench.load import Round, steady_rate
-from trtspec.bench.results import read_whole
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.questions.datasets import Dataset, load_dataset
 from trtspec.client import servers
-from trtspec.client.client import Answer, RequestSampling
+from trtspec.client.client import RequestSampling
 
 Start = Callable[..., str]
 
@@ -29,7 +25,7 @@ def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
     sampling = RequestSampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
     settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
     work = measure.BenchWorkload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
-    return assembly.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
+    return assemble.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
 
 
 def codes(results: dict[str, Any]) -> set[str]:
@@ -80,48 +76,28 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
     assert level["throughput"]["output_tokens"] == level["tokens"] and level["throughput"]["errors"] == 0
 
 
-def test_interleaved_ratio_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
-    """Both servers sleep per step, so the speed-up is tokens per step; a drifting machine cancels in the rounds.
-
-    Every answer has 25 tokens, in 1 + 8 steps of 3 or in 25: with answers of all lengths the window in which both slots
-    are busy covers other answers on the one server than on the other. The steps come at times set when the request
-    arrives, so that one that is late delays none behind it."""
-    urls = {"spec": stand_in(kind="reference", step_s=0.02, forced=2), "plain": stand_in(kind="plain", step_s=0.02)}
-    asked_once = load_dataset(str(dataset), choice=DatasetChoice(turns=1))
-    work = measure.BenchWorkload(asked_once, RequestSampling(max_tokens=25), (2,), (12,), rounds=3, warmup=2)
-    results = assembly.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
-    level = results["interleaved"][0]
-    ratio = next(pair for pair in level["ratios"] if (pair["of"], pair["over"]) == ("spec", "plain"))
-    assert level["metric"] == "steady_tokens_per_s"
-    assert len(ratio["per_round"]) == 3 and ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert results["per_turn_mean"] == pytest.approx(25 / 9, abs=1e-3)
-    assert ratio["median"] == pytest.approx(25 / 9, rel=0.15)
-    asked = [results["concurrency"][0]["throughput"]["requests"], results["endpoints"]["plain"]["concurrency"][0]]
-    assert asked[0] == asked[1]["throughput"]["requests"]
+def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
+    """Both servers sleep per step, so the speed-up is tokens per step: 25 tokens in 1 + 8 steps of 3 or in 25."""
+    urls = {"spec": stand_in(kind="reference", step_s=0.05, forced=2), "plain": stand_in(kind="plain", step_s=0.05)}
+    whole = load_dataset(str(dataset))
+    once = Dataset("once", "0" * 64, tuple(question.first_turn for question in whole.questions))
+    work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), (6,), rounds=2, warmup=2)
+    results = assemble.assemble(*asyncio.run(measure.measure(urls, work)))
+    (ratio,) = (found for found in results.speedups if (found.of, found.over) == ("spec", "plain"))
+    assert ratio.questions == 6 and ratio.low <= ratio.ratio <= ratio.high
+    assert results.per_turn_mean == pytest.approx(25 / 9, abs=1e-3)
+    assert ratio.ratio == pytest.approx(25 / 9, rel=0.15)
+    asked = [results.concurrency[0].throughput.requests, results.endpoints["plain"].concurrency[0]]
+    assert asked[0] == asked[1].throughput.requests  # type: ignore[union-attr]
 
 
 def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
     url = stand_in(kind="reference")
     work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(32, 1.0, seed=5), (4,), (8,))
-    first, second = (assembly.answer_records(asyncio.run(measure.measure({"e": url}, work))[0]) for _ in range(2))
+    first, second = (assemble.answer_records(asyncio.run(measure.measure({"e": url}, work))[0]) for _ in range(2))
     texts = [{(a["question"], a["turn"]): a["text"] for a in answers} for answers in (first, second)]
     assert texts[0] == texts[1]
     assert len(set(texts[0].values())) == len(texts[0])
-
-
-def test_steady_rate_leaves_out_the_tail() -> None:
-    """Two slots, 10 tokens a second each; from second 4 on only one is busy."""
-
-    def answer(question: str, begin: float, seconds: float) -> Answer:
-        made = Answer(question, "c", 0, started=begin, finished=begin + seconds)
-        made.chunks = [(begin + 0.1 * (i + 1), 1) for i in range(round(10 * seconds))]
-        made.completion_tokens = len(made.chunks)
-        return made
-
-    answers = [answer("a", 0, 2), answer("b", 0, 4), answer("c", 2, 8), answer("d", 0, 0.0)]
-    busy = Round(2, answers, 0.0, 10.0, 0.0, 4.0)
-    assert steady_rate(busy) == pytest.approx(20, rel=0.03)
-    assert steady_rate(Round(3, answers, 0.0, 10.0, 0.0, 4.0)) is None, "too few conversations to fill the slots"
 
 
 @pytest.mark.parametrize(
@@ -136,12 +112,6 @@ def test_steady_rate_leaves_out_the_tail() -> None:
 )
 def test_unsound_measurements_are_named(stand_in: Start, dataset: Path, settings: dict, code: str) -> None:
     assert codes(run({"e": stand_in(**settings)}, dataset)) == {code}
-
-
-def test_forced_acceptance_is_seen_through_trtllm_averages_too(stand_in: Start, dataset: Path) -> None:
-    results = run({"e": stand_in(kind="trtllm", forced=3, draft_len=3)}, dataset, concurrency=(4,), samples=(36,))
-    assert "TS-BENCH-FORCED-ACCEPTANCE" in codes(results)
-    assert not codes(run({"e": stand_in(kind="trtllm")}, dataset))
 
 
 def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
@@ -163,16 +133,13 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert refused.status == 2 and "--force" in refused.stderr
     again = trtspec("bench", url, *common, "--compare", out, "--json")
     comparison = json.loads(again.stdout)["comparison"]
-    assert comparison["figures"][0]["ratio"] == 1.0 and not comparison["differs"]
-    assert comparison["figures"][0]["low"] <= 1.0 <= comparison["figures"][0]["high"]
-    other = trtspec("bench", url, *common[:-2], "--compare", out, "--json")
-    assert json.loads(other.stdout)["comparison"]["differs"] == ["max_tokens"]
-    whole = read_whole(out)
-    for temperature, differs in ((1.0, ["draft_sampling"]), (0.0, [])):
-        new = replace(whole, workload={**whole.workload, "temperature": temperature})
-        new = replace(new, server=replace(whole.server, draft_sampling="argmax"))
-        old = replace(new, server=replace(whole.server, draft_sampling="probabilistic"))
-        assert compare(new, old).differs == differs, "drafts are drawn in sampled requests alone"
+    assert comparison["figures"][0]["ratio"] == 1.0 and comparison["figures"][0]["verdict"] == "no change found"
+    other = trtspec("bench", url, *common[:-2], "--compare", out)
+    assert other.status == 2 and "max_tokens was 48, now 256" in other.stderr
+    renamed = json.loads((out / "results.json").read_text()) | {"server": {"kind": "reference", "model": "other"}}
+    (tmp_path / "other.json").write_text(json.dumps(renamed))
+    other = trtspec("bench", url, *common, "--compare", tmp_path / "other.json")
+    assert other.status == 2 and "figures of the model other" in other.stderr, other.stderr
 
 
 def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

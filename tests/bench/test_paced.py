@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
-from trtspec.bench import assembly, measure
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.load import ServiceLevel
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.load.loops import ServiceLevel
+from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults
 from trtspec.client.client import Endpoint, RequestSampling, new_client, request_body, stream_answer
 
@@ -51,7 +51,7 @@ def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
 def run(url: str, dataset: Path, **options: Any) -> BenchResults:
     settings: dict[str, Any] = {"concurrency": (2,), "samples": (8,), "warmup": 0, **options}
     work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(TOKENS), **settings)
-    return assembly.assemble(*asyncio.run(measure.measure({"e": url}, work)))
+    return assemble.assemble(*asyncio.run(measure.measure({"e": url}, work)))
 
 
 def truth(url: str) -> dict[str, float]:

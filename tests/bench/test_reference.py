@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,11 @@ import yaml
 from tests.bench.conftest import free_port
 from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vllm_bench_serve
 from trtspec import data_files
-from trtspec.bench import assembly, measure
 from trtspec.bench.choose_draft import choose
-from trtspec.bench.conditions import parse
-from trtspec.bench.datasets import Dataset, load_dataset, spread
-from trtspec.bench.measure import MeasuredEndpoint
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.bench.results import BenchResults, EndpointResult
-from trtspec.bench.tables import card_tables
 from trtspec.client.client import RequestSampling, wait_ready
-from trtspec.client.servers import all_counts
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +58,7 @@ def run(urls: dict[str, str], **options: Any) -> BenchResults:
     settings: dict[str, Any] = {"concurrency": (4,), "samples": (24,), **options}
     sampling = RequestSampling(settings.pop("max_tokens", 64), settings.pop("temperature", 1.0))
     work = measure.BenchWorkload(load_dataset("nano"), sampling, **settings)
-    return assembly.assemble(*asyncio.run(measure.measure(urls, work)))
+    return assemble.assemble(*asyncio.run(measure.measure(urls, work)))
 
 
 def counters(url: str) -> dict[str, float]:
@@ -102,7 +98,7 @@ def test_other_load_generators_measure_the_same(reference: Callable[..., str], t
     )
 
     def ours() -> dict[str, float]:
-        return figures(assembly.assemble(*asyncio.run(measure.measure({"e": url}, work))))
+        return figures(assemble.assemble(*asyncio.run(measure.measure({"e": url}, work))))
 
     ours()  # warms the prefixes
     ratios: dict[tuple[str, str], list[float]] = {}
@@ -117,78 +113,22 @@ def test_other_load_generators_measure_the_same(reference: Callable[..., str], t
     assert all(0.9 < medians[name, figure] < 1.1 for name, figure in ratios), medians
 
 
-# questions of a round at each load: short rounds leave the machine little time to change
-PER_ROUND = {1: 2, 4: 4, 16: 16}
-
-
-def same_questions_in_every_round(rounds: int) -> Dataset:
-    """Sixteen questions again and again, so that each round of each load asks the first of them, and rounds differ by
-    the machine alone. `measure` takes every `rounds`-th question of the list for a round."""
-    found = load_dataset("nano")
-    few = spread(list(found.questions), max(PER_ROUND.values()))
-    again = [replace(q, id=f"{q.id} {number}", category="all") for q in few for number in range(rounds)]
-    return replace(found, questions=tuple(again))
-
-
-def part(
-    targets: Sequence[MeasuredEndpoint], work: measure.BenchWorkload, belongs: Callable[[int], bool]
-) -> dict[int, EndpointResult]:
-    """The rounds whose number `belongs` as a run of their own, by draft length."""
-    parts = []
-    for target in targets:
-        rounds = {level: [run for run in runs if belongs(run.number)] for level, runs in target.rounds.items()}
-        counts = {level: all_counts([a for run in runs for a in run.answers]) for level, runs in rounds.items()}
-        parts.append(replace(target, rounds=rounds, counts=counts))
-    return {int(e.name.removeprefix("draft-")): e for e in assembly.assemble(parts, work).all}
-
-
 def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
-    """Chosen from every third round of one run, judged by the rounds between them, so that both see the same machine; a
-    second run of the same servers is up to a quarter slower or faster. Greedy: all lengths give the same text and
-    differ in speed alone. The rounds must tell 3 %: on cores of their own, servers and bench spread half as much from
-    round to round. TRTSPEC_CHOICE_ROUNDS is the number of rounds, 54."""
-    rounds, cores = int(os.environ.get("TRTSPEC_CHOICE_ROUNDS", "54")), os.sched_getaffinity(0)
-    mine = {min(cores)} if len(cores) > 1 else cores
-    try:
-        os.sched_setaffinity(0, cores - mine or cores)
-        urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in range(1, 6)}
-        os.sched_setaffinity(0, mine)
-        judge_choice(urls, rounds)
-    finally:
-        os.sched_setaffinity(0, cores)
+    """Chosen on every other question of one run, judged on the questions between them, so that both see the same
+    machine: a second run of the same servers is up to a quarter slower or faster."""
+    urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 3, 5)}
+    found = run(urls, concurrency=(1, 4), samples=(32, 32), rounds=4, temperature=0.0, max_tokens=48)
 
+    def half(odd: int) -> dict[int, EndpointResult]:
+        return {
+            int(e.name.removeprefix("draft-")): replace(e, questions_detail=e.questions_detail[odd::2])
+            for e in found.all
+        }
 
-def judge_choice(urls: dict[str, str], rounds: int) -> None:
-    samples = tuple(rounds * count for count in PER_ROUND.values())
-    sampling = RequestSampling(48, 0.0)
-    work = measure.BenchWorkload(same_questions_in_every_round(rounds), sampling, tuple(PER_ROUND), samples, rounds)
-    targets, work, _ = asyncio.run(measure.measure(urls, work))
-    first = part(targets, work, lambda number: number % 3 == 0)
-    between = part(targets, work, lambda number: number % 3 != 0)
-    shares = []
-    for told, truth in zip(choose(first), choose(between), strict=True):
+    for told, truth in zip(choose(half(0)).loads, choose(half(1)).loads, strict=True):
         speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
-        sure = {figure.draft_len: figure.of_best for figure in truth.lengths}
-        shares.append(speed[told.best] / max(speed.values()))
-        expected = {figure.draft_len: figure.tokens_per_s for figure in told.lengths}
-        print(f"concurrency {told.concurrency}, {told.rounds} rounds: {told.best} chosen of {expected} (alike: "
-              f"{told.alike}), {100 * shares[-1]:.1f} % of the best of {speed} in {truth.rounds} other rounds; "
-              f"intervals over {truth.best}: {sure}")  # fmt: skip
-    assert min(shares) >= 0.97
-
-
-def test_tables_of_cards_from_held_out_prompts(reference: Callable[..., str]) -> None:
-    """Heads and a plain server under conditions, in the layouts of published tables, under kimi-nano's own names."""
-    urls = {"eagle3": reference("--head", HEAD), "shorter": reference("--head", HEAD, "--draft-len", "2")}
-    urls["plain"] = reference()
-    conditions = tuple(parse(["context=256", "template=none", "system=Answer in Python."]))
-    results = run(urls, conditions=conditions, tokenizer=NANO, samples=(5,), max_tokens=48)
-    tables = {table.title: table for table in card_tables(results)}
-    for table in tables.values():
-        print(table.title, list(table.columns), *table.rows, sep="\n")
-    assert any(title.startswith("Output per user") for title in tables)
-    by_condition = next(table for title, table in tables.items() if title.startswith("Acceptance by condition"))
-    assert [row[0] for row in by_condition.rows] == [condition.label for condition in conditions]
+        print(f"concurrency {told.concurrency}: {told.best} chosen, {speed} tokens/s on the other questions")
+        assert speed[told.best] >= 0.97 * max(speed.values())
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:

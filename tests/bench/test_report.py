@@ -1,4 +1,4 @@
-"""The HTML reports: self-contained, complete, honest about what is missing. Data named SAMPLE is made up."""
+"""The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of degenerate output."""
 
 from __future__ import annotations
 
@@ -6,58 +6,44 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trtspec.bench import assembly, demo_report, measure
-from trtspec.bench.datasets import load_dataset
-from trtspec.bench.report import bench_html
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.questions.datasets import load_dataset
+from trtspec.bench.report import tables
+from trtspec.bench.report.bench import all_tables, bench_html, category_bars, figures, sentence, speed_curve
+from trtspec.bench.report.page import Figure, Plot, Section, render
+from trtspec.bench.report.plots import Bars, Point, bars, curve
 from trtspec.bench.results import BenchResults, from_dict
 from trtspec.client.client import RequestSampling
-
-SAMPLE_CLASSES = {"SAMPLE experts": {"tensors": 28, "relative_error": 0.0951, "worst": 0.0985}}
+from trtspec.errors import Problem
+from trtspec.report import Table
 
 
 @pytest.fixture(scope="module")
 def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
-    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (6, 12), rounds=2)
-    return assembly.assemble(*asyncio.run(measure.measure(urls, work)))
+    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (9, 12), thinking="off")
+    return assemble.assemble(*asyncio.run(measure.measure(urls, work)))
 
 
-@pytest.fixture
-def sample(results: BenchResults) -> dict[str, Any]:
-    """demo.json with real bench results and made-up everything else."""
-    curve = [{"step": s, "loss": 9 / s, "accuracy": [0.1 * s, 0.05 * s]} for s in range(1, 9)]
-    checkpoint = {"format": "SAMPLE", "parameters": 10, "bytes": 20, "problems": [], "eagle": "3", "attention": "mla"}
-    verdict = {"ok": True, "results": [{"name": "lossless", "status": "skipped", "message": "SAMPLE", "detail": {}}]}
-    serve = {"argv": ["trtllm-serve", "SAMPLE"], "problems": []}
-    return {
-        "quick": True,
-        "machine": {"processor": "SAMPLE", "cores": 2, "memory_gib": 1.0, "system": "SAMPLE"},
-        "bench": {name: results.to_dict() for name in ("greedy", "sampled", "nvfp4-greedy")},
-        "checks": [{"title": "SAMPLE", "gate": True, "verdict": verdict}],
-        "steps": [{"stage": 1, "command": "trtspec inspect <SAMPLE>", "expected": 1, "seconds": 2.0}],
-        "seconds": 61.0,
-        "target": checkpoint,
-        "quantized": {**checkpoint, "comparison": {"classes": SAMPLE_CLASSES}},
-        "head": checkpoint,
-        "training": [*curve, {"step": 8, "held_out": {"loss": 1.0, "accuracy": [0.8, 0.4]}}],
-        "honesty": {"draft_over_target": 0.07, "distinct_heldout": 0.9, "distinct_sampled": 0.81},
-        "config": {"yaml": "a: 1", "lint": {"version": "0", "ok": True}, "serve": serve, "pair": ["T", "H"]},
-        "created": "SAMPLE",
-        "versions": {"trtspec": "0"},
-    }
+def broken(results: BenchResults) -> BenchResults:
+    """The same run with degenerate output of the first endpoint."""
+    bad = replace(results.degeneration, degenerate=True)
+    levels = [replace(level, degeneration=bad) for level in results.concurrency]
+    quality = dict.fromkeys(results.quality, bad)
+    return replace(results, degeneration=bad, concurrency=levels, quality=quality, speedups=[])
 
 
 class Wellformed(HTMLParser):
-    """Fails on tags that do not nest and on anything that a page would have to fetch."""
+    """Every tag that opens closes, and nothing is loaded from elsewhere."""
 
-    VOID = ("meta", "br", "link", "img", "hr", "input")
+    VOID = ("meta", "br", "rect", "line", "circle", "polyline")
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,67 +52,88 @@ class Wellformed(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag not in ("script", "link", "img", "iframe"), tag
         for name, value in attrs:
-            assert name not in ("src", "srcset"), (tag, name, value)
-            assert not (name.endswith("href") and value and not value.startswith("#")), (tag, name, value)
+            assert name not in ("src", "href", "xlink:href"), (tag, name, value)
         if tag not in self.VOID:
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in self.VOID, tag
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, tag
 
 
-def assert_self_contained(page: str) -> None:
+def parsed(page: str) -> str:
     parser = Wellformed()
     parser.feed(page)
-    assert not parser.open
-    assert "@import" not in page and "url(http" not in page
+    assert not parser.open and "@import" not in page and "url(" not in page
+    return page
 
 
-def test_bench_report(results: BenchResults) -> None:
+def test_the_page_begins_with_its_sentence_and_figures_with_ranges(results: BenchResults) -> None:
+    page = parsed(bench_html(results))
+    body = page[page.index("<main>") :]
+    said = sentence(results)
+    assert re.match(r"eagle3: [\d.]+ times as fast as plain \([\d.]+ to [\d.]+\) at concurrency 1, ", said), said
+    assert "tokens per step (" in said and "questions of questions.jsonl, temperature 0, thinking off." in said
+    assert body.index(said) < body.index('<div class="figures">') < body.index("<svg") < body.index("<table")
+    cards = re.findall(r'<b>([^<]+)</b><span class="range">([^<]+)</span>', page)
+    assert len(cards) == 3 and all(re.search(r"\d to \d|p99", found) for _, found in cards), cards
+    assert page.count("<svg") == 3 and len(page) < 100_000
+    assert from_dict(json.loads(json.dumps(results.to_dict()))) == results, "results.json is read again"
+
+
+def test_terminal_and_page_have_the_same_tables_within_80_columns(results: BenchResults) -> None:
     page = bench_html(results)
-    assert_self_contained(page)
-    assert page.count("<svg") == 3 and len(page) < 200_000
-    assert "#0303" not in page and "#0101" not in page, "a plot kept its placeholder colours"
-    for name in ("eagle3", "plain", "prompt-lookup", *results.categories):
-        assert name in page
-    # the plain server drafts nothing: no acceptance bars and no pretended figure for it
-    assert results.endpoints["plain"].drafted is None
+    shown = all_tables(results)
+    assert len(shown) >= 6 and all(table.title in page for table in shown)
+    for table in shown:
+        cells = [table.columns, *table.rows]
+        widths = [max(len(word) for row in cells for word in _unbroken(table, row, place))
+                  for place in range(len(table.columns))]  # fmt: skip
+        assert sum(widths) + 3 * len(widths) + 1 <= 80, (table.title, widths)
+        assert table.title.endswith(", temperature 0, thinking off"), "a title names how its figures were measured"
 
 
-def test_what_was_written_is_read_again(results: BenchResults) -> None:
-    assert from_dict(json.loads(json.dumps(results.to_dict()))) == results
+def _unbroken(table: Table, row: list[str], place: int) -> list[str]:
+    """What a terminal does not break: the words of text, a whole figure."""
+    cell = row[place]
+    return cell.split() or [""] if place in table.text_columns or row is table.columns else [cell]
 
 
-def test_demo_report_shows_every_section(sample: dict[str, Any]) -> None:
-    page = demo_report.demo_html(sample)
-    assert_self_contained(page)
-    for anchor in re.findall(r'href="#([\w-]+)"', page):
-        if not anchor.startswith(("m", "p", "C", "h")) or anchor in ("chain", "checkpoints", "config"):
-            assert f'id="{anchor}"' in page, anchor
-    assert "trtspec inspect &lt;SAMPLE&gt;" in page, "commands are escaped"
-    assert "0.0951" in page and "2.17x" not in page
-    assert "0.90" in page, "0.81 over 0.9"
-    assert page.count("<svg") == 5
+def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchResults) -> None:
+    found = broken(results)
+    assert "output is degenerate" in sentence(found) and "times as fast" not in sentence(found)
+    assert not [figure for figure in figures(found)[:3] if figure]
+    assert all(row[3:] == ["", ""] for row in tables.acceptance_table(found, found).rows)
+    assert tables.speedup_table(found) is None and category_bars([found]) == ""
+    assert ">eagle3<" not in speed_curve(found) and ">eagle3<" in speed_curve(results)
+    assert "DEGENERATE" in bench_html(found)
 
 
-def test_demo_report_leaves_out_what_was_not_run(sample: dict[str, Any]) -> None:
-    for key in ("training", "honesty", "config", "quantized"):
-        del sample[key]
-    sample["bench"] = {}
-    page = demo_report.demo_html(sample)
-    assert_self_contained(page)
-    assert "<svg" not in page and "Training the head" not in page and "Bits per byte" not in page
+def test_what_is_missing_is_left_out() -> None:
+    page = parsed(render("t", "It <works>.", [None, Figure("2x", "1 to 3", "fast")], [
+        Section(title="Empty", plots=[Plot("", "none")], tables=[None, Table("t", ["a"], [])]),
+        Section(title="Full", problems=[Problem("TS-X", "warning", "here", "why", "do")], code="a: 1"),
+    ], verdict="pass"))  # fmt: skip
+    assert "Empty" not in page and "Full" in page and page.count('class="figure"') == 1
+    assert "It &lt;works&gt;." in page and 'class="sentence pass"' in page
+    assert 'class="figures"' not in render("t", "s", [None], [])
 
 
-def test_without_matplotlib_the_report_says_so(results: BenchResults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtspec.bench.report.can_plot", lambda: False)
-    page = bench_html(results)
-    assert "<svg" not in page and "trtspec[report]" in page
-    assert f"{results.acceptance_length:.2f}" in page
+def test_data_sets_stand_beside_each_other_and_published_figures_apart(results: BenchResults) -> None:
+    other = replace(results, workload=replace(results.workload, dataset="mt-bench", thinking="on"))
+    table = tables.data_sets_table([results, other])
+    assert [row[0] for row in table.rows] == ["questions.jsonl", "mt-bench"] and "thinking on" in table.rows[1][3]
+    page = parsed(bench_html(results, [other]))
+    assert "Published figures" in page and "Source: " in page
+    assert not any("nvidia/" in table.title for table in all_tables(results, [other]))
 
 
-def test_curves_are_thinned_without_moving_their_mean() -> None:
-    points = [(float(step), float(step % 7)) for step in range(1, 1001)]
-    thin = demo_report.thinned(points)
-    assert len(thin) <= demo_report.SMOOTH and thin[-1][0] == 1000
-    assert sum(y for _, y in thin) / len(thin) == pytest.approx(sum(y for _, y in points) / len(points), abs=0.1)
+def test_plots_hold_their_values_and_intervals() -> None:
+    drawn = bars([Bars("a", {"code & co": (2.5, 2.0, 3.0)}), Bars("b", {"code & co": (1.5, None, None)})], baseline=1.0)
+    assert "2.50" in drawn and "1.50" in drawn and "code &amp; co" in drawn and drawn.count("<line") == 1
+    line = curve({"a": [Point(10, 5, "1", 4, 6), Point(40, 3, "4")]}, "x", "y")
+    assert line.count("<circle") == 2 and "<polyline" in line and curve({}, "x", "y") == "" == bars([])
+    flat = curve({"a": [Point(1, 2.0), Point(1, 2.0)]}, "x", "y")
+    assert "nan" not in flat and "inf" not in flat

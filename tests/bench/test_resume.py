@@ -14,8 +14,8 @@ from tests.bench.test_counters import WORKLOAD as COUNTED
 from tests.bench.test_counters import CountingServer
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from tests.command_line import trtspec
-from trtspec.bench.measure import Progress, measure
-from trtspec.bench.raw_results import RawResults
+from trtspec.bench.load.journal import RunJournal
+from trtspec.bench.load.measure import Progress, measure
 from trtspec.errors import UsageError
 
 Start = Callable[..., str]
@@ -43,8 +43,8 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
 
     def run(kind: str, version: str | None = "1.0") -> None:
         found = pages(kind) | {"/version": json.dumps({"version": version})}
-        with RawResults(path, {}) as raw:
-            asyncio.run(served(found.get, lambda url: measure({"e": url}, WORKLOAD, progress=Progress(raw=raw))))
+        with RunJournal(path, {}) as raw:
+            asyncio.run(served(found.get, lambda url: measure({"e": url}, WORKLOAD, progress=Progress(journal=raw))))
 
     run("sglang")
     run("sglang", None)  # what it does not say this time is not known to differ
@@ -57,21 +57,21 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
-    """Of a vLLM, whose counters hold all answers of a part together, a part with a failed one is asked again whole."""
+    """Only the answer that failed is asked again, in the load and by category."""
     server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl", list[str](), list[int]()
 
     async def twice(url: str) -> None:
         for _ in range(2):
-            with RawResults(path, {}) as raw:
+            with RunJournal(path, {}) as raw:
                 work = replace(COUNTED, concurrency=(2, 1), samples=(None, 3))
-                await measure({"e": url}, work, progress=Progress(said.append, raw=raw))
+                await measure({"e": url}, work, progress=Progress(said.append, journal=raw))
             asked.append(len(server.asked))
             server.cut.clear()
             server.asked.clear()
 
     server.run(twice)
-    assert asked == [19, 12], "8 and 4 questions of the load and of a category again; 3 and 4 are kept"
-    assert [text for text in said if "kept" in text] == ["7 answers of the interrupted run are kept"]
+    assert asked == [19, 2]
+    assert [text for text in said if "kept" in text] == ["17 answers of the interrupted run are kept"]
 
 
 def test_resume_overwrites_only_what_it_continues(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

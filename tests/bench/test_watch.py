@@ -19,6 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.conftest import free_port
 from tests.command_line import Done, trtspec
+from trtspec.bench.results import BenchResults, Workload
+from trtspec.bench.statistics import summarize
+from trtspec.client.servers import DetectedServer, TurnCounts
+from trtspec.client.text_quality import judge_run
 
 VLLM = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 TRTLLM = ("trtllm:spec_decode_num_draft_tokens", "trtllm:spec_decode_num_accepted_tokens")  # as Dynamo writes them
@@ -72,13 +76,20 @@ def results(path: Path, turns: bool = True, **ratios: float) -> Path:
     """A results.json with 40 answers of 100 steps in each category."""
     rows, categories = [], {}
     for category, ratio in ratios.items():
-        for number in range(40 if turns else 0):
-            accepted = round(100 * ratio) + (-8, 8)[number % 2]
-            row = {"question": f"{category}{number}", "category": category, "tokens": 100 + accepted, "steps": 100}
-            rows.append({**row, "accepted": accepted, "drafted": 300, "histogram": None, "source": "x"})
-        categories[category] = {"steps": 4000, "accepted": round(4000 * ratio), "histogram": None}
-    body = {"name": "endpoint", "url": "http://x", "server": {}, "workload": {}, "concurrency": []}
-    path.write_text(json.dumps({**body, "categories": categories, "turns_detail": rows}))
+        group = [
+            TurnCounts(f"{category}{n}", category, 100, 100, round(100 * ratio) + (-8, 8)[n % 2], 300, None, "x")
+            for n in range(40)
+        ]
+        rows += group if turns else []
+        categories[category] = summarize(group)
+    work = Workload(dataset="d", dataset_sha256="0", questions_sha256=None, licence=None, questions=[40], turns=40,
+                    categories=[], template="t", thinking=None, concurrency=[1], rates=[], rounds=1, max_tokens=9,
+                    temperature=0.0, seed=0)  # fmt: skip
+    found = BenchResults(
+        **vars(summarize(rows)), name="endpoint", url="http://x", server=DetectedServer("vllm", "m"), workload=work,
+        categories=categories, degeneration=judge_run([]), concurrency=[], turns_detail=rows, endpoints={}, problems=[],
+    )  # fmt: skip
+    path.write_text(json.dumps(found.to_dict()))
     return path
 
 

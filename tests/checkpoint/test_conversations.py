@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tests.command_line import trtspec
-from trtspec.bench.datasets import load_dataset
+from trtspec.bench.questions.datasets import load_dataset
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.rows import read_rows
 from trtspec.errors import UsageError

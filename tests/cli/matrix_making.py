@@ -122,7 +122,7 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
 
 
 SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
-BENCH = line("bench {url} --samples 2 --concurrency 1 --max-tokens 8")
+BENCH = line("bench {url} --samples 3 --concurrency 1 --max-tokens 8")
 DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
 CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
 SLOWLY = (*BENCH, "--extra-body", '{{"delay": 0.4}}')
@@ -158,7 +158,6 @@ MAKING: dict[str, dict[str, Situation]] = {
             effects(
                 output=Effect(instead=line("demo -o {out}-2 --port {port}")),
                 port="--port {taken}",
-                quick="--quick",
                 force=Effect(line("--force"), before=journal("{out}/logs/01.out")),
             ),
         )
@@ -325,7 +324,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 url=Effect(instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")),
                 output="--output {out}",
                 dataset="--dataset {data}",
-                samples="--samples 3",
+                samples="--samples 4",
                 concurrency="--concurrency 2",
                 max_tokens="--max-tokens 4",
                 temperature="--temperature 0.5",
@@ -333,17 +332,11 @@ MAKING: dict[str, dict[str, Situation]] = {
                 against_url="--against-url plain={url}",
                 rounds=Effect(line("--rounds 2"), base=(*BENCH, "--json")),
                 compare="--compare {results}",
-                api="--api completions",
                 model="--model other",
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
                 split=Effect(line("--split test"), base=(*BENCH, "--dataset", "nobody/nothing")),
                 limit="--limit 1",
-                turns=Effect(line("--turns 1"), base=(*BENCH, *line("--dataset {trace} --replay"))),
-                replay=Effect(line("--replay"), base=(*BENCH, "--dataset", "{trace}")),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
-                isl=Effect(("--isl", "48", "--tokenizer", NANO)),
-                tokenizer=Effect(("--tokenizer", NANO), base=(*BENCH, "--isl", "48")),
-                osl=Effect(line("--osl 4"), base=line("bench {url} --samples 2 --concurrency 1")),
                 thinking="--thinking off",
                 under="--under system=briefly",
                 warmup="--warmup 3",
@@ -351,7 +344,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 max_regression=Effect(line("--max-regression 5%"), base=(*BENCH, "--compare", "{drafted}")),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
                 at=Effect(line("--at 2={middling}"), base=CHOOSING),
-                trtllm_version=Effect(line("--trtllm-version 1.2.1"), base=CHOOSING),
                 timeout=Effect(line("--timeout 0.2"), base=SLOWLY),
                 wait_ready=Effect(
                     line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.command_line import Done, trtspec
 from tests.tiny import make_head, make_target, write_json
-from trtspec.bench.acceptance import summarize
+from trtspec.bench.statistics import summarize
 from trtspec.cli.inspect_run import Expectation, judge
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.head_check import Suspicion, Trial

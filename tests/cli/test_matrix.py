@@ -21,8 +21,8 @@ from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec import records
-from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
+from trtspec.errors import CheckFailed
 from trtspec.records import Modes, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -60,8 +60,7 @@ def fields_of(record: type) -> list[str]:
 
 
 NOTHING = (
-    "acceptance_length_interval", "per_turn_mean", "per_turn_sd", "conditional", "per_question_mean",
-    "per_question_interval", "surplus",
+    "acceptance_length_interval", "per_turn_mean", "conditional", "per_question_mean", "surplus",
 )  # fmt: skip
 WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}  # 10 % below the baseline of the table
 
@@ -122,9 +121,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     short = ["check", server.url, "--max-tokens", 8, "--context-tokens", 0, "--tokenizer", "kimi-nano"]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
-        ["bench", server.url, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
-        [*short, "--samples", 2, "--record", places["recording"]],
-        [*short, "--samples", 1, "--record", places["shorter"]],
+        ["bench", server.url, "--samples", 3, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
+        [*short, "--samples", 3, "--record", places["recording"]],
+        [*short, "--samples", 2, "--record", places["shorter"]],
     ):
         done = trtspec(*words)
         assert done.status in (0, 3), done.stderr
@@ -150,7 +149,7 @@ def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
     for level in results["concurrency"]:
         level |= told
     for question in results["questions_detail"]:
-        question["decode_s"] = 0.1 * drafts
+        question["seconds"] = 0.1 * drafts
     return results
 
 
@@ -195,13 +194,16 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trtspec.cli.watch._watch_on", watch_on)
     monkeypatch.setattr("trtspec.bench.watch.Watch.read", read)
 
-    def prove_all(*given: Any) -> list[ProveLine]:
+    def prove(*given: Any) -> None:
         stage.handed.append(repr(given))
-        return []
+        raise CheckFailed("begun")
 
-    monkeypatch.setattr("trtspec.cli.prove_run.prove_all", prove_all)
-    monkeypatch.setattr("trtspec.cli.demo.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
-    monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
+    def all_stages(demo: Any) -> None:
+        stage.handed.append(repr((demo.directory, demo.port)))
+        demo.evidence = {"sentence": "", "ok": True}
+
+    monkeypatch.setattr("trtspec.bench.prove.run.prove", prove)
+    monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setattr("trtspec.cli.inspect_run.ANSWER_TOKENS", 8)  # what an option changes shows in short answers

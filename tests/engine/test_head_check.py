@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.trained_heads import FAULTS, KINDS, Head, nano, trained
 from tests.tiny import make_head
-from trtspec.bench.datasets import load_dataset
+from trtspec.bench.questions.datasets import load_dataset
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.head_check import HeadTensors, Trial, chance_of_gain, draft_freely, suspicions, trials

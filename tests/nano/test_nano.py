@@ -103,7 +103,7 @@ def test_answers_are_judged_by_kind() -> None:
 
 
 def test_held_out_file_is_a_prompt_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.questions.datasets import load_dataset
 
     path = tmp_path / "heldout.jsonl"
     monkeypatch.setattr("sys.argv", ["exercises", "-o", str(path), "--each", "2"])

@@ -20,8 +20,8 @@ def test_the_tables_of_the_document_are_up_to_date() -> None:
 
 def errors(section: str) -> list[float]:
     """The first error of each row of the table below a heading, as a share."""
-    text = (DOCS / "plan-model.md").read_text()
-    table = text.partition(f"### {section}")[2].partition("###")[0]
+    text = (DOCS / "plan-checks.md").read_text()
+    table = text.partition(f"## {section}")[2].partition("##")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ") and "%" in line]
     return [float(re.findall(r"([+-][\d.]+) %", row)[0]) / 100 for row in rows]
 
@@ -39,20 +39,20 @@ def test_what_the_document_promises_about_the_errors() -> None:
 
 def test_plain_decode_is_within_ten_percent_of_aiconfigurator() -> None:
     """Wherever both have tables: targets, GPUs, layouts, contexts and concurrencies of its own estimates."""
-    text = (DOCS / "plan-model.md").read_text()
-    table = text.partition("### Plain decode steps of aiconfigurator")[2].partition("###")[0]
+    text = (DOCS / "plan-checks.md").read_text()
+    table = text.partition("## Plain decode steps of aiconfigurator")[2].partition("##")[0]
     differences = [float(value) for value in re.findall(r"([+-][\d.]+) %[;|]? ", table)]
     assert len(differences) > 90 and max(map(abs, differences)) < 10
 
 
 def test_extrapolated_acceptance_and_the_draft_lengths_from_it() -> None:
-    text = (DOCS / "plan-model.md").read_text()
-    rows = text.partition("### Acceptance beyond the measured positions")[2].partition("###")[0].splitlines()
+    text = (DOCS / "plan-checks.md").read_text()
+    rows = text.partition("## Acceptance beyond the measured positions")[2].partition("##")[0].splitlines()
     largest = {
         "K = 1 to 3": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| K = 1 to 3 |" in row],
         "one length": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| one length" in row],
     }
     assert len(largest["K = 1 to 3"]) == 6 and max(largest["K = 1 to 3"]) < 2
     assert len(largest["one length"]) == 4 and max(largest["one length"]) < 4
-    losses = re.findall(r"([\d.]+) % \|$", text.partition("### Draft lengths recommended")[2], re.MULTILINE)
+    losses = re.findall(r"([\d.]+) % \|$", text.partition("## Draft lengths recommended")[2], re.MULTILINE)
     assert len(losses) == 8 and max(map(float, losses)) < 2

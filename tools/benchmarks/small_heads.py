@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trtspec.bench.acceptance import bootstrap_interval
+from trtspec.bench.statistics import length_interval
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import mean_distinct_ratio
@@ -112,7 +112,7 @@ class Workshop:
         ]
         return {
             "length": 1 + accepted / max(steps, 1),
-            "interval": bootstrap_interval(turns),
+            "interval": length_interval(turns),
             "prompts": len(prompts),
             "steps": steps,
             "distinct": mean_distinct_ratio([self.tokenizer.decode(done[name].token_ids) for name in done]),

@@ -1,29 +1,28 @@
-"""What `bench` found, as records: tables, plots, the report and results.json are all made of them.
+"""results.json of `bench`, as records: tables, plots, the report and other commands read nothing else.
 
-A record's fields are the keys of the JSON contract; a group of answers, a concurrency, an endpoint and the whole run
-each repeat the acceptance of all their answers.
+A record's fields are the keys of the JSON contract. A level, an endpoint and the whole run each repeat the acceptance
+of all their answers.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.acceptance import AcceptanceSummary
+from trtspec.bench.statistics import AcceptanceSummary, Ratio, paired_ratio, ratio
 from trtspec.client.servers import Count, DetectedServer, TurnCounts
 from trtspec.client.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
 
-Read = TypeVar("Read")
 NotNegative = Annotated[float, Field(ge=0)]
-SCHEMA = 1  # of results.json
+SCHEMA = 2  # of results.json
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -47,34 +46,55 @@ class Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates over the rounds of one level. `steady_tokens_per_s` counts only the time in which every slot was busy, a
-    fair figure for a comparison: the tail, where slots run empty, would else reward the luckier last answer.
-
-    `inter_token_s` is TPOT, the mean of an answer's tokens after the first; `itl_s` is between chunks as they arrive,
-    of several tokens each under speculation. `prompt_tokens` and `answer_tokens`: per request, as the server counts."""
+    """Rates over the rounds of one level. `inter_token_s` is TPOT, the mean of an answer's tokens after the first;
+    `itl_s` is between chunks as they arrive, of several tokens each under speculation."""
 
     requests: int
     errors: int
     output_tokens: int
     wall_s: float
     tokens_per_s: float | None
-    steady_tokens_per_s: float | None
     tokens_per_s_per_user: LatencySpread | None
     ttft_s: LatencySpread | None
     inter_token_s: LatencySpread | None
+    itl_s: LatencySpread | None
     request_s: LatencySpread | None
-    cached_prompt_tokens: int | None
-    itl_s: LatencySpread | None = None
     requests_per_s: float | None = None
     prompt_tokens: LatencySpread | None = None
     answer_tokens: LatencySpread | None = None
+    cached_prompt_tokens: int | None = None
     goodput: Goodput | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What was asked: a figure without it is no measurement. `under`: labels of the conditions; `extra_body`: what was
+    merged into every request."""
+
+    dataset: str
+    dataset_sha256: str
+    questions_sha256: str | None
+    licence: str | None
+    questions: list[Count]
+    turns: Count
+    categories: list[str]
+    template: str
+    thinking: str | None
+    concurrency: list[Count]
+    rates: list[float]
+    rounds: Count
+    max_tokens: Count
+    temperature: NotNegative
+    seed: int
+    under: list[str] = field(default_factory=list)
+    limit_s: float | None = None
+    promise: str | None = None
+    extra_body: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class QuestionSpeed:
-    """One conversation at one level: what two runs are paired by. Seconds are spent waiting for its answers; `decoded`
-    tokens came in `decode_s` seconds after the first of each answer, in `round` of the level."""
+    """One conversation at one level, the unit that runs are paired by. `seconds` are spent waiting for its answers."""
 
     level: str
     question: str
@@ -82,9 +102,6 @@ class QuestionSpeed:
     tokens: Count
     seconds: NotNegative
     ttft_s: NotNegative | None = None
-    decoded: Count = 0
-    decode_s: NotNegative = 0.0
-    round: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +120,11 @@ class LevelResult(AcceptanceSummary):
     def label(self) -> str:
         return level_label(self.concurrency, self.rate)
 
+    @property
+    def load(self) -> str:
+        """The label in a table."""
+        return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointResult(AcceptanceSummary):
@@ -119,80 +141,81 @@ class EndpointResult(AcceptanceSummary):
     questions_detail: list[QuestionSpeed] = field(default_factory=list)
     quality: dict[str, OutputQuality] = field(default_factory=dict)
 
+    @property
+    def speculates(self) -> bool:
+        return bool(self.steps) and self.drafted != 0
+
+    @property
+    def groups(self) -> dict[str, AcceptanceSummary]:
+        """Acceptance by category, and of all answers under ALL."""
+        return {**self.categories, ALL: self}
+
+    def degenerate(self, category: str = ALL) -> bool:
+        """Whether the output of a category, or of all, is such that its acceptance is not shown."""
+        quality = self.degeneration if category == ALL else self.quality.get(category)
+        return quality is not None and quality.degenerate
+
+    def at(self, label: str) -> LevelResult | None:
+        return next((level for level in self.concurrency if level.label == label), None)
+
+    def speeds(self, label: str) -> dict[str, QuestionSpeed]:
+        return {s.question: s for s in self.questions_detail if s.level == label and s.seconds > 0}
+
 
 @dataclass(frozen=True, kw_only=True)
-class PairRatio:
-    """Speed of one endpoint over another's: round by round, the median and the range. No rounds and null where the
-    output of either was degenerate."""
+class SpeedUp:
+    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval; `questions` of both."""
 
     of: str
     over: str
-    per_round: list[float]
-    median: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class InterleavedLevel:
-    """One concurrency of endpoints measured in alternating rounds. `tokens_per_s`: by endpoint and round."""
-
-    concurrency: int
-    metric: str
-    tokens_per_s: dict[str, list[float]]
-    ratios: list[PairRatio]
-    rate: float | None = None
+    level: str
+    ratio: float
+    low: float
+    high: float
+    questions: int
 
     @property
-    def label(self) -> str:
-        return level_label(self.concurrency, self.rate)
-
-    def pair(self, of: str, over: str) -> PairRatio | None:
-        return next((pair for pair in self.ratios if (pair.of, pair.over) == (of, over)), None)
+    def words(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedFigure:
-    """One figure of this run over the same of an earlier one. `low` and `high` hold the interval at the confidence that
-    all judged figures together need; `finds` is the smallest fall that this many pairs find in 80 % of runs, and
-    `pairs_for_5_percent` how many find one of 5 %. `verdict`: regression, improvement, no change found, or not judged.
-    `paired_by`: question, round, run, or group (of questions that were counted together)."""
+    """One figure of this run over the same of an earlier one. `low` and `high`: its interval, None where it is shown
+    alone. `finds`: the smallest fall that as many `units` (questions or runs) find in 80 % of runs. `verdict`:
+    regression, improvement, no change found, or not judged."""
 
     figure: str
     ratio: float
-    low: float | None
-    high: float | None
-    pairs: int
-    paired_by: str
-    judged: bool
-    verdict: str
+    low: float | None = None
+    high: float | None = None
+    units: int = 0
+    paired_by: str = "question"
+    verdict: str = "not judged"
     finds: float | None = None
-    pairs_for_5_percent: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over an earlier one. `differs`: what of the workload is not the same. `confidence`: of each interval.
-    `runs`: how many earlier runs there are; `old` is the first of them."""
+    """This run over `runs` earlier ones, of which `old` is the first. `confidence`: of each interval."""
 
     old: dict[str, Any]
-    differs: list[str]
+    runs: int
     max_regression: float
     confidence: float
     figures: list[ComparedFigure]
     problems: list[Problem]
-    runs: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the first endpoint's own figures, the others under `endpoints`, ratios under `interleaved`."""
+    """results.json: the first endpoint's own figures, the others under `endpoints`, their ratios under `speedups`."""
 
     schema: int = SCHEMA
-    workload: dict[str, Any]
+    workload: Workload
     endpoints: dict[str, EndpointResult]
-    interleaved: list[InterleavedLevel] | None
     problems: list[Problem]
+    speedups: list[SpeedUp] = field(default_factory=list)
     comparison: Comparison | None = None
     created: str = ""
     versions: dict[str, Any] = field(default_factory=dict)
@@ -206,96 +229,53 @@ class BenchResults(EndpointResult):
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class StatedWorkload:
-    """What tables and titles say of every workload; BenchWorkload.describe writes it, and more."""
-
-    dataset: str
-    dataset_sha256: str
-    questions: list[Count]
-    concurrency: list[Count]
-    rates: list[float]
-    max_tokens: Count
-    temperature: float
-    template: str
-    seed: int
-
-
-@dataclass(frozen=True)
-class WholeResults:
-    """What a report of several runs needs of results.json beside its records."""
-
-    workload: StatedWorkload
-
-
-def from_dict(found: dict[str, Any]) -> BenchResults:
-    """The records of what `to_dict` made. Raises pydantic's ValidationError for anything else."""
-    return _adapter(BenchResults).validate_python(found)
-
-
-@dataclass(frozen=True)
-class StoredCounts:
-    steps: Count | None = None
-    accepted: Count | None = None
-
-
-@dataclass(frozen=True)
-class StoredAcceptance:
-    """What a watch reads of results.json."""
-
-    categories: dict[str, StoredCounts]
-    turns_detail: list[TurnCounts] = field(default_factory=list)
-    quality: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def sound_counts(self) -> dict[str, tuple[int, int]]:
-        """(steps, accepted) of each category that has both, without noise and loops: acceptance on them is no norm."""
-        looping = {name for name, found in self.quality.items() if (found or {}).get("degenerate")}
-        known = {name: (found.steps or 0, found.accepted) for name, found in self.categories.items()}
-        return {name: (n, got) for name, (n, got) in known.items() if n and got is not None and name not in looping}
-
-
 def level_label(concurrency: int, rate: float | None) -> str:
-    """How a level is called in tables: at a given rate the concurrency is a finding, not a setting."""
+    """How a level is called: at a given rate the concurrency is a finding, not a setting."""
     return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
-def read_results(path: Path) -> StoredAcceptance:
-    """What a watch reads of results.json of a directory or a file. Raises UsageError when it is not one."""
-    return _read(path, lambda found: _adapter(StoredAcceptance).validate_json(json.dumps(found), strict=True))
+def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
+    """Output tokens per second that a user sees at a level, waiting for the first one included, over questions. None
+    for degenerate output, on which every drafter is fast."""
+    level, speeds = endpoint.at(label), endpoint.speeds(label).values()
+    if level is None or level.degeneration.degenerate:
+        return None
+    return ratio([speed.tokens for speed in speeds], [speed.seconds for speed in speeds])
 
 
-def read_whole(path: Path) -> BenchResults:
-    """All of results.json of a directory or a file, with all that tables say of its workload. Raises UsageError when it
-    is not one."""
-    return _read(path, _whole)
+def speed_ratio(of: EndpointResult, over: EndpointResult, label: str, confidence: float = 0.95) -> Ratio | None:
+    """`user_speed` of one endpoint over another's, paired by question. None if the output of either is degenerate."""
+    if any(level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))):
+        return None
+    first, second = of.speeds(label), over.speeds(label)
+    common = [question for question in first if question in second]
+    sides = [([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)]
+    return paired_ratio(sides[0], sides[1], confidence)
 
 
-def _whole(found: dict[str, Any]) -> BenchResults:
-    _adapter(WholeResults).validate_python(found)
-    return from_dict(found)
+def from_dict(found: Mapping[str, Any]) -> BenchResults:
+    """The records of what `to_dict` made. Raises pydantic's ValidationError for anything else."""
+    return _adapter().validate_python(found)
 
 
-def _read(path: Path, records: Callable[[dict[str, Any]], Read]) -> Read:
+def read_results(path: Path) -> BenchResults:
+    """results.json of a directory or a file. Raises UsageError if it is not one."""
     file = path / "results.json" if path.is_dir() else path
     try:
         found = files.read_object(file)
         if found.get("schema", SCHEMA) != SCHEMA:
             raise ValueError(f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}")
-        return records(found)
+        return from_dict(found)
     except ValidationError as error:
-        raise _no_result(file, files.first_fault(error)) from None
+        reason = files.first_fault(error)
     except (OSError, TrtspecError, ValueError) as error:
-        raise _no_result(file, str(error)) from None
-
-
-def _no_result(file: Path, reason: str) -> UsageError:
-    return UsageError(
+        reason = str(error)
+    raise UsageError(
         f"{file} is not a result of `trtspec bench`: {reason}",
         "pass the directory given to bench -o, or its results.json",
     )
 
 
 @functools.cache
-def _adapter(record: type) -> TypeAdapter[Any]:
-    return TypeAdapter(record)
+def _adapter() -> TypeAdapter[BenchResults]:
+    return TypeAdapter(BenchResults)

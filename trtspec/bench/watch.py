@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trtspec.bench.acceptance import acceptance_length
 from trtspec.bench.results import read_results
+from trtspec.bench.statistics import acceptance_length
 from trtspec.client.client import RequestFailed, fetch, finite
 from trtspec.client.servers import (
     Counters,
@@ -141,7 +141,11 @@ def read_baseline(path: Path) -> Baseline:
     The variance is that of a ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
     6); for a server that counts all answers together, that of a geometric distribution times DESIGN_EFFECT."""
     run = read_results(path)
-    enough = {category: counts for category, counts in run.sound_counts.items() if counts[0] >= ENOUGH_STEPS}
+    enough = {
+        name: (found.steps, found.accepted)
+        for name, found in run.categories.items()
+        if found.steps and found.steps >= ENOUGH_STEPS and found.accepted is not None and not run.degenerate(name)
+    }
     if not enough:
         what = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
         raise UsageError(what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR")

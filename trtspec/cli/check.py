@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from trtspec import report
 from trtspec.cli.options import request_limits_of
-from trtspec.errors import Problem, UsageError
-from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, checked
+from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
+from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
@@ -32,44 +32,39 @@ MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    url: Annotated[str, typer.Argument(help="Endpoint to check, or with --score the one without speculation.")]
+    url: Annotated[str, argument("Endpoint to check, or with --score the one without speculation.")]
     record: Annotated[
-        Path | None,
-        typer.Option(help="Save the answers of URL to this file, to be judged later. Continues an interrupted run."),
+        Path | None, option("Save the answers of URL to this file, to be judged later. Continues an interrupted run.")
     ] = None
     score: Annotated[
-        Path | None,
-        typer.Option(help="Judge this recording of the speculating server; URL serves the model without speculation."),
+        Path | None, option("Judge this recording of the speculating server; URL serves the model without speculation.")
     ] = None
     against: Annotated[
-        str | None,
-        typer.Option(help="The model without speculation: a URL that scores, or a recording of it."),
-        Modes(ALONE),
+        str | None, option("The model without speculation: a URL that scores, or a recording of it."), Modes(ALONE)
     ] = None
-    min_acceptance: Annotated[float | None, typer.Option(help="Minimum tokens per step.")] = None
+    min_acceptance: Annotated[float | None, option("Minimum tokens per step.")] = None
     exact: Annotated[
-        bool, typer.Option("--exact", help="Both servers compute in float32: every difference fails."),
+        bool, option("Both servers compute in float32: every difference fails."),
         Needs("score", "against"),
     ] = False  # fmt: skip
-    accept_unmeasured: Annotated[tuple[str, ...], typer.Option(help="Row that may stay unmeasured; repeatable.")] = ()
-    dataset: Annotated[str, typer.Option(help="Questions, as for bench."), Modes(ALONE)] = "nano"
-    samples: Annotated[int, typer.Option(min=1, help="Questions; twice as many are sampled."), Modes(ALONE)] = 20
-    max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer."), Modes(ALONE)] = 128
+    accept_unmeasured: Annotated[tuple[str, ...], option("Row that may stay unmeasured; repeatable.")] = ()
+    dataset: Annotated[str, option("Questions, as for bench."), Modes(ALONE)] = "nano"
+    samples: Annotated[int, option("Questions; twice as many are sampled.", min=1), Modes(ALONE)] = 20
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=8), Modes(ALONE)] = 128
     context_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of the long prompts; 0 asks none."), Modes(ALONE)
+        int, option("Tokens of the long prompts; 0 asks none.", min=0), Modes(ALONE)
     ] = 1024  # fmt: skip
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight; one part asks four times as many.")] = 4
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds allowed for one answer.")] = 120.0
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
+    concurrency: Annotated[int, option("Requests in flight; one part asks four times as many.", min=1)] = 4
+    timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
+    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Tokenizer of the target: a directory or a hub id.", show_default="the model's name"),
+        str | None, option("Tokenizer of the target: a directory or a hub id.", default="the model's name")
     ] = None
     force: Annotated[ForceOption, Needs("record")] = False
     json_: JsonOption = False
 
 
-def check(options: CheckOptions) -> None:
+def check(options: CheckOptions) -> Result:
     """Check that users get what the model says: the same output as without speculation, at the wanted acceptance.
 
     Record the speculating server, then let the server without speculation score what it said. The last line is the
@@ -84,10 +79,10 @@ def check(options: CheckOptions) -> None:
         if options.record in (options.score, Path(options.against or "")):
             raise UsageError(f"--record {options.record} is also read", "give --record another file")
         report.refuse_overwrite(options.record, options.force)
-    asyncio.run(_check(options))
+    return asyncio.run(_check(options))
 
 
-async def _check(options: CheckOptions) -> None:
+async def _check(options: CheckOptions) -> Result:
     import time
 
     from trtspec.bench.check.rows import Limits, Verdict, judge
@@ -102,13 +97,22 @@ async def _check(options: CheckOptions) -> None:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        _say_recorded(options, got, cost)
-        return
+        failed = sum(not one.answered for one in got)
+        lines = [
+            f"{_cost(cost)}; {failed} without an answer",
+            f"recorded {len(got)} answers in {options.record}",
+            f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation",
+        ]
+        return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
     rows = judge(got, plain, Limits(min_acceptance=options.min_acceptance, exact=options.exact))
     verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
-    _show(verdict, cost, options.json_)
-    if verdict.word != "SAFE":
-        raise typer.Exit(3)
+    problems = [_problem(row) for row in verdict.rows if row.faults]
+    results = [row.to_dict() for row in verdict.rows]
+    values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
+              "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
+    remedy = problems[0].remedy if problems else "make the named rows measurable, or pass --accept-unmeasured ROW"
+    failure = None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
+    return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
 
 
 def _recorded(options: CheckOptions) -> list[Exchange] | None:
@@ -134,7 +138,7 @@ async def _asked(options: CheckOptions, recorded: list[Exchange] | None, bar: re
     """The exchanges of `url`, and of the server without speculation, where there is one."""
     from trtspec.bench.check.asking import Battery, record
     from trtspec.bench.check.scoring import score_answers, score_by_recording
-    from trtspec.bench.datasets import load_dataset
+    from trtspec.bench.questions.datasets import load_dataset
 
     asker = await _connect(options, options.url, "the URL", bar)
     questions = load_dataset(options.dataset).questions
@@ -218,36 +222,15 @@ def _tokenizer(name: str) -> KimiTokenizer:
         ) from None
 
 
-def _say_recorded(options: CheckOptions, got: list[Exchange], cost: dict[str, Any]) -> None:
-    failed = sum(not one.answered for one in got)
-    if options.json_:
-        report.print_json({"ok": True, "problems": [], "recorded": str(options.record), "failed": failed, **cost})
-        return
-    print(f"{_cost(cost)}; {failed} without an answer")
-    print(f"recorded {len(got)} answers in {options.record}")
-    print(f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation")
-
-
-def _show(verdict: Verdict, cost: dict[str, Any], as_json: bool) -> None:
-    """The rows, what they cost, and the verdict last."""
-    if as_json:
-        problems = [_problem(row).to_dict() for row in verdict.rows if row.faults]
-        results = [row.to_dict() for row in verdict.rows]
-        report.print_json({"ok": verdict.word == "SAFE", "verdict": verdict.word, "message": verdict.line,
-                           "results": results, "problems": problems, **cost})  # fmt: skip
-        return
+def _lines(verdict: Verdict) -> Iterator[str]:
+    """Each row with its first faults."""
     for row in verdict.rows:
-        accepted = row.status == "unmeasured" and row.name in verdict.accepted
-        print(
-            f"{'-' if accepted else MARKS[row.status]:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip()
-        )
-        for fault in row.faults[:3]:
-            print(f"      {fault}")
+        mark = "-" if row.status == "unmeasured" and row.name in verdict.accepted else MARKS[row.status]
+        yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip()
+        yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            print(f"      {more}trtspec explain {CODES[row.name]}")
-    print(_cost(cost))
-    print(verdict.line)
+            yield f"      {more}trtspec explain {CODES[row.name]}"
 
 
 def _problem(row: Row) -> Problem:

@@ -12,7 +12,7 @@ from trtspec import files, report
 from trtspec.errors import MissingDependency, Problem, UsageError
 
 if TYPE_CHECKING:
-    from trtspec.bench.acceptance import AcceptanceSummary
+    from trtspec.bench.statistics import AcceptanceSummary
     from trtspec.checkpoint.hub import Resolved
     from trtspec.engine.head_check import Trial
 
@@ -79,7 +79,7 @@ def run_head(
 ) -> HeadRun:
     """Drafts and judges. Raises TrtspecError where a head cannot draft for the target at all, MissingDependency where
     memory does not suffice, UsageError for weights that are elsewhere and for too few prompts."""
-    from trtspec.bench.acceptance import summarize
+    from trtspec.bench.statistics import summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
     from trtspec.engine.head_check import draft_freely, trials
@@ -127,7 +127,7 @@ def _local(resolved: Resolved) -> Path:
 
 def _prompts(tokenizer: Any, prompts: str | None, samples: int, seed: int) -> tuple[list[str], list[list[int]]]:
     """(names, token ids) of `samples` prompts, drawn by the seed and spread over their categories."""
-    from trtspec.bench.datasets import NANO, left_out, load_dataset, spread
+    from trtspec.bench.questions.datasets import NANO, left_out, load_dataset, spread
 
     questions = list(load_dataset(prompts or NANO).questions)
     if any(question.has_pictures for question in questions):

@@ -17,9 +17,9 @@ def failure_in(junit: Path | None, command: str) -> Iterator[None]:
     except TrtspecError as error:
         if junit is not None and not isinstance(error, Interrupted):
             from trtspec import report
-            from trtspec.bench import ci_reports
+            from trtspec.bench.report import ci
 
-            report.write_atomic(junit, ci_reports.failed_xml(error, f"trtspec {command}"))
+            report.write_atomic(junit, ci.failed_xml(error, f"trtspec {command}"))
         raise
 
 
@@ -27,6 +27,6 @@ def is_failure(path: Path) -> bool:
     """Whether `path` is what a run without results left of --junit."""
     if not path.is_file():
         return False
-    from trtspec.bench.ci_reports import nothing_measured
+    from trtspec.bench.report.ci import nothing_measured
 
     return nothing_measured(path)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from trtspec.records import JsonOption
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
+from trtspec.records import JsonOption, argument, option
+from trtspec.report import Result, problem_lines, write_stderr
 
 if TYPE_CHECKING:
-    from trtspec.errors import Problem, Severity, TrtspecError
+    from trtspec.errors import Severity
+    from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
 
-STYLES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
-MOST_COLUMNS = 160  # of a source line in the output
+MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +26,26 @@ class LintOptions:
 
     files: Annotated[
         tuple[str, ...],
-        typer.Argument(
+        argument(
+            "Engine YAML, or what carries it: Helm values, a manifest, a script. `-`: standard input. After `--`: "
+            "the trtllm-serve options used with it.",
             metavar="FILE",
-            help="Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.",
         ),
     ]
     trtllm_version: Annotated[
-        str | None,
-        typer.Option(help="Version to check for. Default: the one in the file's first line, else the installed one."),
+        str | None, option("Version to check for. Default: the one in the file's first line, else the installed one.")
     ] = None
-    target: Annotated[str | None, typer.Option(help="Target that the file is for: a directory or a hub id.")] = None
-    head: Annotated[str | None, typer.Option(help="Eagle3 head that the file is for: a directory or a hub id.")] = None
+    target: Annotated[str | None, option("Target that the file is for: a directory or a hub id.")] = None
+    head: Annotated[str | None, option("Eagle3 head that the file is for: a directory or a hub id.")] = None
     gpu: Annotated[
-        str | None, typer.Option(help="GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
+        str | None, option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
     ] = None
     installed: Annotated[
-        bool,
-        typer.Option(
-            "--installed", help="Also validate with the classes of the installed TensorRT-LLM, in a separate process."
-        ),
+        bool, option("Also validate with the classes of the installed TensorRT-LLM, in a separate process.")
     ] = False
-    fix: Annotated[bool, typer.Option("--fix", help="Apply the corrections that are certain to the file.")] = False
-    diff: Annotated[
-        bool, typer.Option("--diff", help="Print these corrections as a unified diff; writes nothing without --fix.")
-    ] = False
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 3 on warnings too.")] = False
+    fix: Annotated[bool, option("Apply the corrections that are certain to the file.")] = False
+    diff: Annotated[bool, option("Print these corrections as a unified diff; writes nothing without --fix.")] = False
+    strict: Annotated[bool, option("Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
@@ -98,11 +92,8 @@ class Judged:
         return found | ({"error": self.error.to_dict()} if self.error else {})
 
 
-def lint(options: LintOptions) -> None:
+def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
-    from trtspec.errors import CheckFailed, UsageError
-    from trtspec.report import print_json
-
     files, passed = options.split()
     if not files:
         raise UsageError("no file is given before the options of trtllm-serve", "pass the engine YAML first")
@@ -111,29 +102,23 @@ def lint(options: LintOptions) -> None:
     if len(set(files)) < len(files):
         raise UsageError("a file is given twice", "give each file once")
     judged = [_judge(file, passed, options) for file in files]
-    if options.json_:
-        print_json(_as_json(judged))
-    else:
-        for item in judged:
-            _print(item, options)
-    _raise_failures(judged)
-    if any(not item.ok for item in judged):
-        names = ", ".join(item.name for item in judged if not item.ok)
-        versions = ", ".join(dict.fromkeys(str(item.version) for item in judged if not item.ok))
-        raise CheckFailed(f"TensorRT-LLM {versions} would not start with {names}, or not do what it says")
-    if options.strict and (warned := [item.name for item in judged if item.count("warning")]):
-        raise CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+    failed = [(item.name, item.error.message) for item in judged if item.error is not None and len(judged) > 1]
+    write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
+    return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
+                  failure=_failure(judged, options.strict))  # fmt: skip
 
 
-def _raise_failures(judged: list[Judged]) -> None:
-    """Raises the error of the first file that could not be judged; of several files, stderr names each such one."""
-    from trtspec.report import write_stderr
-
-    failures = [(item.name, item.error) for item in judged if item.error is not None]
-    if len(judged) > 1:
-        write_stderr("".join(f"{name}: not judged: {error.message}\n" for name, error in failures))
-    if failures:
-        raise failures[0][1]
+def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
+    """The error of the first file that could not be judged, else what the problems mean."""
+    wrong, warned = [item for item in judged if not item.ok], [item.name for item in judged if item.count("warning")]
+    unjudged = next((item.error for item in judged if item.error is not None), None)
+    if unjudged is not None:
+        return unjudged
+    if wrong:
+        versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
+        names = ", ".join(item.name for item in wrong)
+        return CheckFailed(f"TensorRT-LLM {versions} would reject {names} or ignore a part of it")
+    return CheckFailed(f"--strict: there are warnings about {', '.join(warned)}") if strict and warned else None
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -151,47 +136,111 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
-    import os
-
-    from trtspec.errors import TrtspecError
-    from trtspec.trtllm.deployment import deployment_of
+    from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint import fix
-    from trtspec.trtllm.lint import lint as find
 
     try:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
     try:
-        verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
-        deployment, reason, wrong = deployment_of(
-            document, version=verdict.version if verdict else options.trtllm_version, target=options.target,
-            head=options.head, gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
-        )  # fmt: skip
-        findings = find(document, deployment)
-        better, corrected = fix(document, deployment, findings)
-        changed = _diff(document, better) if options.diff else ""
-        fixable = frozenset((finding.code, finding.key) for finding in corrected)
-        if options.fix and better.text != document.text:
-            _write(file, better.text)
-            document, fixable, findings = better, frozenset(), find(better, deployment)
-            verdict = _engine_verdict(document, None) if verdict else None
-        if verdict is not None:
-            findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
-        return Judged(
-            document.name, document, deployment.version, reason, wrong, findings,
-            corrected if options.fix else [], fixable, changed,
-        )  # fmt: skip
+        parts = carried(document.text)
+        judged = _judge_parts(document, parts, passed, options) if parts else _judge_file(document, passed, options)
     except TrtspecError as error:
         return Judged(document.name, document, error=error)
+    if options.fix and judged.document is not None and judged.document.text != document.text:
+        _write(file, judged.document.text)
+    return judged
+
+
+def _judge_file(
+    document: Document, passed: list[str] | None, options: LintOptions, part: Carried | None = None
+) -> Judged:
+    """One engine file; `part` says what else is known of one that another file carries."""
+    import os
+
+    from trtspec.trtllm.deployment import deployment_of, name_problem
+    from trtspec.trtllm.lint import fix
+    from trtspec.trtllm.lint import lint as find
+
+    version, names, unfound = options.trtllm_version, {"target": options.target, "head": options.head}, []
+    if part is not None:
+        version = version or part.version
+        passed = list(part.words) if passed is None and part.words is not None else passed
+        for role, name in (("target", part.target), ("head", part.head)):
+            if name and names[role] is None and "$" not in name:
+                problem = name_problem(name)
+                unfound += [problem] if problem is not None else []
+                names[role] = name if problem is None else None
+    verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
+    deployment, reason, wrong = deployment_of(
+        document, version=verdict.version if verdict else version, **names,
+        gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
+    )  # fmt: skip
+    findings = find(document, deployment)
+    better, corrected = fix(document, deployment, findings)
+    changed = _diff(document, better) if options.diff and part is None else ""
+    fixable = frozenset((finding.code, finding.key) for finding in corrected)
+    if options.fix and better.text != document.text:
+        document, fixable, findings = better, frozenset(), find(better, deployment)
+        verdict = _engine_verdict(document, None) if verdict else None
+    if verdict is not None:
+        findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
+    elif part is not None and version == part.version and version is not None:
+        reason = "the image's tag"
+    if part is not None and part.elsewhere:  # the rest may stand in the file that is not here
+        findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
+    return Judged(
+        document.name, document, deployment.version, reason, [*unfound, *wrong], findings,
+        corrected if options.fix else [], fixable, changed,
+    )  # fmt: skip
+
+
+def _judge_parts(document: Document, parts: list[Carried], passed: list[str] | None, options: LintOptions) -> Judged:
+    """Every engine file and command that a file carries, each finding at its line of the file."""
+    from dataclasses import replace
+
+    from trtspec.errors import Problem
+    from trtspec.trtllm.document import Document as Read
+
+    text, every, shift = document.text, [], 0
+    for part in sorted(parts, key=lambda part: part.first):
+        inner = Read.parse(part.text, document.name)
+        judged = _judge_file(inner, passed, options, part)
+        hidden = {key for key, entry in inner.entries.items() if part.expands and "$" in str(entry.value)}
+        findings = [
+            replace(
+                finding, key=f"{part.place}: {finding.key}".removesuffix(": "),
+                line=shift + (part.first + finding.line if finding.line else part.command + 1),
+                column=finding.column and finding.column + part.indent,
+            )
+            for finding in judged.findings
+            if finding.key not in hidden
+        ]  # fmt: skip
+        at = f"line {part.command + shift + 1}: "
+        wrong = [replace(problem, where=at + problem.where) for problem in judged.wrong]
+        if part.elsewhere:
+            message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
+            remedy = f"lint {part.elsewhere} too"
+            wrong.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", at + part.place, message, remedy))
+        if judged.document is not None and judged.document.text != part.text:
+            text = replace(part, first=part.first + shift).written_into(text, judged.document.text)
+            shift += judged.document.text.count("\n") - part.lines
+        every.append(replace(judged, findings=findings, wrong=wrong))
+    after = Read.parse(text, document.name)
+    versions = ", ".join(dict.fromkeys(str(item.version) for item in every))
+    reasons = ", ".join(dict.fromkeys(str(item.reason) for item in every))
+    return Judged(
+        document.name, after, versions, reasons, [one for item in every for one in item.wrong],
+        [one for item in every for one in item.findings], [one for item in every for one in item.corrected],
+        frozenset().union(*(item.fixable for item in every)), _diff(document, after) if options.diff else "",
+    )  # fmt: skip
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     """The installed engine's verdict; raises UsageError when another version was asked for."""
     from packaging.version import Version
 
-    from trtspec.errors import UsageError
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
@@ -216,7 +265,6 @@ def _write(file: str, text: str) -> None:
     """Behind a link the file itself is written, and keeps its permissions."""
     from pathlib import Path
 
-    from trtspec.errors import TrtspecError
     from trtspec.report import write_atomic
 
     place = Path(file).resolve()
@@ -228,47 +276,22 @@ def _write(file: str, text: str) -> None:
         raise TrtspecError(f"{file} cannot be written: {error.strerror}", "print the corrections with --diff") from None
 
 
-def _print(judged: Judged, options: LintOptions) -> None:
-    parts = list(_output(judged))
-    if not sys.stdout.isatty():
-        sys.stdout.write("".join(text for text, _ in parts))
-        return
-    from rich.console import Console  # takes NO_COLOR and TERM into account
-    from rich.text import Text
-
-    Console(highlight=False, soft_wrap=True).print(Text.assemble(*parts), end="")
-
-
-def _output(judged: Judged) -> Iterator[tuple[str, str]]:
-    """The pieces of the output with their styles."""
-    for line in judged.diff.splitlines():
-        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "")
-        yield f"{line}\n", colour
+def _lines(judged: Judged) -> Iterator[str]:
+    yield from judged.diff.splitlines()
     for finding in judged.corrected:
-        yield "fixed   ", "bold green"
-        yield f"{finding.code} {finding.key}: {finding.remedy}\n", ""
+        yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
     if judged.error is not None:
         return
-    for problem in judged.wrong:
-        yield from _problem(problem.severity, f"{problem.code} {problem.where}: {problem.message}", problem.remedy)
+    yield from problem_lines(judged.wrong)
     for finding in judged.findings:
         at = ":".join(str(part) for part in (judged.name, finding.line, finding.column) if part is not None)
-        head = f"{finding.code} {at}{f' {finding.key}' if finding.key else ''}: {finding.message}"
-        excerpt = _excerpt(judged.document, finding) if judged.document and finding.line else []
-        yield from _problem(finding.severity, head, finding.remedy, excerpt)
+        place = f"{at} {finding.key}".rstrip()
+        head, *remedy = problem_lines([Problem(finding.code, finding.severity, place, finding.message, finding.remedy)])
+        yield from [head, *(_excerpt(judged.document, finding) if judged.document and finding.line else []), *remedy]
     errors, warnings = judged.count("error"), judged.count("warning")
     verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
     verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})\n", "bold"
-
-
-def _problem(severity: str, head: str, remedy: str, excerpt: list[str] | None = None) -> Iterator[tuple[str, str]]:
-    yield f"{severity:7} ", STYLES[severity]
-    yield f"{head}\n", ""
-    for number, line in enumerate(excerpt or []):
-        yield f"{line}\n", "dim" if number == 0 else STYLES[severity]
-    if remedy:
-        yield f"        -> {remedy}\n", ""
+    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})"
 
 
 def _excerpt(document: Document, finding: Finding) -> list[str]:

@@ -15,6 +15,7 @@ import typer
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.records import words
+from trtspec.report import Result, print_json
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.hub import Resolved
@@ -23,36 +24,36 @@ if TYPE_CHECKING:
 API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 
 
-def serve(options: ServeOptions) -> None:
+def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
     servers = {ENGINE: _serve_trtllm, FRONT: _serve_front, VLLM: _serve_vllm, REFERENCE: _serve_reference}
-    servers[options.mode](options)
+    return servers[options.mode](options)
 
 
-def _serve_trtllm(options: ServeOptions) -> None:
+def _serve_trtllm(options: ServeOptions) -> Result | None:
     from trtspec.trtllm.serve.start import plan_engine
 
     _refuse_any_port(options.port, "trtllm-serve")
     typed = words(replace(options, passed=(), dry_run=False, json_=False))
     after = ("--", *options.passed) if options.passed else ()
     plan = plan_engine(options, replay=("trtspec", "serve", *typed, *after), launching=not options.dry_run)
-    _show_and_launch(plan, options)
+    return _planned_or_launched(plan, options)
 
 
-def _serve_front(options: ServeOptions) -> None:
+def _serve_front(options: ServeOptions) -> Result | None:
     from trtspec.trtllm.serve.start import plan_front
 
-    _show_and_launch(plan_front(options, launching=not options.dry_run), options)
+    return _planned_or_launched(plan_front(options, launching=not options.dry_run), options)
 
 
-def _serve_vllm(options: ServeOptions) -> None:
+def _serve_vllm(options: ServeOptions) -> Result | None:
     from trtspec.vllm import plan_vllm
 
     _refuse_any_port(options.port, "vllm serve")
-    _show_and_launch(plan_vllm(options, launching=not options.dry_run), options)
+    return _planned_or_launched(plan_vllm(options, launching=not options.dry_run), options)
 
 
 def _refuse_any_port(port: int, program: str) -> None:
@@ -60,36 +61,35 @@ def _refuse_any_port(port: int, program: str) -> None:
         raise UsageError(f"{program} cannot be asked for any free port", "pass --port with a number above 0")
 
 
-def _show_and_launch(plan: ServerPlan, options: ServeOptions) -> None:
-    """What any engine is started with. Raises CheckFailed where a dry run found an error."""
+def _planned_or_launched(plan: ServerPlan, options: ServeOptions) -> Result | None:
+    """What any engine is started with; a dry run that found an error fails."""
     from trtspec.launch.preflight import launch
-    from trtspec.report import print_json, problem_lines, write_stderr
 
+    wrong = CheckFailed("a launch would be refused for the errors above") if has_errors(plan.problems) else None
+    values = {key: value for key, value in plan.to_dict().items() if key not in ("ok", "problems")}
+    found = Result(values, plan.problems, failure=wrong, text=plan.text())
+    if options.dry_run:
+        return found
     if options.json_:
-        print_json(plan.to_dict())
-    elif options.dry_run:
-        sys.stdout.write(plan.text())
-        write_stderr("".join(f"{line}\n" for line in problem_lines(plan.problems)))
-    if not options.dry_run:
-        status = launch(plan)
-        if status:
-            raise typer.Exit(status)
-    elif has_errors(plan.problems):
-        raise CheckFailed("a launch would be refused for the errors above")
+        print_json(replace(found, failure=None).to_dict())
+    if status := launch(plan):
+        raise typer.Exit(status)
+    return None
 
 
-def _serve_reference(options: ServeOptions) -> None:
-    if options.dry_run or options.json_:
-        _show(options)
-    if not options.dry_run:
-        _run(options)
+def _serve_reference(options: ServeOptions) -> Result | None:
+    if options.dry_run:
+        return _command(options)
+    if options.json_:
+        print_json(_command(options).to_dict())
+    _run(options)
+    return None
 
 
-def _show(options: ServeOptions) -> None:
+def _command(options: ServeOptions) -> Result:
     """The command with every choice written out; names are looked up, nothing is fetched."""
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.report import print_json
 
     target = load_target(options.target)
     if target.resolved.path is not None:
@@ -97,14 +97,10 @@ def _show(options: ServeOptions) -> None:
     if options.head:
         load_head(options.head)
     chosen = replace(options, api_key=None, dry_run=False, json_=False)
-    command = words(chosen, always=("backend", "host", "port", "dtype", "device"))
-    argv = [sys.executable, "-m", "trtspec", "serve", *command]
-    if options.json_:
-        print_json(
-            {"argv": argv, "env": {API_KEY: "(not shown)"} if options.api_key else {}, "config": {}, "problems": []}
-        )
-    else:
-        sys.stdout.write((f'{API_KEY}="${API_KEY}" ' if options.api_key else "") + shlex.join(argv) + "\n")
+    argv = [sys.executable, "-m", "trtspec", "serve"]
+    argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
+    env, key = ({API_KEY: "(not shown)"}, f'{API_KEY}="${API_KEY}" ') if options.api_key else ({}, "")
+    return Result({"argv": argv, "env": env, "config": {}}, text=f"{key}{shlex.join(argv)}\n")
 
 
 def _run(options: ServeOptions) -> None:

@@ -78,7 +78,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         name = next(key for key in keys if keys.count(key) > 1)
-        raise ApiError(f"the key {name!r} stands twice in one object", param=name)
+        raise ApiError(f"the key {name!r} appears twice in one object", param=name)
     return found
 
 
@@ -208,7 +208,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    best_of: Literal[1] = 1
+    best_of: int = Field(1, ge=1, le=1)
     suffix: Literal[""] = ""
     allow_special_tokens: bool = False
 

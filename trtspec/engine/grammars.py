@@ -9,7 +9,6 @@ priority that leaves Python's lock alone, and kept for the next request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 WORKERS = 2
 MOST_WAITING = 4  # grammars that wait for a worker; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
-ANSWER_SECONDS = 1.5  # on the clock, where a busy machine gives the lowest priority nothing
+ANSWER_SECONDS = 10.0  # on the clock: a busy machine may give the lowest priority next to nothing
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
 KEPT_BYTES = 16 << 20  # of compiled grammars
@@ -91,9 +90,10 @@ class Grammars:
 
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
-        self.waiting = 0
-        self._free = asyncio.Semaphore(WORKERS)
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._jobs: asyncio.Queue[tuple[str, str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
+        self._waiting: set[asyncio.Future[dict[str, Any]]] = set()
+        self._running: dict[asyncio.Future[dict[str, Any]], asyncio.subprocess.Process] = {}
+        self._workers: list[asyncio.Task[None]] = []
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
         self._threads = ThreadPoolExecutor(WORKERS, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOWEST))
         self._vocabulary: Any = None
@@ -107,18 +107,8 @@ class Grammars:
         """
         found = self._kept.pop((kind, text), None)
         if found is None:
-            if self._free.locked() and self.waiting >= MOST_WAITING:
-                raise GrammarsBusy
-            self.waiting += 1
-            try:
-                await self._free.acquire()
-            finally:
-                self.waiting -= 1
-            try:
-                size = await self._tried(kind, text)
-                matcher = await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, kind, text)
-            finally:
-                self._free.release()
+            size = await self._tried(kind, text)
+            matcher = await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, kind, text)
             found = matcher, size + len(text)
         self._kept[kind, text] = found
         while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
@@ -127,36 +117,60 @@ class Grammars:
 
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
-        worker = self._idle.pop() if self._idle else await self._started()
-        assert worker.stdin is not None and worker.stdout is not None
+        _library()
+        if len(self._waiting) >= MOST_WAITING:
+            raise GrammarsBusy
+        while len(self._workers) < WORKERS:
+            self._workers.append(asyncio.create_task(self._work()))
+        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.add(result)
+        self._jobs.put_nowait((kind, text, result))
         try:
-            worker.stdin.write(json.dumps([kind, text]).encode() + b"\n")
-            async with asyncio.timeout(ANSWER_SECONDS):
-                told = json.loads(await worker.stdout.readline() or '{"error": "it ended its process"}')
-        except (TimeoutError, ConnectionError):
-            _kill(worker)
-            raise GrammarsBusy from None
-        except BaseException:  # cancelled: the client left
-            _kill(worker)
-            raise
-        self._idle.append(worker)
+            told = await result
+        finally:
+            self._waiting.discard(result)
+            if result.cancelled() and result in self._running:  # the client left
+                self._running[result].send_signal(signal.SIGUSR1)
         if "error" in told:
             raise ValueError(told["error"])
         return int(told["bytes"])
 
+    async def _work(self) -> None:
+        """Gives one worker process its jobs, and starts another when it has ended."""
+        process: asyncio.subprocess.Process | None = None
+        try:
+            while True:
+                kind, text, result = await self._jobs.get()
+                try:
+                    process = process or await self._started()
+                except OSError as error:
+                    if not result.done():
+                        result.set_result({"error": f"no process can compile it: {error.strerror}"})
+                if result.done() or process is None:
+                    continue
+                assert process.stdin is not None and process.stdout is not None
+                self._waiting.discard(result)
+                self._running[result] = process
+                process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
+                late = asyncio.get_running_loop().call_later(ANSWER_SECONDS, _give_up, result, process)
+                line = await process.stdout.readline()
+                late.cancel()
+                del self._running[result]
+                if not line:
+                    process = None
+                if not result.done():
+                    result.set_result(json.loads(line) if line else {"error": "it ended the process that compiles"})
+        finally:
+            if process is not None:
+                process.kill()
+
     async def _started(self) -> asyncio.subprocess.Process:
-        _library()
         words = [sys.executable, "-m", __name__, str(self.tokenizer.directory), json.dumps(self.ends)]
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        worker = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=null)
-        assert worker.stdout is not None
-        try:
-            os.setpriority(os.PRIO_PROCESS, worker.pid, LOWEST)
-            await worker.stdout.readline()  # it holds the vocabulary
-        except BaseException:
-            _kill(worker)
-            raise
-        return worker
+        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=null)
+        assert process.stdout is not None
+        await process.stdout.readline()  # it holds the vocabulary
+        return process
 
     def compile(self, kind: str, text: str) -> Any:
         """A matcher, here and now. Raises ValueError."""
@@ -180,8 +194,14 @@ class Grammars:
     def close(self) -> None:
         """Ends the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._idle:
-            _kill(worker)
+        for worker in self._workers:
+            worker.cancel()
+
+
+def _give_up(result: asyncio.Future[dict[str, Any]], process: asyncio.subprocess.Process) -> None:
+    if not result.done():
+        result.set_exception(GrammarsBusy())
+    process.send_signal(signal.SIGUSR1)
 
 
 def _library() -> Any:
@@ -193,16 +213,14 @@ def _library() -> Any:
     return llguidance
 
 
-def _kill(worker: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        worker.kill()  # its fork ends with it, or after COMPILE_SECONDS
-
-
 def main() -> None:
     """A worker: `python -m trtspec.engine.grammars DIRECTORY ENDS`. Reads [kind, text] lines, writes {"bytes"} or
-    {"error"}. It ends with its stdin."""
+    {"error"}. SIGUSR1 ends what it is at. It ends with its stdin."""
+    child = 0
     grammars = Grammars(KimiTokenizer(Path(sys.argv[1])), json.loads(sys.argv[2]))
     grammars.compile("regex", "a")
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGKILL) if child else None)
+    os.nice(LOWEST)
     print(flush=True)
     for line in sys.stdin:
         read, write = os.pipe()
@@ -214,6 +232,7 @@ def main() -> None:
         with os.fdopen(read) as pipe:
             told = pipe.read()
         _, status = os.waitpid(child, 0)
+        child = 0
         if not told:
             slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             most = f"{COMPILE_SECONDS:g} s" if slow else f"{COMPILE_BYTES >> 20} MB"

@@ -7,9 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
-from trtspec.records import DryRunOption, Excludes, HeadOption, JsonOption, Mode, Modes, Needs, TargetArgument
+from trtspec.records import (
+    DryRunOption,
+    Excludes,
+    HeadOption,
+    JsonOption,
+    Mode,
+    Modes,
+    Needs,
+    TargetArgument,
+    argument,
+    option,
+)
 
 ENGINE = Mode("the TensorRT-LLM engine", "`backend` trtllm", "TensorRT-LLM")
 FRONT = Mode("the front of a disaggregated deployment", "`disaggregated` FILE", "TensorRT-LLM")
@@ -26,163 +35,138 @@ class ServeOptions:
     target: TargetArgument
     passed: Annotated[
         tuple[str, ...],
-        typer.Argument(metavar="[-- OPTIONS]", help="Any option of trtllm-serve or vllm serve, after `--`."),
+        argument("Any option of trtllm-serve or vllm serve, after `--`.", metavar="[-- OPTIONS]"),
         Modes(ENGINE, VLLM),
     ] = ()
     head: Annotated[HeadOption, SERVERS] = None
     backend: Annotated[
         Literal["trtllm", "vllm", "reference"],
-        typer.Option(help="trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
+        option("trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
     config: Annotated[
-        Path | None, typer.Option(help="Engine YAML. Default: one generated for this launch."), Modes(ENGINE)
+        Path | None,
+        option("Engine YAML, or vLLM's configuration file. Default: one generated for this launch."),
+        Modes(ENGINE, VLLM),
     ] = None
     trtllm_version: Annotated[
-        str | None, typer.Option(help="Version to check for. Default: the installed one."), Modes(ENGINE)
+        str | None, option("Version to check for. Default: the installed one."), Modes(ENGINE)
     ] = None
-    vllm_version: Annotated[
-        str | None, typer.Option(help="Release to check for. Default: the installed one."), Modes(VLLM)
-    ] = None
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 in a container."), SERVERS] = "localhost"
+    vllm_version: Annotated[str | None, option("Release to check for. Default: the installed one."), Modes(VLLM)] = None
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 in a container."), SERVERS] = "localhost"
     port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port (reference backend only)."),
-        SERVERS,
+        int, option("Port to listen on; 0: any free port (reference backend only).", min=0, max=65535), SERVERS
     ] = 8000
     goal: Annotated[
         Literal["latency", "throughput"] | None,
-        typer.Option(help="What the default sizes are chosen for, as in build-config. Default: latency."),
+        option("What the default sizes are chosen for, as in build-config. Default: latency."),
         Modes(ENGINE),
     ] = None
     tp_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Tensor-parallel size. Default: the file's, else 4; with vLLM 8."),
+        option("Tensor-parallel size. Default: the file's, else 4; with vLLM 8.", min=1),
         Modes(ENGINE, VLLM),
     ] = None
     max_batch_size: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Requests per step. Default: the file's, else the goal's; vLLM's own; 16 with the reference backend.",
             min=1,
-            help="Requests per step. Default: the file's, else the goal's; with vLLM its own; with the reference "
-            "backend 16.",
         ),
         SERVERS,
     ] = None
     max_num_tokens: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Tokens per step. Default: the file's, else the goal's; vLLM's own; 512 with the reference backend.",
             min=1,
-            help="Tokens per step. Default: the file's, else the goal's; with vLLM its own; with the reference backend "
-            "512 of prompts.",
         ),
         SERVERS,
     ] = None
     max_seq_len: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Tokens of prompt and answer together. Default: the file's, else the goal's; vLLM's own; at most 4096 with "
+            "the reference backend.",
             min=1,
-            help="Maximum length of prompt and answer together, in tokens. Default: the file's, else the goal's; with "
-            "vLLM its own; with the reference backend the target's, at most 4096.",
         ),
         SERVERS,
     ] = None
     draft_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens drafted per step. Default: 3."),
+        option("Tokens drafted per step. Default: 3.", min=1),
         SERVERS,
         Excludes("config", why="which decides it"),
         Needs("head"),
     ] = None
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
-        typer.Option(
-            help="Drafts of sampled requests are the head's likeliest tokens, or drawn "
-            "from its distribution. Both keep the target's distribution. Default: argmax, as vLLM and TensorRT-LLM do."
+        option(
+            "Drafts of sampled requests: the head's likeliest tokens (argmax, the default), or drawn from its "
+            "distribution. Both keep the target's distribution."
         ),
         Modes(VLLM, REFERENCE),
         Needs("head"),
     ] = None
     prefix_cache_mib: Annotated[
         int | None,
-        typer.Option(
-            "--prefix-cache-mib",
-            min=0,
-            help="Memory for the caches of known prefixes; 0: none is reused. Default: 256.",
-        ),
+        option("Memory for the caches of known prefixes; 0: none is reused. Default: 256.", min=0),
         Modes(REFERENCE),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Data type of the computation. auto: bfloat16 where it is native."),
+        option("Data type of the computation. auto: bfloat16 where it is native."),
         Modes(VLLM, REFERENCE),
     ] = "auto"
-    device: Annotated[str, typer.Option(help="cpu or cuda."), Modes(REFERENCE)] = "cpu"
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name in /v1/models. Default: the target's."), SERVERS
-    ] = None
+    device: Annotated[str, option("cpu or cuda."), Modes(REFERENCE)] = "cpu"
+    served_model_name: Annotated[str | None, option("Name in /v1/models. Default: the target's."), SERVERS] = None
     max_queue: Annotated[
-        int | None,
-        typer.Option(min=0, help="Requests that may wait; more get status 429. Default: 512."),
-        Modes(REFERENCE),
+        int | None, option("Requests that may wait; more get status 429. Default: 512.", min=0), Modes(REFERENCE)
     ] = None
     api_key: Annotated[
         str | None,
-        typer.Option(
-            help="Key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a "
-            "command line is visible to other users.",
+        option(
+            "Key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a command line is visible to other users."
         ),
         Modes(VLLM, REFERENCE),
     ] = field(default=None, repr=False)
     trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Let the engine run the Python code in the checkpoint."),
-        Modes(ENGINE, VLLM),
+        bool, option("Let the engine run the Python code in the checkpoint."), Modes(ENGINE, VLLM)
     ] = False
     launcher: Annotated[
         Literal["direct", "slurm", "mpi", "lws"],
-        typer.Option(help="What starts the ranks on several nodes: Slurm, MPI, or a LeaderWorkerSet's leader."),
+        option("What starts the ranks on several nodes: Slurm, MPI, or a LeaderWorkerSet's leader."),
         Modes(ENGINE),
     ] = "direct"
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes. Default: the file's, else 1."), Modes(ENGINE)
-    ] = None
+    nodes: Annotated[int | None, option("Number of nodes. Default: the file's, else 1.", min=1), Modes(ENGINE)] = None
     gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="GPUs to use on each node. Default: ranks divided by nodes."),
-        Modes(ENGINE),
+        int | None, option("GPUs to use on each node. Default: ranks divided by nodes.", min=1), Modes(ENGINE)
     ] = None
     launcher_args: Annotated[
         str,
-        typer.Option(help="Extra arguments for srun or mpirun, as one quoted string."),
+        option("Extra arguments for srun or mpirun, as one quoted string."),
         Modes(ENGINE),
         Needs("launcher=slurm", "launcher=mpi", "launcher=lws"),
     ] = ""
     role: Annotated[
         Literal["context", "generation"] | None,
-        typer.Option(help="One half of a disaggregated deployment. Default: the file's, else none."),
+        option("One half of a disaggregated deployment. Default: the file's, else none."),
         Modes(ENGINE),
     ] = None
     disaggregated: Annotated[
-        Path | None, typer.Option(help="Launch the front of a disaggregated deployment from this file."), Modes(FRONT)
+        Path | None, option("Launch the front of a disaggregated deployment from this file."), Modes(FRONT)
     ] = None
-    startup_timeout: Annotated[float, typer.Option(min=0, help="Seconds until the server must be ready."), LAUNCHED] = (
-        7200.0
-    )
+    startup_timeout: Annotated[float, option("Seconds until the server must be ready.", min=0), LAUNCHED] = 7200.0
     generation_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the first completion once /health is OK."), LAUNCHED
+        float, option("Seconds to wait for the first completion once /health is OK.", min=0), LAUNCHED
     ] = 300.0
     stop_grace: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for a clean shutdown before sending SIGKILL."), LAUNCHED
+        float, option("Seconds to wait for a clean shutdown before sending SIGKILL.", min=0), LAUNCHED
     ] = 30.0
     health_interval: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds between two health checks of a ready server; 0 turns them off."),
-        LAUNCHED,
+        float, option("Seconds between two health checks of a ready server; 0 turns them off.", min=0), LAUNCHED
     ] = 15.0
     health_failures: Annotated[
-        int,
-        typer.Option(min=1, help="Failed health checks in a row after which the server is stopped as hung."),
-        LAUNCHED,
+        int, option("Failed health checks in a row after which the server is stopped as hung.", min=1), LAUNCHED
     ] = 8
     dry_run: DryRunOption = False
     json_: JsonOption = False

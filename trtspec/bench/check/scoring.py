@@ -15,8 +15,8 @@ from typing import Any
 
 from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.prompts import request_of
-from trtspec.bench.check.rows import faulty, greedy_answers, sampled_answers, speculates
-from trtspec.bench.check.thresholds import CERTAIN, NEAR
+from trtspec.bench.check.rows import UNKNOWN, faulty, greedy_answers, sampled_answers, speculates
+from trtspec.bench.check.thresholds import CERTAIN
 from trtspec.client.client import Endpoint, RequestFailed, complete, finite
 from trtspec.client.exchange import Exchange, Score
 
@@ -44,25 +44,22 @@ async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exc
     asker.bar.say(f"scoring {sum(id(one) in judged for one in (*got, *own))} answers")
     known: dict[Any, tuple[Score, ...]] = {}
     both = [*got, *own]
-    unique = {(_prompt(one), one.token_ids): one for one in both if id(one) in judged}
+
+    def same(one: Exchange) -> tuple[Any, ...]:
+        """What equal answers share, so that they are scored once."""
+        return _prompt(one), one.token_ids, one.kind == "sampled"
 
     async def scored(one: Exchange) -> None:
-        if asker.server.adapter.scores == "echo":
-            known[_prompt(one), one.token_ids] = await _echoed(asker, one)
-        elif asker.server.adapter.scores == "continuations":
-            known[_prompt(one), one.token_ids] = await _continued(asker, one, plain.get(one.key))
-
-    room = asyncio.Semaphore(asker.concurrency)
-
-    async def limited(one: Exchange) -> None:
         async with room:
-            await scored(one)
+            if asker.server.adapter.scores == "echo":
+                known[same(one)] = await _echoed(asker, one)
+            elif asker.server.adapter.scores == "continuations":
+                known[same(one)] = await _continued(asker, one, plain.get(one.key))
             asker.bar.advance(1)
 
-    await asyncio.gather(*map(limited, unique.values()))
-    filled = [
-        replace(one, scores=known.get((_prompt(one), one.token_ids), ())) if id(one) in judged else one for one in both
-    ]
+    room = asyncio.Semaphore(asker.concurrency)
+    await asyncio.gather(*map(scored, {same(one): one for one in both if id(one) in judged}.values()))
+    filled = [replace(one, scores=known.get(same(one), ())) if id(one) in judged else one for one in both]
     return filled[: len(got)], [*filled[len(got) :], *answered]
 
 
@@ -151,7 +148,7 @@ def score_by_recording(got: Sequence[Exchange], plain: Sequence[Exchange], token
         equal = (EQUAL,) * place
         if place == len(one.token_ids) or (place == len(best.token_ids) and best.finish == "length"):
             return replace(one, scores=equal or (EQUAL,))
-        gap = NEAR * 1.01
+        gap = UNKNOWN
         if place < len(best.scores):
             name = tokenizer.decode([one.token_ids[place]])
             gap = best.scores[place].near.get(name, CERTAIN[1] + 1)

@@ -1,0 +1,177 @@
+"""The gate on a corpus: every fault fails the row that names it and no other; honest servers pass."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bench.check.toy_server import Toy
+from trtspec.bench.check.asking import Asker, Battery, open_journal, record
+from trtspec.bench.check.rows import Limits, Row, Verdict, judge
+from trtspec.bench.check.scoring import score_answers, score_by_recording
+from trtspec.bench.questions.datasets import Question
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.exchange import Exchange
+from trtspec.client.servers import detect_server
+from trtspec.data_files import kimi_nano_dir
+
+TOKENIZER = KimiTokenizer(kimi_nano_dir())
+QUESTIONS = [Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",)) for n in range(24)]
+BATTERY = Battery(questions=QUESTIONS, samples=12, max_tokens=48, context=300)
+FAULTS = {
+    "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
+                "follow-up-refused"),
+    "prompts": ("other-template", "system-dropped"),
+    "greedy": ("relaxed-acceptance", "cross-talk", "stale-turn-2", "stale-warm", "long-altered"),
+    "sampled": ("temperature-ignored", "drafts-kept", "wrong-residual"),
+    "transport": ("call-dropped", "calls-as-text", "call-without-id", "unindexed", "arguments-altered", "json-broken",
+                  "stream-altered", "text-emptied", "reasoning-moved", "finish-wrong", "stop-ignored", "stop-early",
+                  "usage-inflated"),
+    "parameters": ("penalties-dropped", "logit-bias-dropped", "stop-ids-dropped", "top-p-dropped", "min-tokens-dropped",
+                   "max-tokens-dropped"),
+    "acceptance": ("forced-acceptance", "collapse-warm", "collapse-long"),
+}  # fmt: skip
+
+
+async def asker(toy: Toy) -> Asker:
+    client = toy.client()
+    return Asker(client=client, server=await detect_server(client), tokenizer=TOKENIZER)
+
+
+def recorded(toy: Toy) -> list[Exchange]:
+    async def run() -> list[Exchange]:
+        return await record(await asker(toy), BATTERY)
+
+    return asyncio.run(run())
+
+
+def scored(got: list[Exchange], plain: Toy) -> tuple[list[Exchange], list[Exchange]]:
+    async def run() -> tuple[list[Exchange], list[Exchange]]:
+        return await score_answers(await asker(plain), got)
+
+    return asyncio.run(run())
+
+
+@functools.cache
+def honest() -> tuple[list[Exchange], list[Exchange]]:
+    return scored(recorded(Toy(TOKENIZER)), Toy(TOKENIZER, drafts=0))
+
+
+def check(fault: str, kind: str = "reference", limits: Limits = Limits()) -> list[Row]:
+    got, plain = scored(recorded(Toy(TOKENIZER, fault, kind=kind)), Toy(TOKENIZER, drafts=0, kind=kind))
+    return judge(got, plain, limits)
+
+
+def failed(rows: list[Row]) -> dict[str, tuple[str, ...]]:
+    return {row.name: row.faults[:3] for row in rows if row.faults}
+
+
+@pytest.mark.parametrize("kind", ["reference", "trtllm"])
+def test_an_honest_server_is_safe(kind: str) -> None:
+    """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, and fails at any of them under
+    speculation."""
+    rows = check("", kind)
+    assert Verdict(rows=tuple(rows)).word == "SAFE", [row for row in rows if row.status != "pass"]
+
+
+@pytest.mark.parametrize(("row", "fault"), [(row, fault) for row, faults in FAULTS.items() for fault in faults])
+def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
+    rows = check(fault)
+    assert failed(rows).keys() == {row}, failed(rows)
+    assert Verdict(rows=tuple(rows)).line.startswith(f"NOT SAFE: {row}: ")
+
+
+@pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
+                                            ("sampled", "temperature-ignored"), ("transport", "stream-altered"),
+                                            ("acceptance", "collapse-warm")])  # fmt: skip
+def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
+    rows = check(fault, "trtllm")
+    assert failed(rows).keys() == {row}, failed(rows)
+
+
+def test_what_is_refused_by_name_is_no_fault() -> None:
+    rows = {row.name: row for row in check("parameters-refused")}
+    assert rows["parameters"].status == "pass" and "frequency_penalty" in rows["parameters"].why
+    assert Verdict(rows=tuple(rows.values())).word == "SAFE"
+
+
+@pytest.mark.parametrize("fault", ["finish-wrong", "call-dropped", "other-template", "long-errors", "usage-inflated"])
+def test_a_fault_of_the_plain_server_as_well_does_not_count(fault: str) -> None:
+    got, plain = scored(recorded(Toy(TOKENIZER, fault)), Toy(TOKENIZER, fault, drafts=0))
+    assert not failed(judge(got, plain, Limits()))
+
+
+def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
+    got, plain = honest()
+    assert failed(judge(got, plain, Limits(min_acceptance=3.9))).keys() == {"acceptance"}
+    assert "acceptance" in failed(check("collapse", limits=Limits(min_acceptance=1.5)))
+    rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)), Limits())
+    verdict = Verdict(rows=tuple(rows))
+    assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
+    assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
+
+
+def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> None:
+    other = Toy(TOKENIZER)
+    got, plain = scored(recorded(Toy(TOKENIZER)), other)
+    verdict = Verdict(rows=tuple(judge(got, plain, Limits())))
+    assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
+    assert not any("logprobs" in body for body in other.asked)
+
+
+def test_a_recording_of_the_plain_server_judges_up_to_the_first_difference() -> None:
+    plain = recorded(Toy(TOKENIZER, drafts=0))
+    for fault, expected in (("", set()), ("cross-talk", {"greedy"})):
+        got = score_by_recording(recorded(Toy(TOKENIZER, fault)), plain, TOKENIZER)
+        rows = judge(got, plain, Limits())
+        assert failed(rows).keys() == expected
+        assert next(row for row in rows if row.name == "sampled").status == "unmeasured"
+
+
+def test_exact_takes_no_tie() -> None:
+    got, plain = honest()
+    one = next(one for one in got if one.kind == "text" and one.scores)
+    tied = (replace(one.scores[0], chosen=one.scores[0].best - 0.1), *one.scores[1:])
+    near = [replace(each, scores=tied) if each.key == one.key else each for each in got]
+    assert not failed(judge(near, plain, Limits())) and failed(judge(near, plain, Limits(exact=True))).keys() == {
+        "greedy"
+    }
+
+
+def test_resampled_honest_checks_raise_no_alarm() -> None:
+    got, plain = honest()
+    dice = random.Random(1)
+    for _ in range(150):
+        keys = {*dice.sample(sorted({one.key for one in got}), 40)}
+        chosen = [one for one in got if one.key in keys]
+        assert not failed(judge(chosen, plain, Limits()))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_an_interrupted_recording_asks_nothing_twice(tmp_path: Path, share: float) -> None:
+    """The journal is cut anywhere, also within a line."""
+    battery = replace(BATTERY, samples=4, context=0)
+
+    def run(toy: Toy) -> list[Exchange]:
+        async def asked() -> list[Exchange]:
+            found = await asker(toy)
+            found.journal, found.known = open_journal(tmp_path / "spec.jsonl.part")
+            with found.journal:
+                return await record(found, battery)
+
+        return asyncio.run(asked())
+
+    first, second = Toy(TOKENIZER), Toy(TOKENIZER)
+    whole = run(first)
+    journal = tmp_path / "spec.jsonl.part"
+    written = journal.read_bytes()
+    journal.write_bytes(written[: int(share * len(written))])
+    kept = journal.read_bytes().count(b"\n")
+    again = run(second)
+    assert len(second.asked) == len(first.asked) - kept
+    assert [one.token_ids for one in again] == [one.token_ids for one in whole]

@@ -1,0 +1,134 @@
+"""What a measurement cannot say is named, and an honest one is left alone; what CI reads of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from trtspec.bench.load import findings
+from trtspec.bench.load.loops import Round
+from trtspec.bench.report import ci
+from trtspec.bench.statistics import summarize, without_surplus
+from trtspec.client import servers
+from trtspec.client.client import Answer
+from trtspec.client.servers import TurnCounts
+from trtspec.errors import Problem
+from trtspec.report import Table
+
+WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
+
+
+def answer(steps: int = 30, accepted: int = 45, **more: Any) -> Answer:
+    """An honest answer of 1 + steps + accepted tokens, a chunk per step, as an engine writes it."""
+    tokens = 1 + steps + accepted
+    text = (WORDS * (1 + tokens // 18))[: 5 * tokens]
+    chunks = [(0.1 + 0.01 * place, len(text) // (steps + 1)) for place in range(steps + 1)]
+    histogram = [steps - accepted // 3 - (accepted % 3 > 0), 0, 0, accepted // 3]
+    histogram[accepted % 3] += accepted % 3 > 0
+    spec = {"steps": steps, "drafted": 3 * steps, "accepted": accepted, "histogram": histogram}
+    found = Answer("q", "c", 0, started=0.0, finished=0.1 + 0.01 * steps, chunks=chunks, text=text,
+                   completion_tokens=tokens, finish_reason="stop", spec_decode=spec,
+                   tokens_per_iteration=tokens / (steps + 1))  # fmt: skip
+    return replace(found, **more)
+
+
+def codes(found: list[Problem]) -> list[str]:
+    return [problem.code for problem in found]
+
+
+def test_an_average_below_one_is_no_acceptance() -> None:
+    """0.5 made 152 steps of 76 tokens, and accepted -76; a rounded 1 and a 0, which is no count, are honest."""
+    faults: list[str] = []
+    low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]
+    assert servers.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
+    plain, untold = (answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0))
+    assert [(count.verifications, count.accepted) for count in servers.all_counts([plain, untold])] == [(30, 0)]
+
+
+def counters(tokens: int, steps: int, accepted: int, answers: int) -> TurnCounts:
+    return without_surplus(TurnCounts("all", "all", tokens, steps, accepted, 3 * steps, None, "c"), answers, answers)
+
+
+def test_drafts_accepted_past_the_end_are_taken_out() -> None:
+    """474 steps, 1024 accepted: vLLM tells 3.16, and 1,487 tokens in 24 answers make it 3.09."""
+    found = counters(1487, 474, 1024, 24)
+    assert found.surplus == 1024 - 989 and 1 + found.accepted / found.steps == pytest.approx(3.087, abs=0.001)
+    summary = summarize([found])
+    assert summary.acceptance_length == pytest.approx(3.0865, abs=1e-3) and summary.turns == summary.questions == 24
+    assert summary.per_turn_mean is None and summary.per_question_mean is None
+    assert counters(1600, 474, 1024, 24).surplus == 0, "tokens without drafts: the counter stands"
+
+
+def test_counters_of_somebody_else_are_named() -> None:
+    assert not findings.counters_disagree("e", [counters(1487, 474, 1024, 24)])
+    others = [counters(24 * 76, 3000, 4000, 24), counters(24 * 76, 24 * 30, 24 * 45 + 500, 24)]
+    assert all(codes(findings.counters_disagree("e", [one])) == ["TS-BENCH-COUNTERS"] for one in others)
+
+
+def test_answers_that_are_tool_calls_are_not_empty() -> None:
+    places = ("Rome, near the river", "Oslo in winter", "a village behind the hills", "Lima", "Kyoto at night")
+    calls = [[{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places]
+    called = [answer(text="", tool_calls=call) for call in calls]
+    assert not findings.degenerate_output("e", called)
+    silent = [replace(one, tool_calls=[]) for one in called]
+    assert codes(findings.degenerate_output("e", silent)) == ["TS-BENCH-DEGENERATE"]
+
+
+def test_too_few_steps_are_said_with_how_many_would_do() -> None:
+    turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
+    found = findings.too_few("e", summarize(turns), turns)
+    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0].remedy
+    many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
+    assert not findings.too_few("e", summarize(many), many)
+
+
+def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
+    def run(growth: float) -> Round:
+        answers = [
+            Answer(
+                str(i),
+                "c",
+                0,
+                started=0.1 * i,
+                finished=0.1 * i + 1 + growth * i,
+                chunks=[(0.1 * i + 0.2 + growth * i, 5)],
+            )
+            for i in range(40)
+        ]
+        return Round(10, answers, 0.0, 9.0, rate=10.0)
+
+    assert codes(findings.overloaded("e", [run(0.1)])) == ["TS-BENCH-OVERLOAD"]
+    assert not findings.overloaded("e", [run(0.0)])
+
+
+def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
+    def run(load: int, questions: int, rate: float | None = None) -> Round:
+        answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
+        return Round(load, answers, 0.0, 9.0, rate=rate)
+
+    found = findings.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
+    assert (
+        codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0].message
+    )
+    assert not findings.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
+
+
+def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
+    assert ci.markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
+    lines = ci.problem_annotations([Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")])
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    ci.annotate(lines)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    ci.annotate(lines)
+    assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall -> look\n"
+
+
+def test_junit_is_xml_with_a_failure_per_error() -> None:
+    case = ci.JunitCase("e", "fail", "bad \x00 byte", "TS-BENCH-ERRORS", "look")
+    root = ElementTree.fromstring(ci.junit_xml("trtspec bench", [case]).encode())
+    assert root.find(".//failure").get("type") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]

@@ -1,0 +1,184 @@
+"""Grammars that would stop a server, beside innocent requests: who waits how long, what it takes, and how it ends.
+
+TRTSPEC_HOSTILE_GRAMMARS (1000) is their number, TRTSPEC_SEED (1) chooses them, TRTSPEC_ROUNDS (5) how often all of it
+is done; what is printed and held to are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.engine.test_server import launch
+from tests.hostile.requests import GRAMMARS, SCHEMAS
+
+SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
+COUNT = int(os.environ.get("TRTSPEC_HOSTILE_GRAMMARS", "1000"))
+ROUNDS = int(os.environ.get("TRTSPEC_ROUNDS", "5"))
+AT_ONCE, VICTIMS = 64, 4
+KNOWN = {"type": "json_object"}  # compiled before the others come
+
+
+def all_of(draw: random.Random) -> dict[str, Any]:
+    """1.4 KB for minutes and gigabytes: the automata of 38 patterns multiplied."""
+    first = draw.randrange(4)
+    patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{first + number}}}"} for number in range(38)]
+    return {"type": "json_schema", "json_schema": {"schema": {"allOf": patterns}}}
+
+
+def regex(draw: random.Random, depth: int = 0) -> str:
+    if depth > 3 or draw.random() < 0.2:
+        return draw.choice(("a", "b", ".", "[a-f]", "\\w", "\\p{L}", "(a|b)*a"))
+    parts = [regex(draw, depth + 1) for _ in range(draw.randint(1, 3))]
+    joined = draw.choice(("", "|", "")).join(parts)
+    return f"({joined}){draw.choice(('*', '+', '?', '{9}', '{200}', '{3,900}', ''))}"
+
+
+def schema(draw: random.Random, depth: int = 0) -> Any:
+    kind = draw.choice(("object", "array", "string", "enum", "anyOf", "ref")) if depth < 3 else "string"
+    if kind == "object":
+        names = [f"p{number}" for number in range(draw.choice((1, 5, 200)))]
+        return {"type": "object", "properties": {name: schema(draw, depth + 1) for name in names[:9]} |
+                dict.fromkeys(names[9:], {"type": "integer"}), "required": names[::2]}  # fmt: skip
+    if kind == "array":
+        return {"type": "array", "items": schema(draw, depth + 1), "maxItems": draw.choice((3, 500, 10**6))}
+    if kind == "anyOf":
+        return {"anyOf": [schema(draw, depth + 1) for _ in range(draw.choice((2, 9)))]}
+    if kind == "enum":
+        return {"enum": [f"{draw.random()}" for _ in range(draw.choice((3, 900)))]}
+    return {"$ref": "#"} if kind == "ref" else {"type": "string", "pattern": regex(draw)}
+
+
+def attack(draw: random.Random) -> dict[str, Any]:
+    form: dict[str, Any] = draw.choice(
+        (
+            all_of(draw),
+            {"type": "regex", "regex": draw.choice((*GRAMMARS, regex(draw), regex(draw)))},
+            {"type": "json_schema", "json_schema": {"schema": draw.choice(SCHEMAS)}},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"x": schema(draw)}}}},
+        )
+    )
+    return {"prompt": "x", "max_tokens": 32, "n": draw.choice((1, 1, 16)), "response_format": form}
+
+
+@dataclass
+class Seen:
+    gaps: list[float] = field(default_factory=list)
+    innocents: list[float] = field(default_factory=list)
+    refusals: list[float] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+async def one_round(url: str, number: int, count: int) -> Seen:
+    seen, done = Seen(), asyncio.Event()
+    draw = random.Random(f"{SEED} {number}")
+    bodies = [attack(draw) for _ in range(count)]
+
+    async def victim(client: httpx.AsyncClient) -> None:
+        """Streams without a grammar, one after the other."""
+        body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        while not done.is_set():
+            last = time.monotonic()
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
+                async for _ in stream.aiter_lines():
+                    seen.gaps.append(time.monotonic() - last)
+                    last = time.monotonic()
+
+    async def innocent(client: httpx.AsyncClient, form: dict[str, str] | None) -> None:
+        while not done.is_set():
+            began = time.monotonic()
+            body = {"prompt": "x", "max_tokens": 8, "response_format": form}
+            answer = await client.post(f"{url}/v1/completions", json=body)
+            seen.innocents.append(time.monotonic() - began)
+            if answer.status_code != 200:
+                seen.wrong.append(answer.text[:300])
+            await asyncio.sleep(0.1)
+
+    async def attacker(client: httpx.AsyncClient) -> None:
+        while bodies:
+            body = bodies.pop()
+            began = time.monotonic()
+            try:
+                answer = await client.post(f"{url}/v1/completions", json=body, timeout=draw.choice((0.2, 60, 60, 60)))
+            except httpx.ReadTimeout:  # a client that leaves
+                continue
+            seen.statuses[answer.status_code] += 1
+            if answer.status_code != 200:
+                seen.refusals.append(time.monotonic() - began)
+            if answer.status_code not in (200, 400, 429, 503):
+                seen.wrong.append(answer.text[:300])
+            if answer.status_code == 503:
+                assert answer.headers["retry-after"]
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        assert (await client.post(f"{url}/v1/completions", json={"prompt": "x", "response_format": KNOWN})).is_success
+        others = [asyncio.create_task(victim(client)) for _ in range(VICTIMS)]
+        others += [asyncio.create_task(innocent(client, form)) for form in (None, KNOWN)]
+        await asyncio.sleep(1)
+        await asyncio.gather(*(attacker(client) for _ in range(AT_ONCE)))
+        done.set()
+        await asyncio.gather(*others)
+    return seen
+
+
+def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, float]:
+    """What the rounds saw, how much memory grew (share of what the process had), and seconds until SIGTERM ended it."""
+    running = launch(target_dir, "-", "max_batch_size=16", "max_seq_len=256", "prefix_bytes=0")
+    process = psutil.Process(running.process.pid)
+    try:
+        if rounds > 1:  # what is needed for the first time is no leak
+            asyncio.run(one_round(running.url, 0, 64))
+        before = process.memory_info().rss
+        found = [asyncio.run(one_round(running.url, number + 1, count)) for number in range(rounds)]
+        grown = process.memory_info().rss / before - 1
+        assert len(process.children(recursive=True)) <= 4
+    finally:
+        began = time.monotonic()
+        running.process.terminate()
+        assert running.process.wait(60) == 0
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
+    return found, grown, time.monotonic() - began
+
+
+def report(found: list[Seen], grown: float, ended: float) -> dict[str, float]:
+    medians = {
+        name: statistics.median(max(getattr(seen, name), default=0.0) for seen in found)
+        for name in ("gaps", "innocents", "refusals")
+    }
+    told = ", ".join(f"{name} {value:.2f} s" for name, value in medians.items())
+    print(
+        f"\nseed {SEED}, {len(found)} rounds, medians of the longest: {told}; memory {grown:+.1%}; ended {ended:.1f} s"
+    )
+    print("statuses", dict(sum((seen.statuses for seen in found), Counter())), flush=True)
+    return medians
+
+
+def test_hostile_grammars_cost_their_senders_alone(target_dir: Path) -> None:
+    """A few of them, without limits on time: those hold on a quiet machine."""
+    found, grown, ended = run(target_dir, 24, 1)
+    report(found, grown, ended)
+    assert not found[0].wrong, found[0].wrong[:3]
+    assert found[0].statuses[400] and ended < 35
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_thousand_hostile_grammars(target_dir: Path) -> None:
+    found, grown, ended = run(target_dir, COUNT, ROUNDS)
+    medians = report(found, grown, ended)
+    assert not any(seen.wrong for seen in found)
+    assert medians["gaps"] <= 0.5 and medians["innocents"] <= 2 and medians["refusals"] <= 2
+    assert grown <= 0.05 and ended < 35

@@ -1,0 +1,254 @@
+"""Acceptance of drafts as pure functions over counts, and the intervals that go with ratios.
+
+Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that accepted exactly j
+drafts). Every rate is derived, because the same words name different numbers in the field:
+
+- acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length");
+- per-question mean = tokens per iteration of each question, its turns pooled and each prefill counted as an iteration,
+  averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category;
+- per-turn mean = the same of each answer, averaged over answers;
+- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
+- conditional acceptance at position k = the same share among the steps that accepted k - 1.
+
+All intervals are over questions, the unit that is drawn independently: that of a ratio of sums with linearised
+variance (Cochran, Sampling Techniques, 3rd ed., chapter 6), on the logarithm, with quantiles of Student's t (Abramowitz
+and Stegun, 26.7.5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trtspec.client.servers import Count, TurnCounts
+
+LEAST_UNITS = 3  # of an interval
+LEAST_RUNS = 4  # earlier runs that predict the next one; t is within 2 % of Student's for so many
+CONFIDENCE = 0.95
+POWER = 0.8  # chance of finding a change, for the number of questions that is proposed
+NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceSummary:
+    """What speculation did in a group of answers; None where the server reports nothing. Intervals are of 95 %.
+
+    `steps` are verification steps, without prefills. Means by turn and by question are None where a server reports only
+    totals. `surplus`: accepted drafts past the end of answers, taken out of `accepted`.
+    """
+
+    turns: Count
+    questions: Count
+    tokens: Count
+    steps: Count | None
+    drafted: Count | None
+    accepted: Count | None
+    histogram: list[Count] | None
+    source: str
+    acceptance_length: float | None
+    acceptance_length_interval: list[float] | None
+    per_turn_mean: float | None
+    draft_acceptance_rate: float | None
+    cumulative: list[float] | None
+    conditional: list[float | None] | None
+    per_question_mean: float | None = None
+    surplus: int | None = None
+
+
+def acceptance_length(steps: int, accepted: int) -> float | None:
+    """1 + accepted / steps: tokens per verification step, the bonus token included. None without steps."""
+    return 1.0 + accepted / steps if steps else None
+
+
+def cumulative_acceptance(histogram: Sequence[int]) -> list[float]:
+    """Entry k-1 = share of the steps that accepted at least k drafts."""
+    total = sum(histogram)
+    return [sum(histogram[k:]) / total for k in range(1, len(histogram))] if total else []
+
+
+def conditional_acceptance(histogram: Sequence[int]) -> list[float | None]:
+    """Entry k-1 = share of the steps that accepted draft k among those that accepted draft k-1; None where none did."""
+    reached = [sum(histogram[k:]) for k in range(len(histogram))]
+    return [reached[k] / reached[k - 1] if reached[k - 1] else None for k in range(1, len(reached))]
+
+
+def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
+    """Sums histograms of possibly different draft lengths; None as soon as one is unknown, or when there is none."""
+    total: list[int] = []
+    seen = False
+    for histogram in histograms:
+        if histogram is None:
+            return None
+        seen = True
+        total += [0] * (len(histogram) - len(total))
+        for accepted, count in enumerate(histogram):
+            total[accepted] += count
+    return total if seen else None
+
+
+def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
+    """[verification steps, accepted, answers] of each question; empty where answers were counted together."""
+    found: dict[str, list[int]] = {}
+    if any(turn.answers > 1 or turn.questions > 1 for turn in turns):
+        return found
+    for turn in turns:
+        entry = found.setdefault(turn.question, [0, 0, 0])
+        for place, value in enumerate((turn.verifications, turn.accepted, turn.answers)):
+            entry[place] += value
+    return found
+
+
+def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCounts:
+    """Counters of a run of `answers` with the drafts taken out that were accepted past the end of answers.
+
+    Every token that somebody received is the first of its answer, the own one of a verification step, or an accepted
+    draft; so tokens - answers - steps drafts were accepted in truth. More than counted were accepted where tokens came
+    without drafts; then the counter stands."""
+    true = counts.tokens - answers - counts.steps
+    surplus = counts.accepted - true if 0 <= true < counts.accepted else 0
+    return replace(counts, accepted=counts.accepted - surplus, surplus=surplus, answers=answers, questions=questions)
+
+
+def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
+    """Acceptance of one group of answers; figures are None where the server reports nothing."""
+    steps, accepted = sum(t.verifications for t in turns), sum(t.accepted for t in turns)
+    drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
+    histogram = add_histograms(t.histogram for t in turns)
+    questions = per_question(turns)
+    per_turn = [t.tokens_per_iteration for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
+    means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
+    return AcceptanceSummary(
+        turns=sum(t.answers for t in turns),
+        questions=len(questions) or sum(t.questions for t in turns),
+        tokens=sum(t.tokens for t in turns),
+        steps=steps if turns else None,
+        drafted=drafted if turns else None,
+        accepted=accepted if turns else None,
+        histogram=histogram,
+        source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
+        acceptance_length=_rounded(acceptance_length(steps, accepted)),
+        acceptance_length_interval=length_interval(turns),
+        per_turn_mean=_rounded(float(np.mean(per_turn)) if per_turn else None),
+        draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
+        cumulative=[round(share, 4) for share in cumulative_acceptance(histogram)] if histogram else None,
+        conditional=[_rounded(share) for share in conditional_acceptance(histogram)] if histogram else None,
+        per_question_mean=_rounded(float(np.mean(means)) if means else None),
+        surplus=sum(t.surplus for t in turns) if turns else None,
+    )
+
+
+def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
+    """`summarize` per category, in the order of first appearance."""
+    groups: dict[str, list[TurnCounts]] = {}
+    for turn in turns:
+        groups.setdefault(turn.category, []).append(turn)
+    return {category: summarize(group) for category, group in groups.items()}
+
+
+def length_interval(turns: Sequence[TurnCounts]) -> list[float] | None:
+    """95 % interval of the acceptance length; None below LEAST_UNITS questions, or where a server reports totals."""
+    counts = per_question(turns).values()
+    found = ratio([steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts])
+    return [round(max(1.0, found.low), 4), round(found.high, 4)] if found else None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio over `units`; `error` is the standard error of its logarithm, of so many degrees of freedom."""
+
+    value: float
+    error: float
+    freedom: float
+    units: int
+    confidence: float = CONFIDENCE
+
+    @property
+    def low(self) -> float:
+        return self.value * math.exp(-self._quantile * self.error)
+
+    @property
+    def high(self) -> float:
+        return self.value * math.exp(self._quantile * self.error)
+
+    @property
+    def words(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
+
+    @property
+    def finds(self) -> float:
+        """The smallest fall that as many units find in POWER of the runs."""
+        return 1 - math.exp(-(self._quantile + NORMAL.inv_cdf(POWER)) * self.error)
+
+    def units_needed(self, share: float) -> int:
+        """Units whose interval is value +- share."""
+        wanted = math.log1p(share) / NORMAL.inv_cdf((1 + self.confidence) / 2)
+        return max(LEAST_UNITS, math.ceil(self.units * (self.error / wanted) ** 2))
+
+    @property
+    def _quantile(self) -> float:
+        return t_quantile((1 + self.confidence) / 2, self.freedom)
+
+
+def ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE) -> Ratio | None:
+    """sum / sum with its interval over units. None below LEAST_UNITS, or where a sum is zero."""
+    found = _linear(numerators, denominators)
+    return None if found is None else _interval(found[0], found[1], confidence)
+
+
+def paired_ratio(
+    new: tuple[ArrayLike, ArrayLike], old: tuple[ArrayLike, ArrayLike], confidence: float = CONFIDENCE
+) -> Ratio | None:
+    """Of two ratios of sums, each (numerators, denominators) by unit, the same units in the same order on both sides.
+
+    None below LEAST_UNITS, or where a sum is zero."""
+    first, second = _linear(*new), _linear(*old)
+    if first is None or second is None or len(first[1]) != len(second[1]):
+        return None
+    return _interval(first[0] / second[0], first[1] - second[1], confidence)
+
+
+def next_ratio(new: float, earlier: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
+    """One more run over the geometric mean of earlier ones, by Student's prediction interval for their logarithms,
+    which holds what runs of one setup differ by. None below LEAST_RUNS earlier ones."""
+    if len(earlier) < LEAST_RUNS or min(new, *earlier) <= 0:
+        return None
+    logs = np.log(np.asarray(earlier, dtype=np.float64))
+    error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(earlier))
+    return Ratio(new / math.exp(float(logs.mean())), error, len(earlier) - 1, len(earlier), confidence)
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """Of Student's t; within 0.3 % from 5 degrees of freedom on, within 2 % at 3, exact at 2."""
+    if freedom < 3:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    z = NORMAL.inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def _linear(numerators: ArrayLike, denominators: ArrayLike) -> tuple[float, NDArray[np.float64]] | None:
+    """The ratio of the sums, and what each unit contributes to its logarithm."""
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if len(top) < LEAST_UNITS or top.sum() <= 0 or bottom.sum() <= 0:
+        return None
+    value = float(top.sum() / bottom.sum())
+    return value, (top - value * bottom) / (value * bottom.mean())
+
+
+def _interval(value: float, influence: NDArray[np.float64], confidence: float) -> Ratio:
+    count = len(influence)
+    return Ratio(value, float(influence.std(ddof=1)) / math.sqrt(count), count - 1, count, confidence)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
