@@ -340,6 +340,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     fields = fields_of(record)
 
     def filled(context: typer.Context, **values: Any) -> Any:
+        if str(values.get("output")) == "-":
+            raise UsageError("--output - would write a file named `-`; nothing goes to stdout", "give it a path")
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
         running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
         before, errors.typed = errors.typed, {key: field.typed for key, field in fields.items()}
