@@ -141,7 +141,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     ("command", "options"),
     [
         ("watch", ["--listen="]),
-        ("check", ["--model=", "--require=", "--dataset=", "--against="]),
+        ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
         ("prove", ["--dataset=", "--thinking=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
     ],

@@ -301,8 +301,8 @@ def _problems(name: str, output: Mapping[str, Any] | None) -> ProveLine:
 def _lint(name: str, output: Mapping[str, Any] | None) -> ProveLine:
     if output is None or output.get("error"):
         why = (output or {}).get("error", {}).get("message", "no output")
-        return ProveLine(f"lint --installed: {name}", "skipped", why)
-    line = _problems(f"lint --installed: {name}", output)
+        return ProveLine(f"lint `installed`: {name}", "skipped", why)
+    line = _problems(f"lint `installed`: {name}", output)
     return ProveLine(line.name, line.status, f"{line.message}, for {output.get('version')}")
 
 

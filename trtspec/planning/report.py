@@ -24,7 +24,7 @@ ASSUMES = (
     "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is decoding alone",
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
-HEADINGS = ("", "concurrency", "layout", "draft", "tokens/s per user", "in all", "speed-up (range)", "trust")
+HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -218,8 +218,7 @@ def row_cells(row: Row, best: bool) -> list[str]:
     gain = f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread and point.speedup else "-"
     gain = "plain decoding" if point.draft_len == 0 else gain
     return [
-        "best" if best else "",
-        str(row.concurrency),
+        f"{row.concurrency} best" if best else str(row.concurrency),
         row.layout.short,
         str(point.draft_len),
         f"{point.tokens_per_s_per_user or 0:.0f}",

@@ -29,10 +29,10 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
     **OWNED,
-    "messages": "give --dataset",
-    "prompt": "give --dataset",
-    "tools": "give a --dataset whose questions have tools",
-    "seed": "give --seed",
+    "messages": "give `dataset`",
+    "prompt": "give `dataset`",
+    "tools": "give a `dataset` whose questions have tools",
+    "seed": "give `seed`",
     "stream": "leave it out: answers are always streamed",
     "stream_options": "leave it out: usage is always asked for",
 }
@@ -128,7 +128,7 @@ def owned_keys(extra_body: Mapping[str, Any], thinking: str | None) -> dict[str,
     """The keys of a request that options set, each with its remedy: figures would be named for what was not asked."""
     owned = dict(BENCH_OWNED)
     if thinking is not None:
-        owned["reasoning_effort"] = "leave one of the two out: --thinking sets how the model reasons"
+        owned["reasoning_effort"] = "leave one of the two out: `thinking` sets how the model reasons"
         variables = extra_body.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
             owned["chat_template_kwargs"] = owned["reasoning_effort"]
@@ -231,7 +231,7 @@ def refuse_other_model(model: str, earlier: Mapping[str, str]) -> None:
     """Raises UsageError if an earlier result is another model's."""
     for where, other in earlier.items():
         if other != model:
-            remedy = "compare runs of one model; --model NAME if the server lists it under another name"
+            remedy = "compare runs of one model; `model` NAME if the server lists it under another name"
             raise UsageError(f"{where} holds figures of the model {other}, and this server serves {model}", remedy)
 
 
@@ -276,7 +276,7 @@ async def in_context(target: MeasuredEndpoint, workload: BenchWorkload) -> list[
     counted = load.answers[0].prompt_tokens
     if not counted:
         why = load.answers[0].error or "it reports no prompt tokens"
-        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave --under context=N out")
+        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave `under` context=N out")
     return [with_context(questions, workload.conditions, len(text) / counted) for questions in asked]
 
 
