@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,6 +218,24 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
                          f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}")  # fmt: skip
             print("WRONG", wrong[-1], flush=True)
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The block of README's start, as it is but for free ports, ends in SAFE within two minutes on a quiet machine."""
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"^```console\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    for port in re.findall(r"--port (\d+)", block):
+        block = block.replace(port, str(free_port()))
+    (tmp_path / "trtspec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trtspec "$@"\n')
+    (tmp_path / "trtspec").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    began = time.monotonic()
+    script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{block}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path)
+    with capsys.disabled():
+        print(f"\nREADME's block: {time.monotonic() - began:.0f} s; {done.stdout.splitlines()[-1:]}")
+    said = "SAFE: the same output as without speculation"
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said and said in readme, done.stdout + done.stderr
 
 
 def test_the_pages_were_run() -> None:

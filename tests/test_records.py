@@ -142,7 +142,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     [
         ("watch", ["--listen="]),
         ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
-        ("prove", ["--dataset=", "--thinking=", "--concurrency="]),
+        ("prove", ["--dataset=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
     ],
 )

@@ -12,11 +12,12 @@ import pytest
 from packaging.version import Version
 
 from tests.command_line import trtspec
+from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.data_files import load_yaml, problem_codes
 from trtspec.errors import UsageError
 from trtspec.formats import WeightFormat
 from trtspec.launch.options import ServeOptions
-from trtspec.vllm import installed_vllm, plan_vllm, vllm_gate
+from trtspec.vllm import ENGINE, installed_vllm, plan_vllm, vllm_gate
 
 ADDRESS = ["--host", "localhost", "--port", "8000"]
 KIMI = ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice", "--reasoning-parser", "kimi_k2"]
@@ -202,3 +203,48 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
 def test_a_plan_of_python_raises_what_the_command_prints() -> None:
     with pytest.raises(UsageError, match="draft head, not a target"):
         plan_vllm(ServeOptions(target="nvidia/Kimi-K2.5-Eagle3", backend="vllm"), launching=False)
+
+
+def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path) -> None:
+    pair = ["nvidia/Kimi-K2.6-NVFP4", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
+    sizes = ["--tp-size", "4", "--max-seq-len", "32768", "--trust-remote-code"]
+    path = tmp_path / "vllm.yml"
+    assert trtspec("build-config", *pair, *sizes, "--format", "vllm", "-o", str(path)).status == 0
+    by_options, by_file = dry(*pair, *sizes), dry(pair[0], "--config", str(path))
+    assert by_file["status"] == 0 and sorted(meaning(by_file["argv"]), key=str) == sorted(
+        meaning(by_options["argv"]), key=str
+    )
+    assert by_file["config"] == by_options["config"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tensor-parallel-size: four\n", "tp_size is 'four'"),
+        ("speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: mtp}\n", "is not one that trtspec checks"),
+        ("speculative-config: {num_speculative_tokens: 3}\n", "is not one that trtspec checks"),
+        ("port: 9000\n", "--port is not used after --"),
+        ("tensor-parallel-size: 2\n", "say it in one place"),
+        ("- a\n", "not a mapping"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "vllm.yml").write_text(text)
+    answer = dry("moonshotai/Kimi-K2.6", "--config", str(tmp_path / "vllm.yml"), "--tp-size", "8")
+    assert answer["status"] == 2 and says in f"{answer['error']['message']} {answer['error']['remedy']}"
+
+
+def test_a_head_here_is_judged_by_its_file_and_not_by_where_it_was_published(tmp_path: Path) -> None:
+    """A cached copy of a head that was published for vLLM, in a layout that vLLM does not read."""
+    from dataclasses import replace
+
+    from trtspec.checkpoint.hub import Head, load_head, load_target
+    from trtspec.vllm import _head_problems
+
+    known = load_head("lightseekorg/kimi-k2.5-eagle3-mla")
+    target = load_target("moonshotai/Kimi-K2.5")
+    other = next(name for name in DIALECTS if not DIALECTS[name].served_by(ENGINE, known.spec))
+    here = Head(replace(known.resolved, path=tmp_path), replace(known.spec, dialect=other))
+    options = ServeOptions(target="moonshotai/Kimi-K2.5", head=known.resolved.name, backend="vllm")
+    found = {problem.code for problem in _head_problems(options, here, target, Version("0.32.0"))}
+    assert "TS-VLLM-HEAD-LAYOUT" in found

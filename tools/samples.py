@@ -3,7 +3,7 @@
     TRTSPEC_CHROMIUM=/usr/bin/chromium PYTHONPATH=. python tools/samples.py
 
 Everything shown is the output of the commands named beside it, run here on kimi-nano and its shipped head. The report
-is the one that `trtspec bench` writes.
+is the page that `trtspec prove` writes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from trtspec import data_files
 from trtspec.cli import demo_first_answer as first_answer
-from trtspec.cli.demo_process import Chain
+from trtspec.launch.processes import served
 
 SAMPLES = Path(__file__).resolve().parent.parent / "docs" / "samples"
 WIDTH = 104
 FIRST_PORT = 18611
-DRAFT = ("--draft-len", "3")
+PROOF = ("--backend", "reference", "--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
 # a key of another engine, and sampling that this release would not do
 MISTAKEN = """\
 max_batch_size: 32
@@ -62,7 +61,7 @@ def picture_of_first_answer(plain: str, eagle: str) -> None:
     """The demo's first stage, once both answers are complete."""
     found = first_answer.answers(plain, eagle, quiet=True)
     console = recorder()
-    console.print(first_answer.panels([first_answer.StreamedAnswer(**answer) for answer in found["answers"]]))
+    console.print(first_answer.panels(found))
     console.print(Text(first_answer.verdict(found)))
     save(console, "first-answer", "make demo: the first answer")
 
@@ -94,25 +93,20 @@ def picture_of_report(chromium: str) -> None:
 
 def main() -> None:
     SAMPLES.mkdir(exist_ok=True)
-    target, head = str(data_files.kimi_nano_dir()), str(data_files.kimi_nano_head_dir())
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        (directory / "logs").mkdir()
         picture_of_lint(directory)
-        chain = Chain(directory, 1)
-        serve = [target, "--backend", "reference"]
-        sampled = ["--draft-sampling", "probabilistic"]  # drafts from the head's distribution, as the report says
+        urls = [f"http://127.0.0.1:{FIRST_PORT + offset}" for offset in (0, 1)]
+        nano = ("serve", "kimi-nano", "--backend", "reference", "--port")
+        head = ("--head", "kimi-nano-eagle3")
         with (
-            chain.server("plain", serve, FIRST_PORT) as plain,
-            chain.server("eagle3", [*serve, "--head", head, *DRAFT, *sampled], FIRST_PORT + 1) as eagle,
+            served((*nano, str(FIRST_PORT)), urls[0], directory / "plain.log", 180),
+            served((*nano, str(FIRST_PORT + 1), *head), urls[1], directory / "eagle3.log", 180),
         ):
-            picture_of_first_answer(plain, eagle)
-            # text sampled at temperature 1 does not loop; greedy answers of a model this small often do
-            command = ["bench", f"eagle3={eagle}", "--against-url", f"plain={plain}", "--temperature", "1"]
-            command += ["--concurrency", "1,4", "--samples", "12,24", "--max-tokens", "96"]
-            command += ["-o", str(directory / "run")]
-            chain.run(command, "bench", 120, allowed=(0, 3))
-        shutil.copyfile(directory / "run" / "report.html", SAMPLES / "bench-report.html")
+            picture_of_first_answer(*urls)
+        words = ("prove", "kimi-nano", *head, *PROOF, "-o", str(directory / "proof"), "--port", str(FIRST_PORT))
+        subprocess.run([sys.executable, "-m", "trtspec", *words], check=True)
+        shutil.copyfile(directory / "proof" / "report.html", SAMPLES / "bench-report.html")
     picture_of_report(os.environ["TRTSPEC_CHROMIUM"])
     for path in sorted(SAMPLES.iterdir()):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

@@ -33,7 +33,7 @@ def build_config(
     generation_url: str | Path | Sequence[str | Path] = (),
     set: str | Path | Sequence[str | Path] = (),
     trust_remote_code: bool = False,
-    format: Literal['yaml', 'helm-values', 'dynamo'] = 'yaml',
+    format: Literal['yaml', 'helm-values', 'dynamo', 'vllm'] = 'yaml',
     image: str | Path | None = None,
     quantize_from: str | Path | None = None,
     output: str | Path | None = None,

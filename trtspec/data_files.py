@@ -68,11 +68,6 @@ def gpu_spec(name: str) -> GpuSpec:
     return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)
 
 
-def largest_gpu() -> GpuSpec:
-    """The row with the most memory."""
-    return max((gpu_spec(name) for name in gpu_names()), key=lambda gpu: gpu.memory_bytes)
-
-
 def problem_codes() -> dict[str, dict[str, str]]:
     """Every documented problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
     codes: dict[str, dict[str, str]] = {}

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import Head, Target, engine_name, known, load_head, load_target
 from trtspec.data_files import DATA, Gate, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
+from trtspec.files import load_text, read_yaml_text
 from trtspec.launch import preflight
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
@@ -90,6 +92,7 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, an unknown version, options that contradict each other);
     everything else is a problem of the plan."""
+    options = with_file(options)
     target = load_target(options.target)
     head = load_head(options.head, values=launching) if options.head else None
     version, reason, problems = _version(options.vllm_version, launching)
@@ -124,6 +127,80 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         limits=preflight.limits_of(options),
         secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )
+
+
+# keys of vLLM's configuration file that are fields of `trtspec serve`; every other key is an option of vLLM's own
+FIELDS = {
+    "tensor-parallel-size": "tp_size", "max-model-len": "max_seq_len", "max-num-seqs": "max_batch_size",
+    "max-num-batched-tokens": "max_num_tokens", "served-model-name": "served_model_name", "dtype": "dtype",
+    "trust-remote-code": "trust_remote_code",
+}  # fmt: skip
+
+
+def with_file(options: ServeOptions) -> ServeOptions:
+    """The options with what the file of --config says. Raises UsageError for what both say, and for values that the
+    options would not reproduce."""
+    if options.config is None:
+        return options
+    values = load_text(read_yaml_text(options.config, "write it with `trtspec build-config TARGET --format vllm`"))
+    if not isinstance(values, dict):
+        raise UsageError(f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines")
+    found, words = dict[str, Any](), list[str]()
+    for written, value in values.items():
+        key = str(written).replace("_", "-")
+        if key == "model" and value == options.target:
+            continue
+        if key == "speculative-config":
+            found |= _speculation_of(value, options)
+        elif key in FIELDS:
+            found[FIELDS[key]] = value
+        elif isinstance(value, bool):
+            words += [f"--{key}" if value else f"--no-{key}"]
+        elif isinstance(value, (str, int, float)):
+            words += [f"--{key}", str(value)]
+        else:
+            words += [f"--{key}", json.dumps(value)]
+    plain = ServeOptions(target=options.target)
+    for name, value in found.items():
+        kind = bool if name == "trust_remote_code" else str if name in ("dtype", "served_model_name", "head") else int
+        if name != "draft_sampling" and (type(value) is not kind or (type(value) is int and value < 1)):
+            raise UsageError(f"{options.config}: {name} is {value!r}", f"write {kind.__name__}")
+        if getattr(options, name) not in (getattr(plain, name), value):
+            raise UsageError(f"{name} is given, and {options.config} says {value!r}", "say it in one place")
+    return replace(options, **found, passed=(*words, *options.passed))
+
+
+def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
+    """The head and its draft length of a speculative-config, which may be JSON. Raises UsageError for any value that
+    trtspec would not write itself."""
+    try:
+        written = json.loads(value) if isinstance(value, str) else value
+        drawn = {theirs: ours for ours, theirs in SAMPLING.items()}.get(written.get("draft_sample_method"))
+        found = {"head": written["model"], "draft_len": written["num_speculative_tokens"], "draft_sampling": drawn}
+        if _speculation(replace(options, **found)) != written:
+            raise ValueError
+    except (ValueError, KeyError, AttributeError, TypeError):
+        message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
+        raise UsageError(message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`") from None
+    return found
+
+
+def vllm_file(options: ServeOptions, first_line: str) -> str:
+    """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
+    argv = vllm_command(replace(options, host="", port=0), load_target(options.target))
+    values: dict[str, Any] = {"model": argv[2]}
+    rest = [word for word in argv[3:]]
+    while rest:
+        flag = rest.pop(0).removeprefix("--")
+        values[flag] = rest.pop(0) if rest and not rest[0].startswith("--") else True
+    lines = [f"{key}: {scalar(value)}" for key, value in values.items() if key not in ("host", "port")]
+    return "\n".join([first_line, *lines]) + "\n"
+
+
+def scalar(value: Any) -> str:
+    """Numbers and switches as YAML has them, text in quotes."""
+    text = str(value)
+    return text.lower() if value is True or text.isdigit() else f"'{text}'" if '"' in text else json.dumps(text)
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:

@@ -85,16 +85,6 @@ def test_too_few_steps_are_said_with_how_many_would_do() -> None:
     assert not findings.too_few("e", summarize(many), many)
 
 
-@pytest.mark.parametrize(("steps", "accepted", "drafted"), [(8, 16, 24), (200, 300, 1400), (700, 1050, None)])
-def test_too_few_steps_of_counters_are_said(steps: int, accepted: int, drafted: int | None) -> None:
-    """Without answers told apart there is no interval: the floor is on steps, and higher the more is drafted."""
-    few = TurnCounts("all", "all", 40, steps, accepted, drafted, None, "counters", answers=4, questions=4)
-    found = findings.too_few("e", summarize([few]), [few])
-    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0].remedy
-    enough = replace(few, steps=20 * steps, accepted=20 * accepted, drafted=drafted and 20 * drafted)
-    assert not findings.too_few("e", summarize([enough]), [enough])
-
-
 def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
     def run(growth: float) -> Round:
         answers = [

@@ -158,7 +158,6 @@ MAKING: dict[str, dict[str, Situation]] = {
             effects(
                 output=Effect(instead=line("demo -o {out}-2 --port {port}")),
                 port="--port {taken}",
-                quick="--quick",
                 force=Effect(line("--force"), before=journal("{out}/logs/01.out")),
             ),
         )

@@ -42,7 +42,9 @@ SIZED = effects(
     json_="--json",
 )
 SERVER = ("build-config", TARGET)
-CHART, DYNAMO = (*SERVER, "--format", "helm-values"), (*SERVER, *line("--format dynamo --trtllm-version 1.3.0rc11"))
+TRUST = "--trust-remote-code"  # what a pod needs
+CHART = (*SERVER, "--format", "helm-values", TRUST)
+DYNAMO = (*SERVER, *line(f"--format dynamo --trtllm-version 1.3.0rc11 {TRUST}"))
 FRONT = (*SERVER, *line("--role front --context-url a:1 --generation-url b:1"))
 PARTS = (*SERVER, "--disaggregated", "{out}")
 CHART_PARTS = (*CHART, "--disaggregated", "{out}")
@@ -72,6 +74,8 @@ def intent(
     """The options of an intent in one form, and those of its file."""
     form, place = base[2:], line(to)
     written = base if set(place) <= set(base) else (*base, *place)
+    if TRUST in base:
+        more["trust_remote_code"] = Effect(instead=tuple(word for word in base if word != TRUST))
     return WITH_HEAD | effects(
         target=Effect(instead=("build-config", "nvidia/Kimi-K2.6-NVFP4", *form)),
         like=Effect(line(f"--like {TARGET}"), base=("build-config", "/made/later", *form)),
@@ -89,6 +93,10 @@ ENGINE_FILE = f"""speculative_config:
   max_draft_len: 3
   speculative_model_dir: {HEAD}
 """
+
+
+def a_vllm_file(out: Path) -> None:
+    out.with_suffix(".yml").write_text("max-num-seqs: 5\nenforce-eager: true\n")
 
 
 def an_engine_file(out: Path) -> None:
@@ -141,9 +149,9 @@ SERVING: dict[str, dict[str, Situation]] = {
                 dataset="--dataset {questions}",
                 samples="--samples 4",
                 max_tokens="--max-tokens 32",
-                thinking="--thinking off",
                 concurrency="--concurrency 2",
-                contexts="--contexts 100",
+                accept_unmeasured="--accept-unmeasured sampled",
+                port="--port 8999",
                 startup_timeout="--startup-timeout 5",
                 restart="--restart",
                 dry_run="--dry-run",
@@ -239,6 +247,7 @@ SERVING: dict[str, dict[str, Situation]] = {
                 passed=Effect(line("-- --enforce-eager")),
                 head=f"--head {MLA}",
                 vllm_version="--vllm-version 0.17.0",
+                config=Effect(line("--config {out}.yml"), before=a_vllm_file),
                 host="--host 0.0.0.0",
                 port="--port 8123",
                 dtype="--dtype float32",

@@ -21,8 +21,8 @@ from tests.cli.matrix_serving import SERVING, an_engine_file
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
 from trtspec import records
-from trtspec.bench.prove import ProveLine
 from trtspec.cli.app import COMMANDS
+from trtspec.errors import CheckFailed
 from trtspec.records import Modes, click_command, flag_of, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
@@ -194,13 +194,16 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trtspec.cli.watch._watch_on", watch_on)
     monkeypatch.setattr("trtspec.bench.watch.Watch.read", read)
 
-    def prove_all(*given: Any) -> list[ProveLine]:
+    def prove(*given: Any) -> None:
         stage.handed.append(repr(given))
-        return []
+        raise CheckFailed("begun")
 
-    monkeypatch.setattr("trtspec.cli.prove_run.prove_all", prove_all)
-    monkeypatch.setattr("trtspec.cli.demo.run_stages", lambda demo: stage.handed.append(repr(demo.sizes)))
-    monkeypatch.setattr("trtspec.cli.demo.finish", lambda output, data: None)
+    def all_stages(demo: Any) -> None:
+        stage.handed.append(repr((demo.directory, demo.port)))
+        demo.evidence = {"sentence": "", "ok": True}
+
+    monkeypatch.setattr("trtspec.bench.prove.run.prove", prove)
+    monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setattr("trtspec.cli.inspect_run.ANSWER_TOKENS", 8)  # what an option changes shows in short answers

@@ -1,4 +1,4 @@
-"""The serving image, really built over a base for each tag that docs/deploy.md lists, and what runs in it.
+"""The serving image, really built over a base for each tag that docs/hardware.md lists, and what runs in it.
 
 The bases carry what the release publishes as its requirements, as far as trtspec meets it, and a package in the
 engine's name that imports them as the engine does.
@@ -19,7 +19,7 @@ from tests.docker.buildah import ROOT, Buildah, missing
 
 HERE = Path(__file__).resolve().parent
 PINS = yaml.safe_load((HERE / "engine_pins.yaml").read_text())
-TAGS = re.findall(r"^\| `(\d[^`]*)` \|", (ROOT / "docs/deploy.md").read_text(), re.MULTILINE)
+TAGS = re.findall(r"^\| `(\d[^`]*)` \|", (ROOT / "docs/hardware.md").read_text(), re.MULTILINE)
 ENGINE = """FROM localhost/base
 RUN python3 -m venv /tmp/venv \\
     && /tmp/venv/bin/pip install --no-cache-dir --target /usr/local/lib/python3.11/dist-packages {requirements} \\

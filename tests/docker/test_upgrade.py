@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a larger claim": {"cache": {"size": "2Ti"}},
     "the account": {"serviceAccount": {"create": False}},
     "the service": {"service": {"type": "LoadBalancer", "port": 80}},
-    "probes": {"probes": {"loadMiBPerSecond": 2000, "hangSeconds": 0}, "shutdown": {"drainSeconds": 5}},
+    "probes": {"probes": {"loadMiBPerSecond": 2000}, "shutdown": {"drainSeconds": 5}},
     "environment": {"server": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}},
     "a scheduler": {"schedulerName": "kai-scheduler", "priorityClassName": "serving"},
     "the stage": {"stage": "models"},

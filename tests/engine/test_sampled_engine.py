@@ -131,8 +131,8 @@ def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, smal
     constraints = LogitsConstraints(presence_penalty=1.1, logit_bias={2: 0.8})
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     expected = exact(small, 1.1, 0.8)
-    assert fits(outcomes(small, None, None, 5, constraints=constraints), expected)
-    counts = outcomes(small, head, "eagle3", 6, draft_sampling, constraints)
+    assert fits(outcomes(small, None, 5, constraints=constraints), expected)
+    counts = outcomes(small, head, 6, draft_sampling, constraints)
     assert fits(counts, expected) and not fits(counts, exact(small))
 
 
@@ -199,7 +199,7 @@ def test_every_option_has_transformers_distribution(
     """With drafts, against probabilities of transformers' own processors; without the option they would differ."""
     sampling, constraints = OPTIONS[option]
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
-    counts = outcomes(small, head, "eagle3", 7, draft_sampling, constraints, **sampling)
+    counts = outcomes(small, head, 7, draft_sampling, constraints, **sampling)
     expected = exact_by_transformers(small, sampling, constraints or LogitsConstraints())
     assert fits(counts, expected)
     assert not fits(counts, exact_by_transformers(small, {}, LogitsConstraints()))

@@ -47,7 +47,9 @@ def test_build_config_accepts_every_command_that_is_printed(gpu: str) -> None:
     for target, gpus in itertools.product(TARGETS, (1, 2, 4, 8, 16)):
         decision, shown = decided(target, "--gpu", gpu, "--gpus", str(gpus), "--concurrency", "1,32")
         line = printed_command(shown)
-        assert (line is None) == (decision.best is None) and (line or decision.refused or "NOT fit" in shown), shown
+        assert (line is None) == (decision.best is None) and (
+            line or decision.refused or "NOT fit" in shown or "speed is not known" in shown
+        ), shown
         if line:
             recommended += 1
             result = run(line)
@@ -142,21 +144,16 @@ def test_a_prompt_costs_the_others_time() -> None:
     assert ttfts == sorted(ttfts)
 
 
-def test_lengths_that_cannot_be_told_apart_are_the_shorter_and_say_so() -> None:
-    """Over many points: never more than half a percent given up, and what tips the choice is named."""
-    found = 0
-    for length, gpus, gpu in itertools.product((2.2, 2.4, 2.6, 2.8, 3.0, 3.2), ("4", "8"), ("b200", "gb200", "b300")):
+def test_lengths_that_cannot_be_told_apart_are_the_shortest() -> None:
+    """Never more than half a percent given up, and no shorter draft is as close."""
+    for length, gpus, gpu in itertools.product((2.2, 2.6, 3.2), ("4", "8"), ("b200", "gb200")):
         words = (NVFP4, "--head", HEAD, "--acceptance", f"{length}@3", "--gpus", gpus, "--gpu", gpu)
         decision, _ = decided(*words, "--concurrency", "1,2,4,8,16,32,64")
         for row in decision.able:
-            if row.draft is None:
-                continue  # attention DP over two trays
-            assert 0 <= row.draft.loss <= 0.005
-            assert row.draft.point.draft_len <= row.draft.fastest.draft_len
-            if row.draft.tipped_by:
-                found += 1
-                assert row.draft.point.draft_len < row.draft.fastest.draft_len
-    assert found >= 10
+            if row.point is not None:  # attention DP over two trays
+                rates = [point.decode_rate or 0 for point in row.plan.at(row.concurrency)]
+                assert (row.point.decode_rate or 0) >= 0.995 * max(rates)
+                assert all(rate < 0.995 * max(rates) for rate in rates[: row.point.draft_len])
 
 
 def test_trust_and_range() -> None:
@@ -175,10 +172,10 @@ def test_a_search_looks_at_few_and_at_the_most() -> None:
     assert ladder(1) == [1] and ladder(7) == [1, 2, 3, 4, 6, 7] and ladder(64)[-3:] == [32, 48, 64]
 
 
-def test_nodes_and_memory_alone() -> None:
+def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:
     decision, shown = decided(NVFP4, "--gpu", "b200", "--gpus", "16", "--concurrency", "64")
-    assert decision.best is not None and decision.best.trust == "memory alone" and "speed is not known" in shown
-    assert "--nodes 2" in (printed_command(shown) or "")
+    assert decision.best is None and decision.able and "speed is not known" in shown
+    assert printed_command(shown) is None
     _, shown = decided(NVFP4, "--gpu", "gb200", "--gpus", "8")
     assert "--nodes 2" in (printed_command(shown) or "")
 

@@ -16,7 +16,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.planning.acceptance import parse_acceptance
+from trtspec.planning.acceptance import Acceptance, other_model, parse_acceptance
 from trtspec.planning.layout import Layout, layout_of
 from trtspec.planning.memory import checkpoint_bytes, head_weights, memory, weight_classes
 from trtspec.planning.points import Setting, Workload, plan_layout
@@ -25,6 +25,7 @@ from trtspec.planning.step import Series, StepModel, distinct_experts, interpola
 GIB, GB = 2**30, 1e9
 TARGET = "nvidia/Kimi-K2.6-NVFP4"
 MLA, MHA = "nvidia/Kimi-K2.6-Eagle3", "lightseekorg/kimi-k2.5-eagle3"
+NO_CARD = "lightseekorg/kimi-k2.6-eagle3.1-mla"
 
 
 @pytest.mark.parametrize(
@@ -251,10 +252,28 @@ def test_the_command_keeps_its_contract(tmp_path: Path) -> None:
     assert "<svg" in plot.read_text()
 
 
+def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
+    report = json.loads(command(TARGET, "--head", "nvidia/Kimi-K2.6-Eagle3", "--concurrency", "1", "--json").stdout)
+    best = report["recommended"]["1"]
+    assert (best["draft_len"], best["trust"]) == (3, "model card") and "MT-Bench" in report["acceptance"]["source"]
+    assert best["tokens_per_s_per_user"] == pytest.approx(1000 / best["tpot_ms"], rel=0.02)
+    assert not report["problems"]
+    other = json.loads(
+        command("nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.6-Eagle3", "--concurrency", "1", "--json").stdout
+    )
+    assert [problem["code"] for problem in other["problems"]] == ["TS-PAIR-OTHER-TARGET"] and not other["acceptance"]
+
+
+def test_acceptance_of_another_model_is_doubted() -> None:
+    measured = {"all": Acceptance("bench", (0.7,), model="/models/kimi-nano")}
+    assert [found.code for found in other_model(measured, "nvidia/Kimi-K2.6-NVFP4")] == ["TS-PLAN-OTHER-MODEL"]
+    assert not other_model(measured, "/elsewhere/Kimi-nano/")
+
+
 def test_without_acceptance_no_speed_up_is_claimed() -> None:
-    done = command(TARGET, "--head", MLA, "--concurrency", "1")
+    done = command(TARGET, "--head", NO_CARD, "--concurrency", "1")
     assert done.returncode == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
-    report = json.loads(command(TARGET, "--head", MLA, "--concurrency", "1", "--json").stdout)
+    report = json.loads(command(TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout)
     assert all(point["speedup"] is None for point in report["points"] if point["draft_len"])
     assert report["sensitivity"] == {} and report["recommended"]["1"]["draft_len"] is None
 

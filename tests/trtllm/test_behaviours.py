@@ -158,8 +158,6 @@ def test_the_spelling_that_is_written_parses_in_every_line() -> None:
 
 def test_what_rejection_sampling_is_worth_is_said_with_both_figures() -> None:
     worth = ("3.10 tokens per step instead of 1.94 at temperature 0.6", "2.93 tokens per step instead of 1.41")
-    message = found(SAMPLED, "1.4.0rc1")["TS-LINT-SAMPLED-ACCEPTANCE"].message
-    assert all(figures in message for figures in worth)
     for version, told in (("1.3.0rc17", False), ("1.3.0rc20", False), ("1.3.0rc22", True), ("1.4.0rc1", True)):
         for settings in ((), (f"{REJECTION}=true",)):
             made = Intent(target="nvidia/Kimi-K2.5-NVFP4", head="nvidia/Kimi-K2.5-Eagle3", version=version,

@@ -328,7 +328,7 @@ def test_sizes_follow_the_workload() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     card = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", gpu="b200")
     assert "holds 96 requests of 8,192 tokens" in built(card).text
-    with pytest.raises(CheckFailed, match="does not fit on 2 x B200"):
+    with pytest.raises(CheckFailed, match="do not fit on 2 x B200"):
         built(replace(card, tp_size=2))
     assert "fewer than a full batch" in built(replace(card, max_seq_len=131072)).text
 

@@ -16,6 +16,7 @@ from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.lint import lint
 
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
+CODE = ["--trust-remote-code"]
 RELEASE = ["--trtllm-version", "1.3.0rc23"]
 # keys of each level of ai-dynamo/dynamo recipes/kimi-k2.5/trtllm/{agg,agg-eagle-round-robin,disagg-eagle-kv-router,
 # disagg/wide_ep/gb200}/deploy.yaml that a service may have
@@ -121,6 +122,6 @@ def test_what_dynamo_cannot_run_is_refused() -> None:
         *PAIR, "--trtllm-version", "1.3.0rc20", "--format", "dynamo", "--image", "registry.example.com/mine:1"
     )
     with pytest.raises(UsageError, match="is not on the claim"):
-        run("/models/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, "--format", "dynamo")
-    here = run("/model-cache/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, "--format", "dynamo")
+        run("/models/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, *CODE, "--format", "dynamo")
+    here = run("/model-cache/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, *CODE, "--format", "dynamo")
     assert "- /model-cache/made" in here

@@ -25,7 +25,7 @@ from trtspec.errors import Problem, UsageError
 
 SAME = ("dataset_sha256", "questions_sha256", "under", "temperature", "max_tokens", "thinking", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
-SOUGHT, POWER = 0.05, 0.8  # the fall that a comparison should find, and in which share of runs
+SOUGHT = 0.05  # the fall that a comparison should find
 REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "no change found", "not judged"
 RUN = "run"
 
@@ -129,7 +129,7 @@ def first_token_figure(
     common = [q for q in first if q in second and first[q].ttft_s and second[q].ttft_s]
     waits = [([side[q].ttft_s or 0.0 for q in common], [1.0] * len(common)) for side in (first, second)]
     test = paired_ratio(waits[0], waits[1], confidence)
-    return _figure(f"time to first token at {level.label}", test, test.value, judged=False) if test else None
+    return _figure(f"TTFT at {level.label}", test, test.value, judged=False) if test else None
 
 
 def _plain(values: Sequence[float]) -> float:

@@ -184,9 +184,9 @@ class Ratio:
         """The smallest fall that as many units find in POWER of the runs."""
         return 1 - math.exp(-(self._quantile + NORMAL.inv_cdf(POWER)) * self.error)
 
-    def units_needed(self, share: float, power: float = 0.5) -> int:
-        """Units whose interval is value +- share; with `power`, that find a fall of that share in so many runs."""
-        wanted = math.log1p(share) / (NORMAL.inv_cdf((1 + self.confidence) / 2) + NORMAL.inv_cdf(power))
+    def units_needed(self, share: float) -> int:
+        """Units whose interval is value +- share."""
+        wanted = math.log1p(share) / NORMAL.inv_cdf((1 + self.confidence) / 2)
         return max(LEAST_UNITS, math.ceil(self.units * (self.error / wanted) ** 2))
 
     @property

@@ -47,7 +47,7 @@ COMMANDS = {
     },
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
-        "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
+        "check": "Check an endpoint: the same output as without speculation, at the wanted acceptance.",
         "prove": "Prove a target and its head on your own GPUs.",
         "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },
@@ -58,6 +58,11 @@ EXTRAS = {
     "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
     "requests": "modelopt", "matplotlib": "report",
 }  # fmt: skip
+# words of a model card's trtllm-serve command, and what to type in their place
+PASTED = {
+    "--extra-llm-api-options": "pass the file as --config FILE",
+    "'--backend': 'pytorch'": "leave --backend out: trtspec serve starts TensorRT-LLM with its pytorch backend",
+}
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
@@ -153,7 +158,8 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "trtspec"
         message = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
-        _fail(UsageError(message, f"see `{command} --help`"))
+        remedy = next((remedy for words, remedy in PASTED.items() if words in message), f"see `{command} --help`")
+        _fail(UsageError(message, remedy))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):

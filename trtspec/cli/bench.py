@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from trtspec import report
 from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import (
@@ -25,8 +23,8 @@ from trtspec.cli.options import (
     ThinkingOption,
     request_limits_of,
 )
-from trtspec.errors import CheckFailed, Interrupted, UsageError, has_errors
-from trtspec.records import Excludes, ForceOption, JsonOption, Needs
+from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors
+from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import BenchWorkload
@@ -35,119 +33,107 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    url: Annotated[NamedUrl, typer.Argument(help="OpenAI-compatible endpoint, as URL or NAME=URL.", show_default=False)]
+    url: Annotated[NamedUrl, argument("OpenAI-compatible endpoint, as URL or NAME=URL.")]
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "--output-dir", "-o", help="Directory for results, answers and the HTML report."),
+        Path | None, option("Directory for results, answers and the HTML report.", "--output", "--output-dir", "-o")
     ] = None
     dataset: Annotated[
         str,
-        typer.Option(
-            help="Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of "
-            "one, a file or directory, a hub id, or nano for the built-in set."
+        option(
+            "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, a "
+            "file or directory, a hub id, or nano for the built-in set.",
+            complete="datasets",
         ),
     ] = "nano"
-    split: Annotated[
-        str | None, typer.Option(help="Split of a hub data set.", show_default="the data set's own, or train")
-    ] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Read only the first N rows of the data set.")] = None
-    samples: Annotated[
-        CountList, typer.Option(help="Questions to ask: one number, or one per load; 0 asks all of them.")
-    ] = CountList((0,))
+    split: Annotated[str | None, option("Split of a hub data set.", default="the data set's own, or train")] = None
+    limit: Annotated[int | None, option("Read only the first N rows of the data set.", min=1)] = None
+    samples: Annotated[CountList, option("Questions to ask: one number, or one per load; 0 asks all of them.")] = (
+        CountList((0,))
+    )
     concurrency: Annotated[
         IntList,
-        typer.Option(help="Numbers of parallel conversations; each is measured separately."),
+        option("Numbers of parallel conversations; each is measured separately."),
         Excludes("rate", why="which does not limit how many are in flight"),
     ] = IntList((1, 4, 16))
     rate: Annotated[
         RateList | None,
-        typer.Option(help="New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
+        option("New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
     ] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 256
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
+    temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
     thinking: ThinkingOption = None
     under: Annotated[
         tuple[str, ...],
-        typer.Option(
+        option(
+            "Ask everything again under a condition: context=TOKENS, template=none, system=TEXT|FILE; repeatable.",
             metavar="CONDITION",
-            help="Ask everything again under a condition: context=TOKENS, template=none, system=TEXT|FILE; repeatable.",
         ),
     ] = ()
-    seed: Annotated[int, typer.Option(help="Base random seed: answer i uses seed + i.")] = 0
+    seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
-        typer.Option(help="NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
     ] = ()
     rounds: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Rounds that the questions are divided into.",
-            show_default="1; 3 of several servers",
-        ),
+        option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1),
     ] = None
     warmup: Annotated[
-        int | None,
-        typer.Option(min=0, help="Short requests before the measurement.", show_default="highest concurrency"),
+        int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
     ] = None
     goodput: Annotated[
-        str | None,
-        typer.Option(help="Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."),
+        str | None, option("Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000.")
     ] = None
     compare: Annotated[
         tuple[Path, ...],
-        typer.Option(
-            help="Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with "
-            "four runs or more of one setup, speed is judged too."
+        option(
+            "Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with four "
+            "runs or more of one setup, speed is judged too."
         ),
     ] = ()
     max_regression: Annotated[
         Share | None,
-        typer.Option(
-            help="Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
-            show_default="0",
+        option(
+            "Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
+            default="0",
         ),
         Needs("compare"),
     ] = None
     choose_draft: Annotated[
         bool,
-        typer.Option("--choose-draft", help="Propose one of the measured draft lengths."),
+        option("Propose one of the measured draft lengths."),
         Excludes("rate", why="at which the load is no setting"),
     ] = False
     at: Annotated[
         tuple[str, ...],
-        typer.Option(
+        option(
+            "A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. With the URL "
+            "argument: the length of that server, where it does not report it. Repeatable.",
             metavar="K=URL|RESULTS",
-            help="A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. With the URL "
-            "argument: the length of that server, where it does not tell. Repeatable.",
         ),
         Needs("choose_draft"),
     ] = ()
-    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one the server lists")] = None
-    extra_body: Annotated[
-        JsonObject, typer.Option(help="JSON object merged into every request, of keys that no option sets.")
-    ] = JsonObject("{}", {})
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds allowed for one answer; a slower one has failed.")
-    ] = 600.0
-    wait_ready: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the server to name its model.")] = 0.0
+    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
+    extra_body: Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")] = (
+        JsonObject("{}", {})
+    )
+    timeout: Annotated[float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)] = 600.0
+    wait_ready: Annotated[float, option("Seconds to wait for the server to name its model.", min=0.0)] = 0.0
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an interrupted run in --output; failed answers are asked again."),
-        Needs("output"),
+        bool, option("Continue an interrupted run in --output; failed answers are asked again."), Needs("output")
     ] = False
     beside: Annotated[
         tuple[Path, ...],
-        typer.Option(help="Results of runs on other data sets, to show in the same report; repeatable."),
+        option("Results of runs on other data sets, to show in the same report; repeatable."),
         Needs("output", "markdown"),
     ] = ()
-    markdown: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None
-    junit: Annotated[Path | None, typer.Option(help="Also write the findings to this JUnit XML file.")] = None
+    markdown: Annotated[Path | None, option("Also write the tables to this Markdown file.")] = None
+    junit: Annotated[Path | None, option("Also write the findings to this JUnit XML file.")] = None
     force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
 
-def bench(options: BenchOptions) -> None:
+def bench(options: BenchOptions) -> report.Result:
     """Measure acceptance by category, and throughput and latency by load, of any OpenAI-compatible endpoint.
 
     Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values that a server does
@@ -172,20 +158,18 @@ def bench(options: BenchOptions) -> None:
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
-    unchosen: UsageError | None = None
+    failure: TrtspecError | None = None
     if options.choose_draft:
         try:
             served = choose_draft.served_by(results.all, lengths, stored)
             results = replace(results, draft_choice=choose_draft.choose(served, list(stored)).to_dict())
         except UsageError as error:
-            unchosen = error  # what was measured is written and shown before
-    write(options, results, answers, others)
-    show(results, others, options.json_)
-    if unchosen:
-        raise unchosen
-    if has_errors(results.problems):
+            failure = error  # what was measured is written and shown before
+    if failure is None and has_errors(results.problems):
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
-        raise CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
+        failure = CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
+    write(options, results, answers, others)
+    return shown(results, others, failure)
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
@@ -357,18 +341,20 @@ def write(
     ci.annotate(ci.problem_annotations(results.problems))
 
 
-def show(results: BenchResults, others: Sequence[BenchResults], json_output: bool) -> None:
-    """The results on stdout: one JSON object, or tables and below them the result in a sentence."""
-    if json_output:
-        detail = ("turns_detail", "questions_detail")
-        report.print_json({key: value for key, value in results.to_dict().items() if key not in detail})
-        return
+def shown(
+    results: BenchResults, others: Sequence[BenchResults] = (), failure: TrtspecError | None = None
+) -> report.Result:
+    """The results without the figures of single answers, their tables, and below these the result in a sentence."""
     from trtspec.bench.report import bench as page
     from trtspec.bench.report import tables
 
-    problems = report.problem_lines(results.problems)
-    report.print_tables(
-        page.all_tables(results, others), [tables.quality_line(results), *problems, page.sentence(results)]
+    left = ("turns_detail", "questions_detail", "problems")
+    return report.Result(
+        {key: value for key, value in results.to_dict().items() if key not in left},
+        results.problems,
+        page.all_tables(results, others),
+        [tables.quality_line(results), page.sentence(results)],
+        failure,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option, words
 from trtspec.report import Result, refuse_overwrite, write_atomic
 from trtspec.trtllm.intent import Intent
 
@@ -32,12 +33,18 @@ class BuildConfigOptions(Intent):
 def build_config(options: BuildConfigOptions) -> Result:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
     from trtspec.checkpoint.hub import load_head, load_target
+    from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
     _refuse_absent(options)
     target = load_target(options.target, options.like).spec
+    if options.format in ("helm-values", "dynamo") and target.remote_code and not options.trust_remote_code:
+        message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
+        raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
+    if options.format == "vllm":
+        return _vllm(options)
     version, reason = choose_version(options.version or None)
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
@@ -71,6 +78,35 @@ def build_config(options: BuildConfigOptions) -> Result:
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
     return Result(values, problems, text=text, messages=[*messages, *(_next(options) if written else [])])
+
+
+def _vllm(options: BuildConfigOptions) -> Result:
+    """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
+    from trtspec.errors import CheckFailed, UsageError
+    from trtspec.launch.options import ServeOptions
+    from trtspec.report import problem_lines
+    from trtspec.trtllm.intent import COMMAND
+    from trtspec.vllm import plan_vllm, vllm_file
+
+    if options.nodes > 1:
+        raise UsageError("`format` vllm is for one node", "leave `nodes` out")
+    served = ServeOptions(
+        target=options.target, backend="vllm", head=options.head, tp_size=options.tp_size,
+        max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
+        draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    problems = [problem for problem in plan_vllm(served, launching=False).problems if problem.severity == "error"]
+    if problems:
+        raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
+    intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
+    text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(intent))}")
+    path = None if options.dry_run else options.output
+    if path is None:
+        return Result({"output": None, "text": text}, text=text)
+    refuse_overwrite(path, options.force)
+    write_atomic(path, text)
+    then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
+    return Result({"output": str(path), "text": text}, messages=[f"wrote {path}", then])
 
 
 def _next(options: BuildConfigOptions) -> list[str]:

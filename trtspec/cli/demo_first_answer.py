@@ -7,94 +7,82 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.errors import TrtspecError
 
-QUESTION = "completion:idlelib/format.py:untabify_region_event:334"  # a held-out one whose greedy answer does not loop
+KIND = "story"  # of the question: long enough an answer to see two speeds, and anybody can read it
 TOKENS = 96
 REFRESH = 12  # drawings a second
 
 
 @dataclass
 class StreamedAnswer:
-    """One answer as it arrives. Seconds count from the request; `steps` are passes of the target after the prompt's."""
+    """One answer as it arrives. `steps` are passes of the target after the prompt's."""
 
     title: str
     text: str = ""
     tokens: int = 0
     steps: int | None = None
-    first_token: float | None = None
-    seconds: float = 0.0
+    decode_rate: float | None = None  # tokens a second after the first one
 
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second after the first one."""
-        spent = self.seconds - (self.first_token or 0)
-        return (self.tokens - 1) / spent if self.first_token is not None and self.tokens > 1 and spent > 0 else None
+    def take(self, so_far: Answer) -> None:
+        self.text, self.tokens = so_far.text, so_far.completion_tokens
+        self.steps = (so_far.spec_decode or {}).get("steps") or self.steps
+        spent = so_far.chunks[-1][0] - so_far.chunks[0][0] if so_far.chunks else 0.0
+        self.decode_rate = (self.tokens - 1) / spent if spent and self.tokens > 1 else None
 
     @property
     def figures(self) -> str:
         if self.decode_rate is None:
             return f"{self.tokens} tokens"
-        parts = [f"{self.tokens} tokens, {self.decode_rate:.0f} tokens/s"]
-        if self.steps:
-            parts.append(f"{(self.tokens - 1) / self.steps:.2f} tokens per pass")
-        return ", ".join(parts)
-
-    def line(self) -> str:
-        return f"{self.title}: {self.figures}"
+        passes = f", {(self.tokens - 1) / self.steps:.2f} tokens per pass" if self.steps else ""
+        return f"{self.tokens} tokens, {self.decode_rate:.0f} tokens/s{passes}"
 
 
 def question() -> dict[str, Any]:
-    """The held-out prompt that is asked: id and messages."""
-    from trtspec import data_files
+    """The held-out prompt that is asked: the first of its kind."""
+    from trtspec.data_files import kimi_nano_dir
 
-    with (data_files.kimi_nano_dir() / "prompts_heldout.jsonl").open(encoding="utf-8") as lines:
-        return next(row for row in map(json.loads, lines) if row["id"] == QUESTION)
+    with (kimi_nano_dir() / "prompts_heldout.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return next((row for row in rows if row["category"] == KIND), rows[0])
 
 
-def answers(plain_url: str, eagle_url: str, quiet: bool) -> dict[str, Any]:
-    """Asks both servers the same question, greedily, one after the other, and shows the text as it arrives.
-
-    Returns {question, answers, same_text}. Raises TrtspecError when a server fails.
-    """
-    asked = question()
+def answers(plain_url: str, eagle_url: str, quiet: bool) -> list[StreamedAnswer]:
+    """Asks both servers the same question, greedily, one after the other, and shows the text as it arrives. Raises
+    TrtspecError when a server fails."""
+    messages = question()["messages"]
     pair = [StreamedAnswer("without speculation"), StreamedAnswer("with Eagle3")]
-    prompt = str(asked["messages"][-1]["content"])
-    with _shown(pair, prompt, quiet) as refresh:
+    with _shown(pair, str(messages[-1]["content"]), quiet) as refresh:
         for answer, url in zip(pair, (plain_url, eagle_url), strict=True):
-            asyncio.run(_ask(answer, url, asked["messages"], refresh))
-    found = [asdict(answer) for answer in pair]
-    return {"question": prompt, "answers": found, "same_text": pair[0].text == pair[1].text}
+            asyncio.run(_ask(answer, url, messages, refresh))
+    return pair
 
 
-def verdict(found: dict[str, Any]) -> str:
-    """One line for the terminal: how much faster, and whether the text is the same."""
-    plain, eagle = (StreamedAnswer(**answer) for answer in found["answers"])
-    same = "the same text" if found["same_text"] else "DIFFERENT text, which check below judges"
+def verdict(pair: list[StreamedAnswer]) -> str:
+    """How much faster, and whether the text is the same."""
+    plain, eagle = pair
+    same = "the same text" if plain.text == eagle.text else "DIFFERENT text, which the proof judges"
     if not plain.decode_rate or not eagle.decode_rate:
-        return f"{plain.line()}; {eagle.line()}; {same}"
-    return f"{plain.line()}\n    {eagle.line()}\n    {same}, {eagle.decode_rate / plain.decode_rate:.1f} times as fast"
+        return f"{plain.figures}; {eagle.figures}; {same}"
+    faster = eagle.decode_rate / plain.decode_rate
+    return f"{plain.decode_rate:.0f} and {eagle.decode_rate:.0f} tokens/s: {same}, {faster:.1f} times as fast"
 
 
 async def _ask(answer: StreamedAnswer, url: str, messages: list[dict[str, Any]], refresh: Callable[[], None]) -> None:
     """Fills `answer`, and refreshes after every event. Raises TrtspecError when the server fails."""
-    from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 
     def take(so_far: Answer) -> None:
-        if so_far.chunks:
-            answer.first_token = so_far.chunks[0][0] - so_far.started
-            answer.seconds = so_far.chunks[-1][0] - so_far.started
-        answer.text, answer.tokens = so_far.text, so_far.completion_tokens
-        answer.steps = (so_far.spec_decode or {}).get("steps") or answer.steps
+        answer.take(so_far)
         refresh()
 
     endpoint = Endpoint(url, "kimi-nano", limit_s=120)
     async with new_client(url, 1, headers={}) as client:
         body = request_body(endpoint, messages, RequestSampling(TOKENS), 0)
-        found = await stream_answer(client, endpoint, body, QUESTION, "demo", 0, take)
+        found = await stream_answer(client, endpoint, body, "first", "demo", 0, take)
     if found.error:
         raise TrtspecError(f"{url} stopped answering: {found.error}", "see its log in the demo's directory")
 
@@ -113,27 +101,20 @@ def _shown(pair: list[StreamedAnswer], prompt: str, quiet: bool) -> Iterator[Cal
     if not console.is_terminal:
         yield lambda: None
         for answer in pair:
-            console.print(f"--- {answer.line()}\n{answer.text}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"--- {answer.title}: {answer.figures}\n{answer.text}", markup=False, highlight=False)
         return
     with Live(console=console, refresh_per_second=REFRESH, transient=False) as live:
         yield lambda: live.update(panels(pair))
 
 
 def panels(pair: list[StreamedAnswer]) -> Any:
+    from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table.grid(expand=True)
     for _ in pair:
         grid.add_column(ratio=1)
-    grid.add_row(*(_panel(answer) for answer in pair))
+    sides = {"title_align": "left", "subtitle_align": "left"}
+    grid.add_row(*(Panel(Text(a.text), title=a.title, subtitle=a.figures, **sides) for a in pair))  # type: ignore[arg-type]
     return grid
-
-
-def _panel(answer: StreamedAnswer) -> Any:
-    """The name above, the figures below: each fits half a terminal."""
-    from rich.panel import Panel
-    from rich.text import Text
-
-    return Panel(
-        Text(answer.text), title=answer.title, title_align="left", subtitle=answer.figures, subtitle_align="left"
-    )

@@ -18,7 +18,7 @@ from trtspec.report import Result, Table
 GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation
 NEEDS = {
-    "demo": ("reference", "modelopt", "report"),
+    "demo": ("reference", "modelopt"),
     "inspect": (),
     "explain": (),
     "quantize": ("reference",),

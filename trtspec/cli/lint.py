@@ -12,6 +12,7 @@ from trtspec.report import Result, problem_lines, write_stderr
 
 if TYPE_CHECKING:
     from trtspec.errors import Severity
+    from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
@@ -26,7 +27,9 @@ class LintOptions:
     files: Annotated[
         tuple[str, ...],
         argument(
-            "Engine YAML, or `-` for standard input. After `--`: the trtllm-serve options used with it.", metavar="FILE"
+            "Engine YAML, or what carries it: Helm values, a manifest, a script. `-`: standard input. After `--`: "
+            "the trtllm-serve options used with it.",
+            metavar="FILE",
         ),
     ]
     trtllm_version: Annotated[
@@ -133,39 +136,105 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
-    import os
-
-    from trtspec.trtllm.deployment import deployment_of
+    from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint import fix
-    from trtspec.trtllm.lint import lint as find
 
     try:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
     try:
-        verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
-        deployment, reason, wrong = deployment_of(
-            document, version=verdict.version if verdict else options.trtllm_version, target=options.target,
-            head=options.head, gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
-        )  # fmt: skip
-        findings = find(document, deployment)
-        better, corrected = fix(document, deployment, findings)
-        changed = _diff(document, better) if options.diff else ""
-        fixable = frozenset((finding.code, finding.key) for finding in corrected)
-        if options.fix and better.text != document.text:
-            _write(file, better.text)
-            document, fixable, findings = better, frozenset(), find(better, deployment)
-            verdict = _engine_verdict(document, None) if verdict else None
-        if verdict is not None:
-            findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
-        return Judged(
-            document.name, document, deployment.version, reason, wrong, findings,
-            corrected if options.fix else [], fixable, changed,
-        )  # fmt: skip
+        parts = carried(document.text)
+        judged = _judge_parts(document, parts, passed, options) if parts else _judge_file(document, passed, options)
     except TrtspecError as error:
         return Judged(document.name, document, error=error)
+    if options.fix and judged.document is not None and judged.document.text != document.text:
+        _write(file, judged.document.text)
+    return judged
+
+
+def _judge_file(
+    document: Document, passed: list[str] | None, options: LintOptions, part: Carried | None = None
+) -> Judged:
+    """One engine file; `part` says what else is known of one that another file carries."""
+    import os
+
+    from trtspec.trtllm.deployment import deployment_of, name_problem
+    from trtspec.trtllm.lint import fix
+    from trtspec.trtllm.lint import lint as find
+
+    version, names, unfound = options.trtllm_version, {"target": options.target, "head": options.head}, []
+    if part is not None:
+        version = version or part.version
+        passed = list(part.words) if passed is None and part.words is not None else passed
+        for role, name in (("target", part.target), ("head", part.head)):
+            if name and names[role] is None and "$" not in name:
+                problem = name_problem(name)
+                unfound += [problem] if problem is not None else []
+                names[role] = name if problem is None else None
+    verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
+    deployment, reason, wrong = deployment_of(
+        document, version=verdict.version if verdict else version, **names,
+        gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
+    )  # fmt: skip
+    findings = find(document, deployment)
+    better, corrected = fix(document, deployment, findings)
+    changed = _diff(document, better) if options.diff and part is None else ""
+    fixable = frozenset((finding.code, finding.key) for finding in corrected)
+    if options.fix and better.text != document.text:
+        document, fixable, findings = better, frozenset(), find(better, deployment)
+        verdict = _engine_verdict(document, None) if verdict else None
+    if verdict is not None:
+        findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
+    elif part is not None and version == part.version and version is not None:
+        reason = "the image's tag"
+    if part is not None and part.elsewhere:  # the rest may stand in the file that is not here
+        findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
+    return Judged(
+        document.name, document, deployment.version, reason, [*unfound, *wrong], findings,
+        corrected if options.fix else [], fixable, changed,
+    )  # fmt: skip
+
+
+def _judge_parts(document: Document, parts: list[Carried], passed: list[str] | None, options: LintOptions) -> Judged:
+    """Every engine file and command that a file carries, each finding at its line of the file."""
+    from dataclasses import replace
+
+    from trtspec.errors import Problem
+    from trtspec.trtllm.document import Document as Read
+
+    text, every, shift = document.text, [], 0
+    for part in sorted(parts, key=lambda part: part.first):
+        inner = Read.parse(part.text, document.name)
+        judged = _judge_file(inner, passed, options, part)
+        hidden = {key for key, entry in inner.entries.items() if part.expands and "$" in str(entry.value)}
+        findings = [
+            replace(
+                finding, key=f"{part.place}: {finding.key}".removesuffix(": "),
+                line=shift + (part.first + finding.line if finding.line else part.command + 1),
+                column=finding.column and finding.column + part.indent,
+            )
+            for finding in judged.findings
+            if finding.key not in hidden
+        ]  # fmt: skip
+        at = f"line {part.command + shift + 1}: "
+        wrong = [replace(problem, where=at + problem.where) for problem in judged.wrong]
+        if part.elsewhere:
+            message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
+            remedy = f"lint {part.elsewhere} too"
+            wrong.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", at + part.place, message, remedy))
+        if judged.document is not None and judged.document.text != part.text:
+            text = replace(part, first=part.first + shift).written_into(text, judged.document.text)
+            shift += judged.document.text.count("\n") - part.lines
+        every.append(replace(judged, findings=findings, wrong=wrong))
+    after = Read.parse(text, document.name)
+    versions = ", ".join(dict.fromkeys(str(item.version) for item in every))
+    reasons = ", ".join(dict.fromkeys(str(item.reason) for item in every))
+    return Judged(
+        document.name, after, versions, reasons, [one for item in every for one in item.wrong],
+        [one for item in every for one in item.findings], [one for item in every for one in item.corrected],
+        frozenset().union(*(item.fixable for item in every)), _diff(document, after) if options.diff else "",
+    )  # fmt: skip
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:

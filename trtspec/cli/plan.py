@@ -13,6 +13,7 @@ from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs
 from trtspec.report import Result
 
 if TYPE_CHECKING:
+    from trtspec.errors import Problem
     from trtspec.planning.decision import Decision, Targets
     from trtspec.planning.layout import Layout
     from trtspec.planning.points import Setting
@@ -26,7 +27,7 @@ CONCURRENCY = IntList((1, 4, 16, 64))
 class PlanOptions:
     target: TargetArgument
     head: HeadOption = None
-    gpu: Annotated[Gpu, option("GPU type.")] = "b200"
+    gpu: Annotated[Gpu, option("GPU type.", case_sensitive=False)] = "b200"
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
     tp_size: Annotated[
         int | None,
@@ -95,13 +96,14 @@ def plan(options: PlanOptions) -> Result:
     if options.output is not None and chosen.points:
         draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
     lines = text(decision, model, names, setting, head=head, verbose=options.verbose).splitlines()
-    return Result(to_dict(decision, model, names, setting), (), (), lines, _failure(decision, setting, options))
+    problems = _doubts(options, model, head, setting)
+    return Result(to_dict(decision, model, names, setting), problems, (), lines, _failure(decision, setting, options))
 
 
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
     """The decision for these options, and what it was made for. Raises UsageError."""
     from trtspec.data_files import gpu_spec
-    from trtspec.planning.acceptance import parse_acceptance
+    from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import Targets, decide
     from trtspec.planning.points import Setting, Workload
 
@@ -109,9 +111,24 @@ def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tu
     if options.moe_backend is not None:
         _check_kernels(options.moe_backend, model, gpu)
     workload = Workload(options.isl, options.osl, _concurrencies(options, targets))
-    acceptance = parse_acceptance(options.acceptance) if options.acceptance and head is not None else None
+    acceptance = None
+    if options.head is not None and head is not None:
+        given = options.acceptance
+        acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
     setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
     return decide(model, head, _layouts(options, model), setting, targets), setting
+
+
+def _doubts(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
+    """Warnings about the pair, and about acceptance that was measured elsewhere."""
+    from trtspec.checkpoint.heads.pairing import pair_problems
+    from trtspec.planning.acceptance import other_model
+
+    if head is None:
+        return []
+    pair = pair_problems(head, model, head_id=options.head, target_id=options.target)
+    found = [problem for problem in pair if problem.severity == "warning"]
+    return found + (other_model(setting.acceptance, options.target) if setting.acceptance else [])
 
 
 def _concurrencies(options: PlanOptions, targets: Targets) -> tuple[int, ...]:
@@ -152,10 +169,10 @@ def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> Chec
     if decision.best is None and decision.targets.any:
         remedy = "the last lines of the plan name what is nearest and what would"
         return CheckFailed(f"nothing on {where} meets the targets", remedy)
-    if decision.best is None:
+    if decision.best is None and not decision.able:
         return CheckFailed(f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}")
-    if options.output is not None and not decision.best.plan.points:
-        layout = decision.best.plan.layout.name
+    if options.output is not None and not (decision.best or decision.able[0]).plan.points:
+        layout = (decision.best.plan if decision.best else decision.plans[0]).layout.name
         return CheckFailed(f"no plot was drawn: the speed of {layout} is not known", "leave `output` out")
     return None
 

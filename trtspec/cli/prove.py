@@ -5,110 +5,142 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from trtspec import report
-from trtspec.cli.options import Gpu, IntList, ThinkingOption
-from trtspec.errors import CheckFailed, UsageError
-from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument
+from trtspec.cli.options import Gpu, IntList
+from trtspec.errors import CheckFailed, MissingDependency, UsageError
+from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, option
+from trtspec.report import Result, package_versions
 
 if TYPE_CHECKING:
-    from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.prove.script import ProveSetup, Step
 
-MARKS = {"pass": "pass   ", "fail": "FAIL   ", "skipped": "skipped"}
-CONTEXTS = IntList((1000, 4000, 16000))
+# options of serve that a proof sets, or with which a launch would not be one server on this machine
+OWN_OPTIONS = (
+    *("--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port", "--config"),
+    *("--dry-run", "--disaggregated", "--role", "--nodes", "--gpus-per-node", "--launcher", "--launcher-args"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
     target: TargetArgument
     passed: Annotated[
-        tuple[str, ...],
-        typer.Argument(metavar="[-- OPTIONS]", help="After `--`: options of `trtspec serve` for every launch."),
+        tuple[str, ...], argument("After `--`: options of `trtspec serve` for both launches.", "[-- OPTIONS]")
     ] = ()
     head: HeadOption = None
-    output: Annotated[
-        Path | None, typer.Option("--output", "--output-dir", "-o", help="Directory of the proof; run again to resume.")
-    ] = None
+    output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o")] = Path("proof")
     backend: Annotated[
-        Literal["trtllm", "vllm", "reference"], typer.Option(help="What serves; reference rehearses a proof on a CPU.")
+        Literal["trtllm", "vllm", "reference"], option("What serves; reference rehearses a proof on a CPU.")
     ] = "trtllm"
-    gpu: Annotated[
-        Gpu | None, typer.Option(help="GPU type to plan for.", show_default="the one that is installed, where known")
-    ] = None
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of one server.")] = 4
-    draft_len: Annotated[int, typer.Option(min=1, help="Longest draft; every shorter one is measured too.")] = 3
-    dataset: Annotated[str, typer.Option(help="Questions, as for bench.")] = "nano"
-    samples: Annotated[int, typer.Option(min=2, help="Questions of each measurement.")] = 80
-    max_tokens: Annotated[int, typer.Option(min=16, help="Maximum tokens per answer.")] = 256
-    thinking: ThinkingOption = None
-    concurrency: Annotated[IntList, typer.Option(help="Numbers of parallel conversations.")] = IntList((1, 4, 16))
-    contexts: Annotated[IntList, typer.Option(help="Prompt tokens of the long-context measurement.")] = CONTEXTS
-    startup_timeout: Annotated[float, typer.Option(min=1, help="Seconds until a server must be ready.")] = 7200.0
+    gpu: Annotated[Gpu | None, option("GPU type to plan for.", default="the one that is installed, where known")] = None
+    gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
+    draft_len: Annotated[int, option("Tokens drafted per step.", min=1)] = 3
+    dataset: Annotated[str, option("Questions, as for bench.")] = "nano"
+    samples: Annotated[int, option("Questions at each concurrency.", min=3)] = 80
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=16)] = 256
+    concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList((1, 4, 16))
+    accept_unmeasured: Annotated[tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")] = ()
+    port: Annotated[int, option("Port of both servers on 127.0.0.1.", min=1, max=65535)] = 8310
+    startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = 7200.0
     restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
 
 
-def prove(options: ProveOptions) -> None:
-    """Prove a target and its head on your own GPUs.
+def prove(options: ProveOptions) -> Result:
+    """Prove a target and its head on your own GPUs: as fast as planned, and the same output as without the head?
 
-    Runs doctor, lint --installed, a plain and a speculating launch, bench and check, and compares memory and step times
-    with the plan. A killed run resumes.
+    Launches the target with and without its head, one after the other, runs bench and check on both, and writes a page
+    with a verdict. --dry-run prints the script. A killed run resumes.
     """
-    setup = _setup(options)
+    if options.head is None:
+        raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
+    _refuse_own_options(options.passed)
+    from trtspec.bench.prove.script import script
+    from trtspec.bench.questions.datasets import load_dataset
+
+    dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
+    answers = sum(question.requests for question in dataset.questions) * len(options.concurrency.values)
+    steps = script(setup, options.output, answers)
     if options.dry_run:
-        _show_steps(setup, options.json_)
-        return
-    if options.output is None:
-        raise UsageError("a proof needs a directory for its outputs", "pass -o DIR")
-    from trtspec.cli.prove_run import prove_all
+        return _shown(setup, steps, options)
+    about = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
+    from trtspec.bench.prove.run import prove as run
     from trtspec.client.addresses import key_header
+    from trtspec.launch.processes import termination_as_interrupt
 
     key_header()  # a key that bench cannot send is refused before hours of work
-    lines = prove_all(setup, options.output, options.startup_timeout, options.restart)
-    failed = [line.name for line in lines if line.status == "fail"]
-    page = options.output / "report.html"
-    if options.json_:
-        report.print_json({"ok": not failed, "results": [asdict(line) for line in lines]})
-    else:
-        for line in lines:
-            print(f"{MARKS[line.status]} {line.name}: {line.message}")
-        print(f"page: {page}")
-    if failed:
-        raise CheckFailed(f"not proved: {', '.join(failed)}", f"see {page}")
+    with termination_as_interrupt():
+        found = run(setup, steps, options.output, about, options.startup_timeout, options.restart)
+    page, wrong = options.output / "report.html", None
+    if not found.proved:
+        why = "slower than the target alone" if found.speedups else "the speed was not measured"
+        why = why if found.verdict == "SAFE" else found.verdict
+        wrong = CheckFailed(f"not proved: {why}", f"see {page}")
+    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
+    return Result(asdict(found), lines=lines, failure=wrong)
 
 
 def _setup(options: ProveOptions) -> ProveSetup:
-    """What the options ask for. Raises UsageError for the first that cannot be."""
-    from trtspec.bench.prove import ProveSetup
-    from trtspec.bench.questions.datasets import NANO, load_dataset
-    from trtspec.cli.prove_run import refuse_own_options
+    from trtspec.bench.prove.script import ProveSetup
 
-    if options.head is None:
-        raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
-    refuse_own_options(options.passed)
-    load_dataset(options.dataset, 2)
     return ProveSetup(
-        target=absolute(options.target),
-        head=absolute(options.head),
+        target=_absolute(options.target),
+        head=_absolute(str(options.head)),
         backend=options.backend,
         draft_len=options.draft_len,
         gpu=options.gpu or _installed_gpu(),
         gpus=options.gpus,
-        dataset=NANO if options.dataset == NANO else absolute(options.dataset),
+        dataset=_absolute(options.dataset),
         samples=options.samples,
         max_tokens=options.max_tokens,
         concurrency=options.concurrency.values,
-        contexts=tuple(sorted(options.contexts.values)),
+        port=options.port,
+        accept_unmeasured=options.accept_unmeasured,
         serve_words=options.passed,
-        thinking=options.thinking,
     )
 
 
-def absolute(name: str) -> str:
+def _shown(setup: ProveSetup, steps: list[Step], options: ProveOptions) -> Result:
+    """The script, and what it costs."""
+    from trtspec.bench.prove.script import seconds, shell_text
+    from trtspec.launch.processes import duration
+
+    text, tokens = shell_text(setup, options.output, steps), sum(step.tokens for step in steps)
+    spent = seconds(setup, steps)
+    about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens\n"
+    return Result({"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text)
+
+
+def _refuse_own_options(words: tuple[str, ...]) -> None:
+    """Raises UsageError for the first of a user's words for `serve` that would change what is proved. What follows a
+    `--` among them is the engine's."""
+    for word in words[: words.index("--")] if "--" in words else words:
+        flag = word.partition("=")[0]
+        if flag in OWN_OPTIONS:
+            remedy = "leave it out; a proof sets head, draft length, GPUs and address of its servers by its own options"
+            raise UsageError(f"{flag} cannot be passed to the servers of a proof", remedy)
+
+
+def _engine(backend: str) -> str | None:
+    """Version of the engine that is installed here. Raises MissingDependency where it is not."""
+    from importlib.util import find_spec
+
+    from trtspec.trtllm.deployment import installed_version
+    from trtspec.trtllm.serve.command import PROGRAM
+    from trtspec.vllm import PROGRAM as VLLM
+    from trtspec.vllm import installed_vllm
+
+    if backend != "reference":
+        (PROGRAM if backend == "trtllm" else VLLM).require()
+        return installed_version() if backend == "trtllm" else installed_vllm()
+    if missing := next((name for name in ("torch", "fastapi", "uvicorn") if find_spec(name) is None), None):
+        raise MissingDependency(f"the reference backend needs {missing}", "pip install 'trtspec[reference]'")
+    return package_versions()["trtspec"]
+
+
+def _absolute(name: str) -> str:
     """`PATH` or `NAME=PATH` with an absolute path where it exists, so that a proof is resumed from any directory; a
     known name as it is."""
     for path in filter(None, (name, name.partition("=")[2])):
@@ -125,28 +157,3 @@ def _installed_gpu() -> str | None:
     found = read_gpus() or []
     words = found[0].name.lower().replace("-", " ").split() if found else []
     return next((name for name in gpu_names() if name in words), None)
-
-
-def _show_steps(setup: ProveSetup, json_output: bool) -> None:
-    import shlex
-
-    from trtspec.bench.prove import STARTS, launches, serve_words, steps_of
-    from trtspec.cli.demo_process import duration
-
-    steps = steps_of(setup)
-    rows: list[dict[str, Any]] = []
-    for launch in ("", *launches(setup)):
-        if launch:
-            words = ("serve", *serve_words(setup, launch))
-            rows.append({"step": f"serve-{launch}", "command": f"trtspec {shlex.join(words)}",
-                         "seconds": STARTS[setup.backend]})  # fmt: skip
-        for step in (step for step in steps if step.launch == launch):
-            command = f"trtspec {shlex.join(step.words)}"
-            rows.append({"step": step.name, "command": command, "seconds": round(step.seconds)})
-    total = sum(row["seconds"] for row in rows)
-    if json_output:
-        report.print_json({"steps": rows, "seconds": round(total)})
-        return
-    for row in rows:
-        print(f"{duration(row['seconds']):>14}  {row['step']:16} {row['command']}")
-    print(f"{duration(total):>14}  altogether, by estimate")

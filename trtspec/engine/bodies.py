@@ -78,7 +78,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         name = next(key for key in keys if keys.count(key) > 1)
-        raise ApiError(f"the key {name!r} stands twice in one object", param=name)
+        raise ApiError(f"the key {name!r} appears twice in one object", param=name)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -17,31 +17,6 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 DraftSampling = Literal["argmax", "probabilistic"]
-
-
-class Drafter(Protocol):
-    """What the engine asks of a drafter.
-
-    The engine calls `prompts` for each pass over prompts; in each round `propose` before the verification and `learn`
-    after it; and `move` when a row changes its place.
-    """
-
-    aux_layers: tuple[int, ...]
-    draft_ids: Tensor | None
-
-    @property
-    def cache(self) -> LatentCache | None: ...
-    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
-        """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
-        ...
-
-    def propose(self, batch: DecodeBatch) -> list[int]:
-        """Writes up to `batch.draft_len` drafts of each row behind its last token in `batch.block`; returns how
-        many."""
-        ...
-
-    def learn(self, batch: DecodeBatch, verified: Verified) -> None: ...
-    def move(self, source: int, target: int, length: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,27 +33,32 @@ class Verified:
     known: int
 
 
-class NoDrafter:
-    """Plain decoding: one token per round."""
+class Drafter:
+    """What the engine asks of a drafter, and plain decoding: no drafts, one token per round.
+
+    The engine calls `prompts` for each pass over prompts; in each round `propose` before the verification and `learn`
+    after it; and `move` when a row changes its place.
+    """
 
     aux_layers: tuple[int, ...] = ()
     draft_ids: Tensor | None = None
     cache: LatentCache | None = None
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
-        pass
+        """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
 
     def propose(self, batch: DecodeBatch) -> list[int]:
+        """Writes up to `batch.draft_len` drafts of each row behind its last token; returns how many."""
         return [0] * len(batch)
 
     def learn(self, batch: DecodeBatch, verified: Verified) -> None:
-        pass
+        """Takes what a verification says."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        pass
+        """Copies what is kept of a row of `length` tokens to another row."""
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(Drafter):
     """Chain drafting with an Eagle3 head and its own KV cache.
 
     Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
@@ -96,7 +76,7 @@ class Eagle3Drafter:
         self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
         self.draft_ids = head.target_ids
-        self.cache = head.new_cache(rows, max_len)
+        self.cache: LatentCache = head.new_cache(rows, max_len)
         weight, hidden = head.fc.weight, head.spec.hidden_size
         self.feedback = weight.new_zeros(rows, 1, hidden)  # of each row's last true state: the first step's input,
         self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
@@ -155,7 +135,7 @@ def make_drafter(
 ) -> Drafter:
     """A drafter with `head`, or none without one. Raises UsageError for a draft length below 1."""
     if head is None:
-        return NoDrafter()
+        return Drafter()
     if draft_len < 1:
         raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no head")
     return Eagle3Drafter(head, target, rows, max_len, draft_sampling)

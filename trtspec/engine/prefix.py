@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,19 +61,19 @@ class BlockStore:
     def save(self, row: int, begin: int, slots: Sequence[int]) -> None:
         """Fills these blocks, in their order, with a row's entries from position `begin` on; there are none before 0,
         which leaves as many places of the first block empty."""
-        count = self.data.shape[2]
-        for number, slot in enumerate(slots):
-            at = begin + number * count
-            skip = max(0, -at)
-            self.data[:, slot, skip:] = self.cache[:, row, at + skip : at + count]
+        for block, entries in self._pairs(row, begin, slots):
+            block.copy_(entries)
 
     def load(self, row: int, begin: int, slots: Sequence[int]) -> None:
         """The reverse of `save`."""
+        for block, entries in self._pairs(row, begin, slots):
+            entries.copy_(block)
+
+    def _pairs(self, row: int, begin: int, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         count = self.data.shape[2]
-        for number, slot in enumerate(slots):
-            at = begin + number * count
+        for at, slot in zip(itertools.count(begin, count), slots, strict=False):
             skip = max(0, -at)
-            self.cache[:, row, at + skip : at + count] = self.data[:, slot, skip:]
+            yield self.data[:, slot, skip:], self.cache[:, row, at + skip : at + count]
 
 
 class PrefixCache:

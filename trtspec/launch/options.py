@@ -43,7 +43,11 @@ class ServeOptions:
         Literal["trtllm", "vllm", "reference"],
         option("trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
-    config: Annotated[Path | None, option("Engine YAML. Default: one generated for this launch."), Modes(ENGINE)] = None
+    config: Annotated[
+        Path | None,
+        option("Engine YAML, or vLLM's configuration file. Default: one generated for this launch."),
+        Modes(ENGINE, VLLM),
+    ] = None
     trtllm_version: Annotated[
         str | None, option("Version to check for. Default: the installed one."), Modes(ENGINE)
     ] = None

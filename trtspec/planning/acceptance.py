@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import files
+from trtspec.checkpoint.hub import known, real_pair
 from trtspec.data_files import load_yaml
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import Problem, TrtspecError, UsageError
 
 EXAMPLE = (
     "for example `acceptance` 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
@@ -41,6 +42,8 @@ class Acceptance:
     known: tuple[float, ...] = ()
     length_at: tuple[float, int] | None = None
     doubts: tuple[str, ...] = ()  # what bench itself found wrong with the measurement
+    model: str = ""  # the name under which bench's server knew it
+    published: bool = False  # a model card's figure
     decay: Decay | None = None  # of the positions that are not known; None is the published one
 
     def rates(self, drafts: int, decay: Decay | None = None) -> list[float]:
@@ -93,6 +96,29 @@ def parse_acceptance(text: str) -> dict[str, Acceptance]:
     return {"all": Acceptance(measured, length_at=(value, drafts))}
 
 
+def card_acceptance(head: str, target: str) -> dict[str, Acceptance] | None:
+    """The figure on the model card of a published head, for the target that it was published for; None without one."""
+    cards = load_yaml("published_acceptance.yaml")["cards"]
+    entry = known(head)
+    card = cards.get(entry[1].get("published_as", entry[1]["id"])) if entry is not None else None
+    if card is None or not real_pair(head, target):
+        return None
+    source = (
+        f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, as the card of {head} "
+    )
+    source += "states; your own traffic may differ, so measure it with `trtspec bench`"
+    return {"all": Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)}
+
+
+def other_model(acceptance: dict[str, Acceptance], target: str) -> list[Problem]:
+    """A warning for a measurement of another model than the target."""
+    name = acceptance["all"].model
+    if not name or name.rpartition("/")[2].casefold() == target.rstrip("/").rpartition("/")[2].casefold():
+        return []
+    message = f"the acceptance was measured on {name}, and this plan is for {target}"
+    return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")]
+
+
 def _from_bench(path: Path) -> dict[str, Acceptance]:
     try:
         results = files.read_object(path)
@@ -100,7 +126,7 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
         doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
         model = (results.get("server") or {}).get("model")
         source = f"{path}, served as {model}" if model else str(path)
-        found = {name: _from_group(group, f"{source}, {name}", doubts) for name, group in groups.items()}
+        found = {name: _from_group(group, f"{source}, {name}", doubts, model or "") for name, group in groups.items()}
     except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
     measured = {name: item for name, item in found.items() if item is not None}
@@ -110,16 +136,18 @@ def _from_bench(path: Path) -> dict[str, Acceptance]:
     return measured
 
 
-def _from_group(group: dict[str, Any], source: str, doubts: tuple[str, ...]) -> Acceptance | None:
+def _from_group(group: dict[str, Any], source: str, doubts: tuple[str, ...], model: str) -> Acceptance | None:
     known = tuple(float(rate) for rate in group.get("conditional") or [] if rate is not None)
     if known:
-        return Acceptance(f"{source}: accepted by position, {group['steps']} steps", known, doubts=doubts)
+        return Acceptance(f"{source}: accepted by position, {group['steps']} steps", known, doubts=doubts, model=model)
     steps, drafted, length = group.get("steps"), group.get("drafted"), group.get("acceptance_length")
     if not steps or not drafted or not length:
         return None
     drafts = max(1, round(drafted / steps))
     at = (min(float(length), drafts + 1.0), drafts)
-    return Acceptance(f"{source}: {length} tokens per step at {drafts} drafts", length_at=at, doubts=doubts)
+    return Acceptance(
+        f"{source}: {length} tokens per step at {drafts} drafts", length_at=at, doubts=doubts, model=model
+    )
 
 
 def lengths(rates: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.memory import memory
-from trtspec.planning.points import DraftLength, LayoutPlan, Point, Setting, Workload, layouts, plan_layout
+from trtspec.planning.points import LayoutPlan, Point, Setting, Workload, layouts, plan_layout
 from trtspec.specs import HeadSpec, ModelSpec
 
 MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
@@ -36,21 +36,17 @@ class Targets:
 
 @dataclass(frozen=True)
 class Row:
-    """One layout at one concurrency. `draft` is None where no kernels were measured; `refused` says why TensorRT-LLM
+    """One layout at one concurrency. `point` is None where no kernels were measured; `refused` says why TensorRT-LLM
     does not run it."""
 
     plan: LayoutPlan
     concurrency: int
-    draft: DraftLength | None
+    point: Point | None
     refused: Problem | None = None
 
     @property
     def layout(self) -> Layout:
         return self.plan.layout
-
-    @property
-    def point(self) -> Point | None:
-        return self.draft.point if self.draft else None
 
     @property
     def held(self) -> bool:
@@ -63,6 +59,8 @@ class Row:
             return "memory alone"
         if self.plan.acceptance is None or self.point.draft_len == 0:
             return "no drafts"
+        if self.plan.acceptance.published and self.plan.acceptance.measured(self.point.draft_len):
+            return "model card"
         return "measured" if self.plan.acceptance.measured(self.point.draft_len) else "extrapolated"
 
     @property
@@ -76,9 +74,9 @@ class Row:
     def tpot_ms(self) -> float | None:
         """Mean time per output token: the decode step, and the prompts of the other requests, each of which stops it
         once per answer."""
-        if self.point is None or self.point.tokens_per_s_per_user is None:
+        if self.point is None or self.point.decode_rate is None:
             return None
-        return 1000 / self.point.tokens_per_s_per_user + (self.concurrency - 1) * self.stall_ms / self.plan.workload.osl
+        return 1000 / self.point.decode_rate + (self.concurrency - 1) * self.stall_ms / self.plan.workload.osl
 
     @property
     def ttft_ms(self) -> float | None:
@@ -118,7 +116,7 @@ class Row:
             "trust": self.trust,
             "max_sequences": self.plan.memory.sequences(self.plan.workload.tokens),
         }
-        if self.point is None or self.draft is None:
+        if self.point is None:
             return found
         given = self.plan.acceptance is not None
         spread = self.plan.speedup_range(self.point)
@@ -127,7 +125,7 @@ class Row:
             "draft_len": self.point.draft_len if given or self.plan.steps and self.plan.steps.head is None else None,
             "speedup": round(self.point.speedup, 3) if given and self.point.speedup else None,
             "speedup_range": [round(value, 3) for value in spread] if spread else None,
-            "tokens_per_s_per_user": round(self.point.tokens_per_s_per_user or 0, 1),
+            "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
             **{name: round(value, 1) for name, value in figures.items() if value is not None},
         }
 
@@ -153,9 +151,10 @@ class Decision:
 
     @property
     def best(self) -> Row | None:
-        """None where nothing can be served, or where nothing meets the targets."""
+        """None where nothing can be served, where its speed is not known, or where nothing meets the targets."""
         first = next(iter(self.able), None)
-        return first if first is not None and first.excess(self.targets) <= 1 else None
+        known = first is not None and first.point is not None
+        return first if known and first is not None and first.excess(self.targets) <= 1 else None
 
     def of_concurrency(self, concurrency: int) -> Row | None:
         return next((row for row in self.able if row.concurrency == concurrency), None)
@@ -185,7 +184,7 @@ def ranked(
         reason = next(iter(route_refusals(model, head, plan.layout, setting)), None)
         refused += [reason] if reason else []
         for concurrency in setting.workload.concurrency:
-            rows.append(Row(plan, concurrency, plan.draft_length(concurrency) if plan.points else None, reason))
+            rows.append(Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason))
     rows.sort(key=lambda row: _rank(row, targets), reverse=True)
     return Decision(plans, targets, rows, refused if len(refused) == len(plans) else [])
 
@@ -230,7 +229,7 @@ def remedies(row: Row, targets: Targets) -> list[str]:
     found = []
     assert row.plan.steps is not None and row.point is not None
     if targets.tpot_ms and row.tpot_ms and row.tpot_ms > targets.tpot_ms and row.point.acceptance_length:
-        rest = targets.tpot_ms - (row.tpot_ms - 1000 / (row.point.tokens_per_s_per_user or 1))
+        rest = targets.tpot_ms - (row.tpot_ms - 1000 / (row.point.decode_rate or 1))
         needed = row.point.step_ms / rest if rest > 0 else float("inf")
         if row.point.draft_len and needed <= row.point.draft_len + 1:
             had = row.point.acceptance_length

@@ -53,31 +53,17 @@ class Point:
         return None if self.acceptance_length is None else self.acceptance_length / self.cost_ratio
 
     @property
-    def tokens_per_s_per_user(self) -> float | None:
+    def decode_rate(self) -> float | None:
+        """Tokens per second of one request while nothing is prefilled."""
         length = 1.0 if self.draft_len == 0 else self.acceptance_length
         return None if length is None else 1000 * length / self.step_ms
 
     def to_dict(self) -> dict[str, Any]:
         rounded = {"cost_ratio": 3, "plain_ms": 3, "step_ms": 3, "experts": 1, "acceptance_length": 3}
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values |= {"speedup": self.speedup, "tokens_per_s_per_user": self.tokens_per_s_per_user}
-        digits = rounded | {"speedup": 3, "tokens_per_s_per_user": 1}
+        values |= {"speedup": self.speedup}
+        digits = rounded | {"speedup": 3}
         return {name: round(v, digits[name]) if isinstance(v, float) else v for name, v in values.items()}
-
-
-@dataclass(frozen=True)
-class DraftLength:
-    """The draft length to use at one concurrency: `point`, and the `fastest` as planned where that is a longer one
-    which the model's own error cannot tell apart from it. Under the assumption `tipped_by`, `point` is as fast."""
-
-    point: Point
-    fastest: Point
-    tipped_by: str = ""
-
-    @property
-    def loss(self) -> float:
-        """Share of the fastest's tokens per second that the shorter one gives up as planned."""
-        return 1 - (self.point.tokens_per_s_per_user or 0) / (self.fastest.tokens_per_s_per_user or 1)
 
 
 @dataclass(frozen=True)
@@ -104,36 +90,10 @@ class LayoutPlan:
         return [point for point in self.points if point.concurrency == concurrency]
 
     def best(self, concurrency: int) -> Point:
-        """Of the draft lengths that cannot be told apart from the fastest, the shortest; plain decoding is 0."""
-        return self.draft_length(concurrency).point
-
-    def draft_length(self, concurrency: int) -> DraftLength:
-        """A shorter draft is taken where it is at most CLOSE slower as planned, and as fast as the fastest under one of
-        the assumptions that neither the tables nor the acceptance settle."""
+        """The shortest draft within CLOSE of the fastest, which no table can tell apart; plain decoding is 0."""
         points = self.at(concurrency)
-        fastest = max(points, key=lambda point: point.tokens_per_s_per_user or 0)
-        for point in points[: fastest.draft_len] if self.acceptance is not None else ():
-            choice = DraftLength(point, fastest)
-            if choice.loss <= CLOSE:
-                tipping = next((name for name, gain in self._gains(point, fastest).items() if gain >= 1), "")
-                if tipping:
-                    return replace(choice, tipped_by=tipping)
-        return DraftLength(fastest, fastest)
-
-    def _gains(self, point: Point, other: Point) -> dict[str, float]:
-        """Tokens per second of `point` over those of `other` under each assumption, by name."""
-        assert self.steps is not None and self.acceptance is not None
-        length, against, acceptance = point.acceptance_length or 1.0, other.acceptance_length or 1.0, self.acceptance
-        found = {
-            name: length / against * item.whole(other.concurrency, other.draft_len)
-            / item.whole(point.concurrency, point.draft_len)
-            for name, item in assumptions(self.steps).items()
-        }  # fmt: skip
-        planned = other.step_ms / point.step_ms
-        for name, decay in acceptance.decays(other.draft_len).items():
-            ratio = acceptance.length(point.draft_len, decay) / acceptance.length(other.draft_len, decay)
-            found[f"acceptance falling as for {name}"] = planned * ratio
-        return found
+        rates = [point.decode_rate or 0 for point in points]
+        return next(point for point, rate in zip(points, rates, strict=True) if rate >= (1 - CLOSE) * max(rates))
 
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its

@@ -21,7 +21,8 @@ CHECKED = (
 ASSUMES = (
     "experts chosen as a power law of exponent 1.01",
     "draft tokens touch experts as independently as any other tokens, so verification is not cheaper than it seems",
-    "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is decoding alone",
+    "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is 1 / TPOT",
+    "one layer of draft cache; releases without TensorRT-LLM#15017 keep one for each draft token",
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
 HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
@@ -221,7 +222,7 @@ def row_cells(row: Row, best: bool) -> list[str]:
         f"{row.concurrency} best" if best else str(row.concurrency),
         row.layout.short,
         str(point.draft_len),
-        f"{point.tokens_per_s_per_user or 0:.0f}",
+        f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
         f"{row.tokens_per_s or 0:,.0f}",
         gain,
         row.trust,
@@ -248,17 +249,9 @@ def choice_lines(
     if row is None:
         return no_choice_lines(decision)
     lines = ["Next:", f"  {command(row, *names, setting)}"]
-    if row.draft is not None and row.draft.tipped_by:
-        draft = row.draft
-        lines += [
-            f"{draft.fastest.draft_len} drafts would be {100 * draft.loss:.1f} % faster as planned, which this model "
-            f"cannot tell apart: {draft.point.draft_len} is as fast with {draft.tipped_by}."
-        ]
-    if row.point is None:
-        lines += ["Its speed is not known: no kernels of this format, shape and layout are in the tables."]
-    elif row.plan.acceptance is None and head is not None:
+    if row.plan.acceptance is None and head is not None:
         lines += break_even_lines(row)
-    elif row.point.draft_len == 0 and head is not None:
+    elif row.point is not None and row.point.draft_len == 0 and head is not None:
         lines += ["Without the head: no draft length is worth its cost at this concurrency."]
     return lines
 
@@ -279,10 +272,13 @@ def no_choice_lines(decision: Decision) -> list[str]:
     row = next(iter(decision.able), None)
     if row is None:
         return ["No command: no layout's cache holds that many requests."]
+    if row.point is None:
+        return [
+            f"No command: {row.layout.short} holds it, but its speed is not known: no kernels of this format, shape "
+            "and layout are in the tables, which end at 8 ranks."
+        ]
     asked = [f"TTFT {decision.targets.ttft_ms:g} ms" if decision.targets.ttft_ms else ""]
     asked += [f"TPOT {decision.targets.tpot_ms:g} ms" if decision.targets.tpot_ms else ""]
-    if row.point is None:
-        return ["No command: the targets cannot be judged, because the speed of this format and layout is not known."]
     lines = [
         f"No command: nothing meets {' and '.join(word for word in asked if word)}. Nearest: {row.layout.short} at "
         f"concurrency {row.concurrency} with {row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, "
@@ -318,7 +314,7 @@ def concurrency_lines(plan: LayoutPlan, concurrency: int) -> list[str]:
     points = plan.at(concurrency)
     note = "" if points[0].held else "  (the cache does not hold that many requests)"
     plain, best = points[0].plain_ms, plan.best(concurrency)
-    lines = [f"concurrency {concurrency}: plain step {plain:.2f} ms, {1000 / plain:.0f} tokens/s per user{note}"]
+    lines = [f"concurrency {concurrency}: plain step {plain:.2f} ms{note}"]
     lines += [f"  {point_line(plan, point, point is best)}" for point in points[1:]]
     if plan.acceptance is not None and len(points) > 1:
         point = best_drafting(plan, concurrency)
@@ -332,8 +328,8 @@ def point_line(plan: LayoutPlan, point: Point, best: bool) -> str:
     touched = f", {point.experts:.0f} experts per layer"
     if point.acceptance_length is None or point.speedup is None:
         return f"{cost}{touched}; wins above {point.cost_ratio:.2f} tokens per step"
-    rate = point.tokens_per_s_per_user or 0
-    gain = f"; {point.acceptance_length:.2f} tokens per step, {rate:.0f} tokens/s per user, {point.speedup:.2f}x"
+    rate = point.decode_rate or 0
+    gain = f"; {point.acceptance_length:.2f} tokens per step, {rate:.0f} tokens/s decoding, {point.speedup:.2f}x"
     known = plan.acceptance is not None and plan.acceptance.measured(point.draft_len)
     return f"{cost}{touched}{gain}{'' if known else ', extrapolated'}{'  <- best' if best else ''}"
 

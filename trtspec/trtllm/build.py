@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.checkpoint.hub import engine_name, load_head, load_target
-from trtspec.data_files import gpu_spec, largest_gpu
+from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
 from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
-from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
@@ -212,48 +212,26 @@ def _sampled(intent: Intent, schema: Schema, found: Mapping[str, EngineSetting])
 
 def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None) -> str:
     """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. `chosen`: the
-    share of the memory that the file gives the cache. Raises CheckFailed when it holds none, and, on the largest known
-    GPU where none is named, for a batch that no cache can hold."""
-    if intent.gpu is None and intent.batch <= replace(intent, concurrency=None, max_batch_size=None).batch:
-        return ""  # a size of ours; the file's own command line, which names it, gets the same answer
+    share of the memory that the file gives the cache. Raises CheckFailed when the cache holds none, or not one block
+    for each request of a batch."""
     from trtspec.planning.memory import memory
 
-    gpu = gpu_spec(intent.gpu) if intent.gpu else largest_gpu()
+    if intent.gpu is None:
+        return ""
+    gpu = gpu_spec(intent.gpu)
     fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
     layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
-    estimate = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
+    room = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
-    alone = memory(target, head, gpu, layout, fraction=fraction).sequences(intent.seq_len)
     block = schema_for(intent.version).behaviour("transfer_in_blocks")["tokens_per_block"]
-    if alone >= 1 and intent.max_num_tokens is None and estimate.kv_tokens < batch * block:
-        raise _too_many(intent, gpu, batch, alone, estimate.kv_tokens)
-    held = estimate.sequences(intent.seq_len)
-    if intent.gpu is None:
-        if alone < 1 or held >= batch:
-            return ""
-        room = f"the cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`), fewer than {batch:,}"
-        return f"# Even on {intent.tp_size} x {gpu.name.upper()} {room}.\n"
-    if held < 1:
-        message = f"{intent.target} with one request of {intent.seq_len} tokens does not fit on {intent.tp_size} x "
-        remedy = "use more GPUs or larger ones, or a smaller `max_seq_len`; see `trtspec plan`"
-        raise CheckFailed(message + gpu.name.upper(), remedy)
+    held, where = room.sequences(intent.seq_len), f"{intent.tp_size} x {gpu.name.upper()}"
+    if held < 1 or room.kv_tokens < batch * block:
+        message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {where}: beside a step of "
+        message += f"{intent.tokens:,} tokens the KV cache holds {room.kv_tokens:,}"
+        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; see `trtspec plan`"
+        raise CheckFailed(message, remedy)
     less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""
     return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
-
-
-def _too_many(intent: Intent, gpu: GpuSpec, batch: int, alone: int, tokens: int) -> CheckFailed:
-    """For a batch with less than a block of the cache for each request. `alone`: the requests of full length that the
-    cache holds where the step is small; `tokens`: what the cache holds beside the activations of a full step."""
-    option = "`max_batch_size`" if intent.max_batch_size is not None or intent.concurrency is None else "`concurrency`"
-    machine = f"{intent.tp_size} x {gpu.name.upper()}" + ("" if intent.gpu else ", the largest GPU known")
-    message = (
-        f"{batch:,} requests at once do not fit on {machine}: beside a step of {intent.tokens:,} tokens the KV cache "
-        f"holds {tokens:,} tokens, less than one block for each request"
-    )
-    return CheckFailed(
-        message,
-        f"lower {option} (the cache holds about {alone:,} requests of {intent.seq_len:,} tokens), or use more servers",
-    )
 
 
 def _emit(found: dict[str, EngineSetting]) -> str:

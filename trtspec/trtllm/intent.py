@@ -20,7 +20,7 @@ from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]
 Role = Literal["context", "generation", "front"]
-Form = Literal["yaml", "helm-values", "dynamo"]
+Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
 COMMAND = "trtspec build-config"
 ATTENTION_DP_FROM = 8  # ranks: below, replicating attention weights costs more KV cache than it saves
@@ -31,6 +31,9 @@ CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recip
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
+# what has no counterpart in vLLM's file
+NOT_OF_VLLM = ("role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
+               "spread_attention", "settings", "goal=throughput")  # fmt: skip
 FRONT_IS_YAML = Excludes("format=helm-values", "format=dynamo")
 
 
@@ -124,8 +127,9 @@ class Intent:
     )
     format: Annotated[
         Form,
-        option("The engine YAML alone, values of the Helm chart, or a Dynamo deployment."),
+        option("The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."),
         Excludes("role=front", value="helm-values"),
+        Excludes(*NOT_OF_VLLM, value="vllm"),
         Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[

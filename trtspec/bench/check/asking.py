@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, BinaryIO
 import httpx
 
 from trtspec.bench.check.prompts import Asked, Prompts, raw_text, request_of
-from trtspec.bench.check.thresholds import MAX_FAULTS
 from trtspec.client.client import new_client
 from trtspec.client.exchange import Exchange, ask, read_recording, to_line
 from trtspec.client.servers import DetectedServer, detect_server
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 END_OF_TURN = "<|im_end|>"
+MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 
 
@@ -54,8 +54,8 @@ class Asker:
         line = to_line(asked)
         if line in self.known:
             return self.known[line]
-        if self.failures >= MAX_FAULTS:
-            return replace(asked, error=f"not asked, after {MAX_FAULTS} failures in a row")
+        if self.failures >= MAX_FAILURES:
+            return replace(asked, error=f"not asked, after {MAX_FAILURES} failures in a row")
         found = self._finished(await ask(self.client, self.server.model, asked, self.timeout))
         self.failures = self.failures + 1 if found.error and not found.refused else 0
         self.requests += 1

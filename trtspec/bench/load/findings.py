@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
@@ -20,18 +19,19 @@ SAME_SHARE = 0.98  # of steps with the same number of accepted drafts: the last 
 LONG = 32  # tokens from which the arrival of an answer says something
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step
 ENOUGH_ANSWERS = 4
-DRAFTS = 7  # the most that published heads are served with: taken where the server does not report how many it drafts
-WIDE = 0.1  # half an interval over its value: more is too few steps to judge
+WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
 AIM = 0.05
 SHOWN = 3
+SETS = {"reasoning_effort": "--thinking on or off: this server takes no mode"}  # key of a request -> another option
 
 
 def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
     """Raises TrtspecError with the server's own words when no request succeeded."""
     if answers and all(answer.error for answer in answers):
+        refused = next((option for key, option in SETS.items() if key in (answers[0].error or "")), None)
         raise TrtspecError(
             f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
-            "leave out the option that the server refuses, if it names one; else look at the server's log",
+            f"give {refused}" if refused else "look at the server's log; send one request by hand (curl)",
         )
 
 
@@ -190,26 +190,12 @@ def underfilled(name: str, runs: Sequence[Round]) -> list[Problem]:
 
 
 def too_few(name: str, summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> list[Problem]:
-    """A note where the acceptance length is too uncertain to judge by, with how many questions would do. A server that
-    reports totals gives no interval: a step accepts 0 to K drafts, so that its standard deviation is at most K / 2
-    (Popoviciu's inequality)."""
-    length, steps = summary.acceptance_length, summary.steps
-    if length is None or not steps:
+    """A note where the acceptance length is too uncertain to judge by, with how many questions would do."""
+    length, units = summary.acceptance_length, list(per_question(counts).values())
+    found = ratio([steps + accepted for steps, accepted, _ in units], [steps for steps, _, _ in units])
+    if length is None or (found and found.high / found.value - 1 <= WIDE) or (not units and counts):
         return []
-    units = per_question(counts).values()
-    found = ratio([done + accepted for done, accepted, _ in units], [done for done, _, _ in units])
-    if found:
-        if found.high / found.value - 1 <= WIDE:
-            return []
-        needed, aim, sure = found.units_needed(AIM), AIM, f" [{found.words}]"
-    else:
-        drafts = summary.drafted / steps if summary.drafted else DRAFTS
-        enough = math.ceil((1.96 * drafts / (2 * WIDE * length)) ** 2)
-        if steps >= enough and len(units) not in (1, 2):
-            return []
-        needed, aim, sure = max(20, summary.questions * enough // steps + 1), WIDE, ""
-    message = (
-        f"{steps} steps of {summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}"
-    )
-    remedy = f"about {needed} questions give +- {100 * aim:.0f} %"
+    needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
+    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}"
+    remedy = f"about {needed} questions give +- {100 * AIM:.0f} %"
     return [Problem("TS-BENCH-FEW-STEPS", "info", name, message, remedy)]

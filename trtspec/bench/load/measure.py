@@ -192,8 +192,8 @@ async def measure(
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
     `limits` is asked before anything is sent; `earlier` holds the model of each earlier result that this run stands
-    beside. Returns what was measured, the workload as it was asked in the end and what was left out of it. Raises
-    TrtspecError when a server does not answer or refuses every request.
+    beside. Returns what was measured, of what, and what was left out. Raises TrtspecError when a server does not answer
+    or refuses every request.
     """
     progress = progress or Progress()
     async with AsyncExitStack() as stack:
@@ -209,7 +209,6 @@ async def measure(
             found.restless = progress.journal.segment > 0
             findings.refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
-        workload, problems = await prepare(targets, workload)
         again = sum(question.requests for question in workload.questions(0))  # of servers that keep only totals
         progress.total = sum(workload.answers() + again * t.server.adapter.around_runs for t in targets)
         for target in targets:
@@ -224,7 +223,7 @@ async def measure(
         for target in targets:
             findings.refuse_all_failed(target.name, target.answers())
             await count_outside(target, workload, asked[0], progress)
-    return targets, workload, problems
+    return targets, workload, left_out_problems(workload.dataset.questions, workload.conditions)
 
 
 def refuse_other_model(model: str, earlier: Mapping[str, str]) -> None:
@@ -233,27 +232,6 @@ def refuse_other_model(model: str, earlier: Mapping[str, str]) -> None:
         if other != model:
             remedy = "compare runs of one model; `model` NAME if the server lists it under another name"
             raise UsageError(f"{where} holds figures of the model {other}, and this server serves {model}", remedy)
-
-
-async def prepare(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> tuple[BenchWorkload, list[Problem]]:
-    """The workload that all endpoints can be asked: pictures only where they are taken."""
-    questions = list(workload.dataset.questions)
-    problems = left_out_problems(questions, workload.conditions)
-    shown = next((question for question in questions if question.has_pictures), None)
-    for target in targets if shown else []:
-        load = Load(target.client, target.endpoint, RequestSampling(max_tokens=1))
-        await load.hold(0, shown.first_turn)  # type: ignore[union-attr]
-        refused = load.answers[0].error or ""
-        if not refused.startswith("HTTP 4"):
-            continue
-        kept = [question for question in questions if not question.has_pictures]
-        message = f"{target.name} takes no pictures ({refused}): {len(questions) - len(kept)} questions left out"
-        if not kept:
-            raise UsageError(message, "take a data set of text, or a server that takes pictures")
-        problems.append(Problem("TS-BENCH-PICTURES", "warning", target.name, message, "read figures as of text alone"))
-        questions = kept
-        break
-    return replace(workload, dataset=replace(workload.dataset, questions=tuple(questions))), problems
 
 
 async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:

@@ -166,7 +166,7 @@ def _rope(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             f"the head knows positions to {head.max_position_embeddings}, the target to "
             f"{target.max_position_embeddings}; acceptance falls beyond"
         )
-        remedy = f"keep max_seq_len near {head.max_position_embeddings}, or measure longer prompts"
+        remedy = "measure acceptance on your longest prompts with `trtspec bench`"
         problems.append(Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message, remedy))
     return problems
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,7 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _moe(document, deployment)
     yield from _transfer(document, deployment)
     yield from _forced_acceptance(document, deployment)
-    yield from _connector(document)
-    yield from _helix(document)
-    yield from _lists(document, deployment)
+    yield from _disk_cache(document, deployment)
 
 
 def _whole(value: Any) -> bool:
@@ -121,9 +117,6 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
         yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", f"{key}.max_batch_size", message, remedy, fix)
     batch = deployment.setting(document, "max_batch_size")
     if document.has(key) and document.get(key) is None:
-        if batch and decoding_type(document):
-            message = "CUDA graphs are off: at small batches a step then costs several times its kernels"
-            yield finding_at(document, "TS-LINT-GRAPHS-OFF", "info", key, message, "right for a prefill-only server")
         return
     covered = max(sizes) if whole else largest or 128
     if _whole(batch) and batch > covered:
@@ -229,69 +222,11 @@ def _forced_acceptance(document: Document, deployment: Deployment) -> Iterator[F
         yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, remedy)
 
 
-CONNECTOR = "kv_connector_config"
-
-
-def _connector(document: Document) -> Iterator[Finding]:
-    if not isinstance(document.get(CONNECTOR), dict):
-        return
-    parts = [
-        f"{CONNECTOR}.{name}" for name in ("connector_module", "connector_scheduler_class", "connector_worker_class")
-    ]
-    if not document.get(f"{CONNECTOR}.connector") and not all(document.get(part) for part in parts):
-        message = "a KV connector is a preset (`connector`) or a module with both of its classes"
-        remedy = "write `connector: kvbm`, or all three"
-        yield finding_at(document, "TS-LINT-KV-CONNECTOR", "error", CONNECTOR, message, remedy)
-
-
-def _helix(document: Document) -> Iterator[Finding]:
-    blocks = document.get("cp_config.tokens_per_block")
-    own = document.get("kv_cache_config.tokens_per_block", 32)
-    if document.get("cp_config.cp_type") == "HELIX" and blocks is not None and blocks != own:
-        message = f"HELIX needs equal blocks: cp_config.tokens_per_block is {blocks}, kv_cache_config's is {own}"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", "cp_config.tokens_per_block", message, f"write {own}"
-        )
-
-
-def _lists(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """Lists whose items must fit each other, and a largest size that must be the largest listed."""
-    for path, entry in document.entries.items():
-        buckets = entry.value if path.startswith("prometheus_metrics_config.") else None
-        if isinstance(buckets, list) and _numbers(buckets) and any(a >= b for a, b in pairwise(buckets)):
-            yield finding_at(document, "TS-LINT-COMBINATION", "error", path, f"{entry.name} must increase", "sort it")
-    for sizes, largest in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len")):
-        for parent in ("cuda_graph_config", "encoder_cuda_graph_config"):
-            listed, most = document.get(f"{parent}.{sizes}"), document.get(f"{parent}.{largest}")
-            if _numbers(listed) and isinstance(most, int) and most not in (0, max(listed)):
-                message = f"{largest} {most} and the largest of {sizes}, {max(listed)}, must be equal"
-                fix = partial(delete_key, path=f"{parent}.{largest}")
-                place = f"{parent}.{largest}"
-                yield finding_at(document, "TS-LINT-GRAPH-SIZES", "error", place, message, f"keep {sizes} only", fix)
-    old, new = document.get("torch_compile_config.capture_num_tokens"), document.get("prefill_capture_num_tokens")
-    if isinstance(old, list) and isinstance(new, list) and set(old) != set(new):
-        message = "capture_num_tokens and prefill_capture_num_tokens are two names of one setting and differ"
-        key = "torch_compile_config.capture_num_tokens"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "keep prefill_capture_num_tokens", fix)
-    balancer, place = "moe_config.load_balancer", "kv_cache_config.disk_cache_path"
-    assigned = document.get(f"{balancer}.initial_global_assignments")
-    if isinstance(assigned, dict) and not all(isinstance(layer, int) for layer in assigned):
-        message = "initial_global_assignments maps the number of each layer to its experts"
-        key = f"{balancer}.initial_global_assignments"
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", key, message, "write numbers of layers as keys")
+def _disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """A directory that must be there."""
+    place = "kv_cache_config.disk_cache_path"
     size, folder = document.get("kv_cache_config.disk_cache_size"), document.get(place)
     if isinstance(size, int) and size > 0 and isinstance(folder, str) and folder and not Path(folder).is_dir():
         message = f"{folder} is not a directory here; the engine stops where it is missing"
         remedy = "make it on the machine that serves"
         yield finding_at(document, "TS-LINT-DISK-CACHE-PATH", _absent(deployment), place, message, remedy)
-    ratios = document.get("kv_cache_config.pool_ratio")
-    if _numbers(ratios) and (min(ratios) <= 0 or not math.isclose(sum(ratios), 1, rel_tol=0, abs_tol=1e-6)):
-        message = "pool_ratio values must be above 0 and add up to 1"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", "kv_cache_config.pool_ratio", message, "correct the shares"
-        )
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, (int, float)) for item in value)

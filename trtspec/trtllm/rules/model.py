@@ -217,9 +217,7 @@ def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterato
         yield finding_at(document, problem.code, problem.severity, SPEC, problem.message, remedy)
 
 
-BLACKWELL = (10, 0)
 WORKSTATION = 12  # SM120 and SM121
-ONLY_BLACKWELL = ("use_cute_dsl_bf16_bmm", "use_cute_dsl_bf16_gemm")
 
 
 def check_machine(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -245,9 +243,6 @@ def _gpu(document: Document, deployment: Deployment, gpu: str) -> Iterator[Findi
         message = f"Eagle3 heads on compute capability {gpu} answered gibberish (TensorRT-LLM issue 11125, 1.2.0rc8)"
         remedy = "use B200, GB200, B300 or GB300, or no head"
         yield finding_at(document, "TS-LINT-GPU-EAGLE", "error", SPEC, message, remedy)
-    for key in ONLY_BLACKWELL:
-        if document.get(key) is True and found < BLACKWELL:
-            yield finding_at(document, "TS-LINT-COMBINATION", "error", key, f"{key} needs Blackwell", "remove it")
 
 
 def right_tool_parser(deployment: Deployment) -> str | None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.trtllm.deployment import (
     LENGTH,
     MODEL_KEYS,
@@ -25,7 +24,7 @@ from trtspec.trtllm.deployment import (
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.schema import Schema
 
-SCHEDULE, CONCURRENCY = f"{SPEC}.draft_len_schedule", f"{SPEC}.max_concurrency"
+SCHEDULE = f"{SPEC}.draft_len_schedule"
 ENDS_AT_ZERO = "TS-LINT-SCHEDULE-ENDS-AT-ZERO"
 
 
@@ -41,7 +40,6 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
         yield from _two_models(document, deployment)
         yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
-    yield from _backend(document)
 
 
 def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
@@ -75,56 +73,17 @@ def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMet
 def _trees(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
     """Dynamic and static trees; in some releases a width alone switches a dynamic one on."""
     tree, width = f"{SPEC}.use_dynamic_tree", f"{SPEC}.dynamic_tree_max_topK"
-    topk, longest = document.get(width), document.get(LENGTH)
+    topk = document.get(width)
     alone = method.width_is_tree and bool(deployment.schema.behaviour("width_makes_tree")) and isinstance(topk, int)
     key = tree if document.get(tree) is True else width if alone else None
     if not method.trees:
         return
-    yield from _choices(document, deployment)
     if key is None:
         return
     message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
     yield finding_at(
         document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key)
     )
-    total = document.get(f"{SPEC}.max_total_draft_tokens")
-    if isinstance(topk, int) and topk <= 0:
-        message = f"dynamic_tree_max_topK must be above 0, not {topk}"
-        yield finding_at(document, "TS-LINT-OUT-OF-RANGE", "error", width, message, "remove it")
-    elif all(isinstance(item, int) for item in (topk, longest, total)) and not longest <= total <= topk * longest:
-        message = f"max_total_draft_tokens {total} must lie between max_draft_len {longest} and {topk * longest}"
-        place = f"{SPEC}.max_total_draft_tokens"
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", place, message, "leave it out")
-
-
-def _choices(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A static tree: each path of two or more tokens continues another."""
-    key = f"{SPEC}.eagle_choices"
-    choices = document.get(key)
-    if isinstance(choices, str) and choices.strip() == "None":
-        return  # the engine reads the text as Python: nothing is chosen
-    if isinstance(choices, str) and not choices.strip().startswith("["):
-        message = "eagle_choices is a list, or the text of one"
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated"
-        )
-    if not isinstance(choices, list) or not all(isinstance(choice, list) for choice in choices):
-        return
-    crash = deployment.schema.behaviour("static_tree_crashes")
-    flat, depths = all(len(choice) == 1 for choice in choices), [len(choice) for choice in choices]
-    if choices and crash and (flat or len(set(depths)) == len(depths)):
-        shape = "of depth 1" if flat else "without branches"
-        message = f"a static tree {shape} raises an exception when drafts are written ({crash['source']})"
-        remedy = "leave eagle_choices out: max_draft_len alone drafts a chain"
-        fix = partial(delete_key, path=key)
-        yield finding_at(document, "TS-LINT-STATIC-TREE", "error", key, message, remedy, fix)
-    loose = [choice for choice in choices if len(choice) > 1 and choice[:-1] not in choices]
-    if loose or not choices:
-        message = f"the path {loose[0]} of eagle_choices continues no other" if loose else "eagle_choices is empty"
-        fix = partial(delete_key, path=key)
-        yield finding_at(
-            document, "TS-LINT-COMBINATION", "error", key, message, "remove it: static trees are deprecated", fix
-        )
 
 
 def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -155,9 +114,6 @@ def schedule_of(document: Document) -> dict[int, int] | None:
 
 
 def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    if document.get(CONCURRENCY) and deployment.schema.behaviour("max_concurrency").get("ends_at_zero") is True:
-        message = "above max_concurrency the draft length is 0, and acceptance may stay collapsed after a burst"
-        yield finding_at(document, ENDS_AT_ZERO, "warning", CONCURRENCY, message, "leave it out")
     schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
     if schedule is None or not meaning:
         return
@@ -212,30 +168,8 @@ def _sampling(document: Document, deployment: Deployment, method: SpeculationMet
     yield finding_at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
 
-def _above_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
-
-
-def _backend(document: Document) -> Iterator[Finding]:
-    if decoding_type(document) is None:
-        return
-    value = document.get("backend")
-    if value in ("tensorrt", "trt", "_autodeploy"):
-        message = f"backend {value} does not run Eagle3 heads on Blackwell"
-        fix = partial(delete_key, path="backend")
-        yield finding_at(document, "TS-LINT-BACKEND", "error", "backend", message, "use the pytorch backend", fix)
-    if _above_one(document.get("max_beam_width")):
-        message = "nobody has examined beam search together with speculation"
-        yield finding_at(document, "TS-LINT-UNTESTED", "warning", "max_beam_width", message, "leave it at 1")
-    if _above_one(document.get("pipeline_parallel_size")) and method_of(document) is eagle3():
-        message = "no published recipe runs an Eagle3 head with pipeline parallelism"
-        yield finding_at(
-            document, "TS-LINT-UNTESTED", "warning", "pipeline_parallel_size", message, "use tensor parallel"
-        )
-
-
 REUSE, V2 = "kv_cache_config.enable_block_reuse", "kv_cache_config.use_kv_cache_manager_v2"
-HOST, TRANSFER = "kv_cache_config.host_cache_size", "cache_transceiver_config.backend"
+TRANSFER = "cache_transceiver_config.backend"
 REJECTION = f"{SPEC}.use_rejection_sampling"
 
 
@@ -245,10 +179,7 @@ def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]
         return
     if separate_cache(document, deployment, method):
         yield from _prefix_reuse(document, deployment)
-        yield from _memory(document, deployment)
-        yield from _transfer(document, deployment)
     yield from _guided(document, deployment)
-    yield from _sampled_acceptance(document, deployment, method)
     yield from _requests(document, deployment, method)
     yield from _pruned_head(document, deployment, method)
 
@@ -283,32 +214,6 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
     yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)
 
 
-def _memory(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    claims = deployment.schema.behaviour("draft_claims_host_cache")
-    size = document.get(HOST)
-    if claims and isinstance(size, int) and size > 0:
-        message = f"the draft's cache takes host_cache_size once more: {2 * size / 2**30:.0f} GiB of host memory are "
-        message += f"pinned ({claims['source']})"
-        yield finding_at(
-            document, "TS-LINT-HOST-CACHE-TWICE", "warning", HOST, message, "halve it, or plan for twice of it"
-        )
-    claims = deployment.schema.behaviour("draft_claims_gpu_budget")
-    if claims and document.get(V2) is True:
-        message = "cache manager V2 gives the whole GPU budget to the target and to the draft: out of memory under load"
-        message += f" ({claims['source']})"
-        fix = partial(delete_key, path=V2)
-        yield finding_at(document, "TS-LINT-CACHE-BUDGET-TWICE", "warning", V2, message, f"remove {V2}", fix)
-
-
-def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    lost = deployment.schema.behaviour("draft_cache_not_transferred")
-    if lost and deployment.setting(document, TRANSFER):
-        message = f"a draft cache of its own is not handed over between servers ({lost['measured']})"
-        message += f" ({lost['source']})"
-        remedy = "measure acceptance on long prompts with `trtspec bench`, or use attention DP, which shares the cache"
-        yield finding_at(document, "TS-LINT-DRAFT-CACHE-LOST", "info", TRANSFER, message, remedy)
-
-
 def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A grammar masks one row per draft token; graphs of a draft length of 0 have none."""
     crash, schedule = deployment.schema.behaviour("guided_schedule_crashes"), schedule_of(document)
@@ -322,19 +227,6 @@ def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
         place = f"{SPEC}.draft_len_schedule"
         fix = partial(delete_key, path=place)
         yield finding_at(document, "TS-LINT-GUIDED-SCHEDULE", "error", place, message, remedy, fix)
-
-
-def _sampled_acceptance(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    """Said to those whose file speaks of sampling; greedy decoding is not concerned."""
-    rule = deployment.schema.behaviour("rejection_sampling")
-    concerned = document.get(REJECTION) is False or document.has(f"{SPEC}.advanced_sampling_mode")
-    if not rule or not method.one_model or not concerned or document.get(REJECTION) is True:
-        return
-    message = "without use_rejection_sampling a sampled draft is accepted only where the target's own sample equals "
-    message += f"it: acceptance falls with temperature ({rule['source']}). With it: {worth_of_rejection_sampling()}"
-    remedy = "measure at your temperature, with use_rejection_sampling on and off"
-    key = REJECTION if document.has(REJECTION) else f"{SPEC}.advanced_sampling_mode"
-    yield finding_at(document, "TS-LINT-SAMPLED-ACCEPTANCE", "info", key, message, remedy)
 
 
 def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[str, ...]]:

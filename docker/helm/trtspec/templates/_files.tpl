@@ -1,6 +1,6 @@
 {{/* The files of /etc/trtspec, by name. */}}
 {{- define "trtspec.files" -}}
-{{- $files := dict "alive.py" (.Files.Get "scripts/alive.py") "drain.py" (.Files.Get "scripts/drain.py") -}}
+{{- $files := dict "drain.py" (.Files.Get "scripts/drain.py") -}}
 {{- $parts := include "trtspec.parts" . | fromJson -}}
 {{- range $part, $spec := $parts -}}
 {{- $_ := set $files (printf "%s.yml" (ternary "engine" $part (eq $part "server"))) $spec.engineConfig -}}

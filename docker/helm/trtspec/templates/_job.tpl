@@ -48,6 +48,7 @@ template:
       {{- include "trtspec.modelsVolume" . | nindent 6 }}
       - name: tmp
         emptyDir: {}
+      {{- with .Values.extraVolumes }}{{ toYaml . | nindent 6 }}{{ end }}
 {{- end -}}
 
 {{/* The container that fetches the checkpoints. */}}
@@ -73,11 +74,13 @@ template:
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $v.hfToken.key }}}}
     {{- end }}
+    {{- with $v.download.env }}{{ toYaml . | nindent 4 }}{{ end }}
   securityContext: {{- toYaml $v.securityContext | nindent 4 }}
   resources: {{- toYaml $v.download.resources | nindent 4 }}
   volumeMounts:
     - {name: models, mountPath: /models}
     - {name: tmp, mountPath: /tmp}
+    {{- with $v.extraVolumeMounts }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
 {{- define "trtspec.quantizeJob" -}}

@@ -8,7 +8,8 @@ metadata:
     app.kubernetes.io/component: {{ .part }}
     {{- with include "trtspec.claimLabel" $root }}{{ . | nindent 4 }}{{ end }}
   annotations:
-    checksum/config: {{ include "trtspec.files" $root | sha256sum }}
+    # of this part alone: another part that changes or scales restarts nothing here
+    checksum/config: {{ toYaml (list .spec.engineConfig .script ($root.Files.Glob "scripts/*").AsConfig) | sha256sum }}
     {{- with $v.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
   {{- include "trtspec.podHead" $root | nindent 2 }}
@@ -50,7 +51,7 @@ spec:
       {{- if ne .script "worker.sh" }}
       ports:
         - {name: http, containerPort: 8000}
-      {{- include "trtspec.probes" (dict "root" $root "generates" (eq .part "server")) | nindent 6 }}
+      {{- include "trtspec.probes" (dict "root" $root) | nindent 6 }}
       {{- end }}
       {{- $devices := dict "nvidia.com/gpu" (.spec.gpusPerNode | toString) }}
       {{- with $v.rdma.resource }}{{ $_ := set $devices . ($v.rdma.count | toString) }}{{ end }}
@@ -74,6 +75,7 @@ spec:
         - {name: models, mountPath: /models{{ if eq $v.cache.type "objectStore" }}, readOnly: true{{ end }}}
         - {name: config, mountPath: /etc/trtspec, readOnly: true}
         - {name: cache, mountPath: /cache}
+        - {name: tmp, mountPath: /tmp}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- if .script }}
         - {name: ssh, mountPath: /etc/trtspec-ssh, readOnly: true}
@@ -84,6 +86,8 @@ spec:
     - name: config
       configMap: {name: {{ include "trtspec.fullname" $root }}}
     - name: cache
+      emptyDir: {}
+    - name: tmp
       emptyDir: {}
     - name: shared-memory
       emptyDir:
@@ -157,8 +161,7 @@ securityContext: {{- toYaml $v.podSecurityContext | nindent 2 }}
 - {name: TRTSPEC_PROGRESS, value: "1"}
 {{- end -}}
 
-{{/* Alive: it answers /health, and, where it generates, an answer comes back or others progress (scripts/alive.py).
-     Arguments: root, generates. */}}
+{{/* They cost the engine nothing, and a busy server passes them. Argument: root. */}}
 {{- define "trtspec.probes" -}}
 {{- $p := .root.Values.probes -}}
 startupProbe:
@@ -172,17 +175,10 @@ readinessProbe:
   timeoutSeconds: 5
   failureThreshold: 3
 livenessProbe:
-  {{- if and .generates (gt ($p.hangSeconds | int) 0) }}
-  exec: {command: [python3, /etc/trtspec/alive.py, {{ $p.hangSeconds | quote }}]}
-  periodSeconds: 60
-  timeoutSeconds: 50
-  failureThreshold: 3
-  {{- else }}
   httpGet: {path: /health, port: http}
   periodSeconds: 30
   timeoutSeconds: 20
   failureThreshold: 6
-  {{- end }}
 lifecycle:
   preStop:
     exec: {command: [python3, /etc/trtspec/drain.py, {{ .root.Values.shutdown.drainSeconds | quote }}]}

@@ -1,9 +1,8 @@
-"""The demo's machinery with real commands and a real server: failures speak, nothing is left running or overwritten."""
+"""Processes that commands start, for real: failures speak, and nothing is left running."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -11,60 +10,33 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.bench.conftest import STAND_IN, free_port
-from trtspec.cli.demo import PORTS, prepare
-from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
-from trtspec.cli.demo_process import Chain, duration, free_ports
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError
+from trtspec.launch.processes import duration, free_ports, run_trtspec, served
 
 
-def chain(directory: Path) -> Chain:
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    return Chain(directory, 3)
-
-
-def test_a_command_is_printed_logged_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = chain(tmp_path)
-    made.begin("Look", "at the version", 1)
-    output = made.run(["--version"], "version", 1)
-    assert output.startswith("trtspec ")
-    printed = capsys.readouterr().out
-    assert "[1/3] Look (about 1.0 s)" in printed and "$ trtspec --version" in printed
-    assert made.steps[0].status == 0 and 0 < made.steps[0].seconds < 30
-    assert (tmp_path / "logs" / "01-version.out").read_text() == output
-
-
-def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
-    plain = StreamedAnswer("plain", "a b c", 97, 96, 0.5, 4.5)
-    eagle = StreamedAnswer("eagle", "a b c", 97, 32, 0.5, 2.5)
-    found = {"answers": [asdict(plain), asdict(eagle)], "same_text": True}
-    said = verdict(found)
-    assert "plain: 97 tokens, 24 tokens/s, 1.00 tokens per pass" in said and "3.00 tokens per pass" in said
-    assert said.endswith("the same text, 2.0 times as fast")
-    assert "DIFFERENT" in verdict(found | {"same_text": False})
-    assert question()["messages"][-1]["role"] == "user"
-
-
-def test_a_failing_command_stops_the_chain_with_its_words(tmp_path: Path) -> None:
-    made = chain(tmp_path)
-    with pytest.raises(TrtspecError) as failure:
-        made.run(["check", "127.0.0.1:9", "--against", "nowhere"], "check", 1)
-    assert "status 2" in failure.value.message and "trtspec check 127.0.0.1:9" in failure.value.message
+def test_a_command_leaves_its_output_and_its_messages(tmp_path: Path) -> None:
+    shown: list[int] = []
+    status = run_trtspec(["--version"], tmp_path / "out", tmp_path / "log", lambda: shown.append(1))
+    assert status == 0 and (tmp_path / "out").read_text().startswith("trtspec ") and shown
+    status = run_trtspec(["check", "127.0.0.1:9", "--against", "nowhere"], tmp_path / "out", tmp_path / "log")
+    assert status == 2 and "nowhere" in (tmp_path / "log").read_text()
 
 
 def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
-    made = chain(tmp_path)
     with (
-        pytest.raises(TrtspecError, match="before it was ready"),
-        made.server("x", ["/nowhere", "--backend", "reference"], free_port()),
+        pytest.raises(TrtspecError, match=r"before it was ready; (.|\n)*nowhere") as failure,
+        served(
+            ["serve", "/nowhere", "--backend", "reference"], f"http://127.0.0.1:{free_port()}", tmp_path / "log", 60
+        ),
     ):
         pass
+    assert failure.value.remedy == "trtspec serve /nowhere --backend reference"
 
 
 def test_a_taken_port_is_named_before_work_begins(tmp_path: Path) -> None:
@@ -106,20 +78,18 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
         f"""
         import signal, subprocess, sys
         from pathlib import Path
-        from trtspec.cli import demo_process
-        from trtspec.cli.demo import termination_as_interrupt
+        from trtspec.launch import processes
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
         directory = Path({str(directory)!r})
-        (directory / "logs").mkdir(parents=True)
-        chain = demo_process.Chain(directory, 1)
-        with termination_as_interrupt():
+        with processes.termination_as_interrupt():
             server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
             try:
                 print(server.pid, flush=True)
-                chain.run_module("http.server", ["--bind", "127.0.0.1", "0"], "wait", 1)
+                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+                    processes.wait(one)
             finally:
-                demo_process.stop(server)
+                processes.stop(server)
         """
     )
     process = subprocess.Popen(
@@ -160,11 +130,10 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
     """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
     script = textwrap.dedent(
         f"""
-        import os, signal, subprocess
+        import os, signal, subprocess, sys
         from pathlib import Path
         import psutil
-        from trtspec.cli import demo_process
-        from trtspec.cli.demo import termination_as_interrupt
+        from trtspec.launch import processes
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         class Interrupted(subprocess.Popen):
@@ -173,15 +142,14 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
                 os.kill(os.getpid(), {int(sent)})
 
         subprocess.Popen = Interrupted
-        directory = Path({str(tmp_path)!r})
-        (directory / "logs").mkdir()
-        chain = demo_process.Chain(directory, 1)
         try:
-            with termination_as_interrupt():
+            with processes.termination_as_interrupt():
                 if {started!r} == "server":
-                    with chain.server("x", ["/nowhere"], {free_port()}):
+                    log = Path({str(tmp_path / "log")!r})
+                    with processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", log, 9):
                         raise AssertionError("served")
-                chain.run_module("http.server", ["--bind", "127.0.0.1", "0"], "wait", 1)
+                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+                    processes.wait(one)
         except KeyboardInterrupt:
             print("left:", [process.pid for process in psutil.Process().children()])
         """
@@ -193,12 +161,11 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
 def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
     """Raised where Popen holds its lock, the interrupt would leave it locked, and the process could not be ended."""
     script = textwrap.dedent(
-        f"""
-        import signal, subprocess
+        """
+        import signal, subprocess, sys
         from pathlib import Path
         import psutil
-        from trtspec.cli import demo_process
-        from trtspec.cli.demo import termination_as_interrupt
+        from trtspec.launch import processes
 
         class Interrupted(subprocess.Popen):
             polls = 0
@@ -211,11 +178,10 @@ def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
                 return super().poll()
 
         subprocess.Popen = Interrupted
-        directory = Path({str(tmp_path)!r})
-        (directory / "logs").mkdir()
         try:
-            with termination_as_interrupt():
-                demo_process.Chain(directory, 1).run_module("http.server", ["--bind", "127.0.0.1", "0"], "wait", 1)
+            with processes.termination_as_interrupt():
+                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+                    processes.wait(one)
         except KeyboardInterrupt:
             print("left:", [process.pid for process in psutil.Process().children()])
         """
@@ -224,53 +190,5 @@ def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
 
 
-def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
-    mine = tmp_path / "thesis"
-    mine.mkdir()
-    (mine / "chapter.txt").write_text("dear to me")
-    with pytest.raises(UsageError):
-        prepare(mine, force=False)
-    with pytest.raises(TrtspecError, match="left alone"):
-        prepare(mine, force=True)
-    assert (mine / "chapter.txt").exists()
-    fresh = tmp_path / "demo"
-    prepare(fresh, force=False)
-    (fresh / "old").write_text("x")
-    with pytest.raises(UsageError):
-        prepare(fresh, force=False)
-    prepare(fresh, force=True)
-    assert not (fresh / "old").exists() and (fresh / "logs").is_dir()
-
-
 def test_durations_read_well() -> None:
     assert [duration(s) for s in (2.34, 42.4, 125)] == ["2.3 s", "42 s", "2 min 05 s"]
-
-
-def lasting_ports() -> int:
-    """The first of the demo's ports, none of which the system gives to an outgoing connection minutes later."""
-    for first in range(20000 + random.randrange(5000), 32000, PORTS):
-        with contextlib.suppress(TrtspecError):
-            free_ports(first, PORTS)
-            return first
-    raise AssertionError("no ports are free")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_quick_demo_runs_through(tmp_path: Path) -> None:
-    """Every command of the chain, in order, to a report; the figures in it come out of the run's own files."""
-    out = tmp_path / "demo"
-    command = [sys.executable, "-m", "trtspec", "demo", "--quick", "-o", str(out), "--port", str(lasting_ports())]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for stage in range(1, 10):
-        assert f"[{stage}/9]" in done.stdout
-    data = json.loads((out / "demo.json").read_text())
-    greedy = json.loads((out / "bench-greedy" / "results.json").read_text())
-    page = (out / "report.html").read_text()
-    assert f"{greedy['acceptance_length']:.2f}" in page
-    assert data["honesty"]["heldout_bits_per_byte"] > 0 and data["honesty"]["draft_over_target"] > 0
-    lossless = next(r for entry in data["checks"] if entry["gate"] for r in entry["verdict"]["results"])
-    assert lossless["name"] == "lossless" and lossless["status"] == "pass" and lossless["detail"]["compared"] > 0
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
-    assert not left

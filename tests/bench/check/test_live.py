@@ -1,0 +1,121 @@
+"""check against real servers of kimi-nano in bfloat16: no alarm on honest ones, and faults in the engine are named.
+
+TRTSPEC_HONEST_CHECKS (2) checks of 8 questions and 64 tokens, each with questions of its own; a check takes minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.conftest import free_port
+from tests.command_line import trtspec
+from trtspec.bench.check.asking import connect
+from trtspec.bench.check.rows import Limits, judge, log_e, sampled_answers
+from trtspec.bench.check.scoring import score_answers
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.client.client import wait_ready
+from trtspec.client.exchange import Exchange, read_recording
+from trtspec.data_files import kimi_nano_dir
+from trtspec.report import Bar
+
+pytestmark = pytest.mark.slow
+FAULTY = Path(__file__).with_name("faulty_engine.py")
+CHECKS = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "2"))
+SMALL = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300)
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., str]]:
+    """serve("fault", "--head", ...) -> URL of a running reference server on kimi-nano."""
+    running = []
+
+    def start(fault: str, *options: str) -> str:
+        port = str(free_port())
+        words = [sys.executable, str(FAULTY), fault, "serve", "kimi-nano", "--backend", "reference", "--port", port]
+        running.append(subprocess.Popen([*words, *options]))
+        asyncio.run(wait_ready(f"http://127.0.0.1:{port}", 300))
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def plain(serve: Callable[..., str]) -> str:
+    return serve("")
+
+
+HEAD = ("--head", "kimi-nano-eagle3", "--draft-len", "3")
+
+
+def checked(spec: str, plain: str, recording: Path, *words: Any) -> dict[str, Any]:
+    assert trtspec("check", spec, *SMALL, *words, "--record", recording).status == 0
+    done = trtspec("check", plain, "--score", recording, "--json")
+    verdict: dict[str, Any] = json.loads(done.stdout)
+    print(f"\n{verdict['message']}", *(f"{row['name']}: {row['why']}" for row in verdict["results"]), sep="\n  ")
+    return verdict
+
+
+@pytest.mark.timeout(7200)
+def test_honest_servers_raise_no_alarm(serve: Callable[..., str], plain: str, tmp_path: Path) -> None:
+    lines = (kimi_nano_dir() / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    servers = {"head": serve("", *HEAD), "plain": plain}
+    for number in range(CHECKS):
+        questions = tmp_path / f"{number}.jsonl"
+        questions.write_text("".join(lines[number % 4 :: 4]), encoding="utf-8")
+        name = list(servers)[number % 2]
+        verdict = checked(servers[name], plain, tmp_path / f"{number}-{name}.jsonl", "--dataset", questions)
+        expected = {"head": {"SAFE"}, "plain": {"NOT PROVEN"}}[name]  # without drafts there is no acceptance
+        assert verdict["verdict"] in expected, verdict
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("fault", "row"),
+    [
+        ("temperature_ignored", "sampled"),
+        ("drafts_kept", "sampled"),
+        ("wrong_residual", "sampled"),
+        ("one_draft_too_many", "greedy"),
+    ],
+)
+def test_a_fault_of_the_engine_fails_its_row(
+    serve: Callable[..., str], plain: str, tmp_path: Path, fault: str, row: str
+) -> None:
+    samples = ("--samples", 40) if fault == "wrong_residual" else ()
+    verdict = checked(serve(fault, *HEAD), plain, tmp_path / "spec.jsonl", *samples)
+    assert [one["name"] for one in verdict["results"] if one["status"] == "fail"] == [row]
+
+
+@pytest.mark.timeout(3600)
+def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, tmp_path: Path) -> None:
+    """150 checks of 8 questions each, drawn from one recording and its scores."""
+    spec, tokenizer = tmp_path / "spec.jsonl", KimiTokenizer(kimi_nano_dir())
+    assert trtspec("check", serve("", *HEAD), *SMALL, "--samples", 24, "--record", spec).status == 0
+
+    async def scored() -> tuple[list[Exchange], list[Exchange]]:
+        asker = await connect(plain, lambda model: tokenizer, None, 4, 120.0, Bar())
+        async with aclosing(asker.client):
+            return await score_answers(asker, read_recording(spec))
+
+    got, own = asyncio.run(scored())
+    dice, alarms = random.Random(1), []
+    for number in range(150):
+        chosen = {str(index) for index in dice.sample(range(24), 8)}
+        rows = judge([one for one in got if one.key.split()[-1] in chosen], own, Limits())
+        alarms += [(number, row) for row in rows if row.faults]
+    drawn = sampled_answers(got)
+    print(f"\n{len(alarms)} alarms in 150 checks; log e of {len(drawn)} sampled answers {log_e(drawn):.1f}")
+    assert not alarms

@@ -1,0 +1,78 @@
+"""The demo: only its own directory is emptied, its question can be read, and the whole chain runs through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trtspec.cli.demo import STAGES, prepare
+from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
+from trtspec.errors import TrtspecError, UsageError
+from trtspec.launch.processes import free_ports
+
+
+def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
+    plain = StreamedAnswer("plain", "a b c", 97, 96, 24.0)
+    eagle = StreamedAnswer("eagle", "a b c", 97, 32, 48.0)
+    assert verdict([plain, eagle]) == "24 and 48 tokens/s: the same text, 2.0 times as fast"
+    assert eagle.figures == "97 tokens, 48 tokens/s, 3.00 tokens per pass"
+    eagle.text = "a b d"
+    assert "DIFFERENT" in verdict([plain, eagle])
+    assert question()["messages"][-1]["role"] == "user"
+
+
+def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter.txt").write_text("dear to me")
+    with pytest.raises(UsageError):
+        prepare(mine, force=False)
+    with pytest.raises(TrtspecError, match="left alone"):
+        prepare(mine, force=True)
+    assert (mine / "chapter.txt").exists()
+    fresh = tmp_path / "demo"
+    prepare(fresh, force=False)
+    (fresh / "old").write_text("x")
+    with pytest.raises(UsageError):
+        prepare(fresh, force=False)
+    prepare(fresh, force=True)
+    assert not (fresh / "old").exists() and (fresh / "logs").is_dir()
+
+
+def lasting_ports() -> int:
+    """The first of the demo's ports, none of which the system gives to an outgoing connection minutes later."""
+    for first in range(20000 + random.randrange(5000), 32000, 2):
+        with contextlib.suppress(TrtspecError):
+            free_ports(first, 2)
+            return first
+    raise AssertionError("no ports are free")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_demo_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every stage in order, to a page whose sentence is the proof's; nothing is left running."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "trtspec", "demo", "-o", str(out), "--port", str(lasting_ports())]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for stage in range(1, STAGES + 1):
+        assert f"[{stage}/{STAGES}]" in done.stdout
+    evidence = json.loads((out / "proof" / "evidence.json").read_text())
+    page = (out / "report.html").read_text()
+    assert evidence["verdict"] == "SAFE" and evidence["sentence"] in page and evidence["sentence"] in done.stdout
+    assert all(
+        f"trtspec {name}" in page for name in ("quantize", "synthesize", "train", "prove", "build-config", "lint")
+    )
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
+    assert not left
+    with capsys.disabled():
+        print(f"\n{done.stdout}")

@@ -1,0 +1,112 @@
+"""Engine files in Helm values, manifests and scripts: found, judged at their place, corrected there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtspec.trtllm.carriers import carried
+
+PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
+SCRIPT = """\
+#!/bin/bash
+IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20
+cat > engine.yml <<EOF
+kv_cache_config:
+  free_gpu_memory_fraction: ${FRACTION}
+  dtype: bfloat16
+EOF
+trtllm-serve serve nvidia/Kimi-K2.6-NVFP4 --tp_size $TP \\
+    --max_batch_sise 8 --trust_remote_code --reasoning_parser kimi_k25 --extra_llm_api_options engine.yml
+"""
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", "trtspec", *words], capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def lint(text: str, folder: Path, *words: str) -> dict[str, Any]:
+    (folder / "file").write_text(text)
+    return json.loads(run("lint", str(folder / "file"), "--json", *words)[1])
+
+
+def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
+    return {
+        (item["code"].removeprefix("TS-"), item["line"]) for item in report["problems"] if item["severity"] != "info"
+    }
+
+
+@pytest.fixture(scope="module", params=["helm-values", "dynamo"])
+def written(request: pytest.FixtureRequest) -> str:
+    return run("build-config", *shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc23")[1]
+
+
+def test_our_own_values_and_manifests_are_clean(written: str, tmp_path: Path) -> None:
+    report = lint(written, tmp_path)
+    assert report["ok"] and not found(report)
+    assert (report["version"], report["version_reason"]) == ("1.3.0rc23", "the image's tag")
+
+
+def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_path: Path) -> None:
+    broken = written.replace("backend: TRTLLM", "backend: trtllm").replace("enable_padding", "enable_paddin")
+    lines = [n for n, line in enumerate(broken.splitlines(), 1) if "trtllm  #" in line or "enable_paddin:" in line]
+    assert {line for _, line in found(lint(broken, tmp_path))} == set(lines)
+    lint(broken, tmp_path, "--fix")
+    assert (tmp_path / "file").read_text() == written.replace("enable_padding", "enable_paddin")
+
+
+def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> None:
+    report = lint(SCRIPT, tmp_path)
+    assert report["version"] == "1.3.0rc20"
+    assert ("LINT-STOPS-AT-START", 6) in found(report)
+    wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
+    assert [item["where"] for item in wrong] == ["line 8: --max_batch_sise"]
+    assert not [item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]]  # the shell decides
+
+
+def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(tmp_path: Path) -> None:
+    report = lint("trtllm-serve M --max_batch_sise 8 --config /made/elsewhere.yml\n", tmp_path)
+    codes = {item["code"] for item in report["problems"]}
+    assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-UNKNOWN-OPTION", "TS-NAME-ABSENT"}
+
+
+def test_several_documents_and_a_recipe_with_a_section_for_each_role() -> None:
+    two = "a: |\n  moe_config: {backend: AUTO}\n---\nb:\n  c.yaml: |\n    kv_cache_config: {dtype: fp8}\n"
+    assert [(item.place, item.first) for item in carried(two)] == [("a", 1), ("b.c.yaml", 5)]
+    roles = "worker_config:\n  gen:\n    moe_config: {backend: AUTO}\n  ctx:\n    kv_cache_config: {dtype: fp8}\n"
+    assert [(item.place, item.text.strip()) for item in carried(roles)] == [
+        ("worker_config.gen", "moe_config: {backend: AUTO}"), ("worker_config.ctx", "kv_cache_config: {dtype: fp8}"),
+    ]  # fmt: skip
+    assert not carried("moe_config: {backend: AUTO}\n") and not carried("llm_args:\n  moe_config: {backend: AUTO}\n")
+
+
+# (name, error in a file, what an argument gets): one verdict for a name, wherever it stands
+NAMES = [
+    ("nvidia/Kimi-K2.6-Eagle3", False), ("kimi-nano-eagle3", False), ("/nowhere/head", False),
+    ("nvidia/Kimi-K2.6-Eagel3", True), ("<eagle3 checkpoint>", True), ("moonshotai/Kimi-K3", True),
+]  # fmt: skip
+YAML = "speculative_config: {{decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: {!r}}}\n"
+PLACES = {
+    "yaml": YAML,
+    "helm": "image: {{tag: 1.4.0rc1}}\nmodel: {{head: {!r}}}\nengineConfig: |\n  kv_cache_config: {{dtype: fp8}}\n",
+    "manifest": "data:\n  engine.yml: |\n    " + YAML,
+    "script": "cat > e.yml <<'EOF'\n" + YAML + "EOF\ntrtllm-serve kimi-nano --config e.yml --trust_remote_code\n",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_name_has_one_verdict_wherever_it_stands(place: str, tmp_path: Path) -> None:
+    for number, (name, _) in enumerate(NAMES):
+        (tmp_path / f"{number}").write_text(PLACES[place].format(name))
+    report = json.loads(run("lint", *(str(tmp_path / f"{n}") for n in range(len(NAMES))), "--json")[1])
+    for (name, wrong), file in zip(NAMES, report["files"], strict=True):
+        named = [item for item in file["problems"] if item["code"].startswith("TS-NAME-")]
+        assert any(item["severity"] == "error" for item in named) is wrong, (name, named)
+        assert bool(named) is (wrong or name.startswith("/")), (name, named)

@@ -1,0 +1,184 @@
+"""Commands and servers that other commands start: none outlives the process that started it, even one that is killed
+(Linux), and an interrupt at any moment leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trtspec.client.client import RequestFailed, generate_once, wait_ready
+from trtspec.errors import TrtspecError
+
+STOP_SECONDS = 60.0  # for a server to end before it is killed
+TAIL_LINES = 25
+POLL_SECONDS = 0.02
+
+
+def run_trtspec(
+    words: Sequence[str], output: Path, log: Path | None = None, show: Callable[[], None] = lambda: None
+) -> int:
+    """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
+    `show` is called again and again while it runs."""
+    command = [sys.executable, "-m", "trtspec", *words]
+    with ExitStack() as files:
+        out = files.enter_context(output.open("wb"))
+        err = files.enter_context(log.open("wb")) if log else None
+        process = files.enter_context(child(command, stdout=out, stderr=err))
+        wait(process, show)
+        os.fsync(out.fileno())
+    return int(process.returncode)
+
+
+@contextmanager
+def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """`trtspec WORDS` until the block ends, ready and with one generation done. Raises TrtspecError with the end of its
+    log if it ends, or is not ready after `seconds`."""
+    # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
+    command = [sys.executable, "-m", "trtspec", *words]
+    with (
+        log.open("wb") as stream,
+        child(command, stdout=stream, stderr=stream, start_new_session=True) as process,
+    ):
+        _until_ready(process, url, log, seconds, f"trtspec {shlex.join(words)}")
+        yield process
+
+
+def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, command: str) -> None:
+    with noted_signals() as noted:
+        try:
+            asyncio.run(wait_ready(url, seconds, generate_once, lambda: noted or process.poll() is not None))
+        except RequestFailed:
+            raise TrtspecError(
+                f"the server was not ready after {seconds:.0f} s; {log} ends:\n{tail(log)}", command
+            ) from None
+        if process.poll() is not None and not noted:
+            why = f"the server ended with status {process.returncode} before it was ready"
+            raise TrtspecError(f"{why}; {log} ends:\n{tail(log)}", command)
+
+
+@contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives no longer than the block, nor than this process. `options` are Popen's."""
+    process = None
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if sys.platform == "linux":
+        options["preexec_fn"] = _end_with_parent
+    try:
+        with noted_signals():
+            process = subprocess.Popen(command, env=environment, **options)
+        yield process
+    finally:
+        if process is not None:
+            stop(process)
+
+
+LIBC = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """In a child between fork and exec: SIGTERM when its parent dies, even by SIGKILL (Linux's PR_SET_PDEATHSIG)."""
+    LIBC.prctl(1, signal.SIGTERM)
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are noted in the block and raised at its end.
+
+    Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody knows, or a lock that
+    nobody releases. A block polls and looks at the list, because Python handles a signal that comes just before a
+    blocking read or wait only after it.
+    """
+    noted: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    try:
+        for number in heard:
+            signal.signal(number, lambda caught, _: noted.append(caught))
+        yield noted
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
+        if noted:
+            signal.raise_signal(noted[0])
+
+
+def wait(process: subprocess.Popen[Any], show: Callable[[], None] = lambda: None) -> None:
+    """Returns when the process has ended."""
+    with noted_signals() as noted:
+        while process.poll() is None and not noted:
+            show()
+            time.sleep(POLL_SECONDS)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, then SIGKILL when that is not enough, or at once when another signal asks."""
+    with noted_signals() as noted:
+        if process.poll() is not None:
+            return
+        process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while process.poll() is None and not noted and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that servers are stopped either way."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def free_ports(first: int, count: int, patience: float = 0.0) -> None:
+    """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    for port in range(first, first + count):
+        while error := _taken(port):
+            if time.monotonic() > deadline:
+                raise TrtspecError(
+                    f"port {port} is taken: {error}", f"pass `port` N, with {count} free ports from N on"
+                )
+            time.sleep(1.0)
+
+
+def _taken(port: int) -> str | None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror or "in use"
+    return None
+
+
+def duration(seconds: float) -> str:
+    """`42 s` or `3 min 05 s`."""
+    whole = round(seconds)
+    return (
+        f"{seconds:.1f} s" if seconds < 10 else f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
+    )
+
+
+def tail(log: Path) -> str:
+    lines = log.read_bytes().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(lines) or "(nothing)"
