@@ -348,7 +348,7 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
 
     def filled(context: typer.Context, **values: Any) -> Any:
         if str(values.get("output")) == "-":
-            raise UsageError("--output - would write a file named `-`; nothing goes to stdout", "give it a path")
+            raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
         running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
         before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
