@@ -49,7 +49,7 @@ REFUSED = [
     (["/models/made-later", "--format", "helm-values"], UsageError, "where a job makes it later"),
     ([K26, "--gpu", "b100"], UsageError, "choose one of"),
     ([K26, "--concurrency", "100000", "--gpu", "gb300"], CheckFailed, "100,000 requests of up to 8,192 tokens do not"),
-    ([K26, "--max-batch-size", "100000", "--gpu", "b200"], CheckFailed, "lower --max-batch-size (the cache holds"),
+    ([K26, "--max-batch-size", "100000", "--gpu", "b200"], CheckFailed, "fewer requests, or a smaller"),
     ([f"{K26}@abc"], UsageError, f"hf download {K26} --revision abc --local-dir DIR"),
 ]  # fmt: skip
 

@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from tests.command_line import trtspec
 from trtspec.cli.app import app
+from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir
 from trtspec.errors import UsageError
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, ServeOptions
 from trtspec.records import uses
+from trtspec.trtllm.serve.start import plan_engine
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
 RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
@@ -73,6 +75,35 @@ def test_a_recipe_brings_its_sizes(tmp_path: Path) -> None:
     assert argv[-1] == str(file)
     typed = dry(K25[0], "--config", str(file), "--tp-size", "4")["argv"]
     assert typed[typed.index("--tp_size") + 1] == "4"
+
+
+@pytest.mark.parametrize(
+    ("head", "dry_run", "launch"),
+    [
+        ("nvidia/Kimi-K2.5-Eagle3", None, None),
+        ("/nowhere/head", "warning", "error"),
+        ("<eagle3 checkpoint>", "error", "error"),
+        ("nvidia/Kimi-K2.5-Eagel3", "error", "error"),
+    ],
+)
+def test_a_head_that_only_the_file_names_is_looked_up(
+    head: str, dry_run: str | None, launch: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.yml"
+    file.write_text(json.dumps({"speculative_config": {
+        "decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": head}}))  # fmt: skip
+    options = ServeOptions(target=K25[0], config=file)
+    for launching, severity in ((False, dry_run), (True, launch)):
+        found = [p for p in plan_engine(options, launching=launching).problems if p.code.startswith("TS-NAME-")]
+        assert [problem.severity for problem in found] == ([severity] if severity else []), found
+
+
+def test_a_shipped_model_is_its_directory_for_an_engine() -> None:
+    for backend in ("trtllm", "vllm"):
+        argv = dry("kimi-nano", "--head", "kimi-nano-eagle3", "--backend", backend, "--tp-size", "1")
+        words = json.dumps(argv)
+        assert str(kimi_nano_dir()) in words and str(kimi_nano_head_dir()) in words
+        assert '"kimi-nano"' not in json.dumps([*argv["argv"][:3], argv["config"]])
 
 
 def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:

@@ -47,7 +47,7 @@ COMMANDS = {
     },
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
-        "check": "Check an endpoint: lossless output, no loops, working tool calls, minimum acceptance.",
+        "check": "Check an endpoint: the same output as without speculation, at the wanted acceptance.",
         "prove": "Prove a target and its head on your own GPUs.",
         "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },

@@ -125,11 +125,7 @@ class Chunk:
 
 
 def compute_chunks(
-    chunks: list[Chunk],
-    target: KimiModel,
-    cache: LatentCache,
-    aux_layers: tuple[int, ...],
-    first_tokens: FirstTokens,
+    chunks: list[Chunk], target: KimiModel, cache: LatentCache, aux_layers: tuple[int, ...], first_tokens: FirstTokens
 ) -> tuple[Tensor | None, Tensor]:
     """Fills the cache's rows of the chunks; returns the captured states [1, N, n_aux*H] and the token that follows each
     position, int64 [1, N]. `first_tokens` says what follows whole prompts, from logits [n, V]."""

@@ -6,11 +6,12 @@ import asyncio
 import functools
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.bench.check.toy_server import Toy
-from trtspec.bench.check.asking import Asker, Battery, record
+from trtspec.bench.check.asking import Asker, Battery, open_journal, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers, score_by_recording
 from trtspec.bench.questions.datasets import Question
@@ -149,3 +150,28 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
         keys = {*dice.sample(sorted({one.key for one in got}), 40)}
         chosen = [one for one in got if one.key in keys]
         assert not failed(judge(chosen, plain, Limits()))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_an_interrupted_recording_asks_nothing_twice(tmp_path: Path, share: float) -> None:
+    """The journal is cut anywhere, also within a line."""
+    battery = replace(BATTERY, samples=4, context=0)
+
+    def run(toy: Toy) -> list[Exchange]:
+        async def asked() -> list[Exchange]:
+            found = await asker(toy)
+            found.journal, found.known = open_journal(tmp_path / "spec.jsonl.part")
+            with found.journal:
+                return await record(found, battery)
+
+        return asyncio.run(asked())
+
+    first, second = Toy(TOKENIZER), Toy(TOKENIZER)
+    whole = run(first)
+    journal = tmp_path / "spec.jsonl.part"
+    written = journal.read_bytes()
+    journal.write_bytes(written[: int(share * len(written))])
+    kept = journal.read_bytes().count(b"\n")
+    again = run(second)
+    assert len(second.asked) == len(first.asked) - kept
+    assert [one.token_ids for one in again] == [one.token_ids for one in whole]

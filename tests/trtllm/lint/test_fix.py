@@ -17,6 +17,8 @@ from trtspec.trtllm.schema import schema_for
 
 VERSIONS = ("1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")
 NEW = "1.4.0rc1"
+# keys that a rule takes out whatever their value
+RULED_OUT: set[str] = set()
 EAGLE = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /h\n"
 
 
@@ -58,6 +60,29 @@ def check_one(seed: int) -> int:
 @pytest.mark.parametrize("part", range(4))
 def test_two_hundred_random_files(part: int) -> None:
     assert sum(check_one(seed) for seed in range(part * 50, part * 50 + 50)) > 10
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> None:
+    """What a person wrote stays, and no value appears that nobody wrote but the published draft length."""
+    rng, schema = random.Random(34), schema_for(NEW)
+    paths = [path for path in sorted(schema.fields) if "." not in path or path.startswith(("kv_cache", "moe_config."))]
+    for _ in range(count):
+        values: dict[str, Any] = {"speculative_config": yaml.safe_load(EAGLE)["speculative_config"]}
+        for path in rng.sample(paths, 3):
+            parent, _, name = path.rpartition(".")
+            place = values.setdefault(parent, {}) if parent else values
+            name = name + rng.choice("xyz") if rng.random() < 0.4 else name
+            if isinstance(place, dict):
+                place[name] = rng.choice(["60%", "${VALUE}", "{{ value }}", "three", [{"a": 1}], 17.5])
+        text = yaml.safe_dump(values)
+        fixed, _ = fix(text, Deployment(schema))
+        before, after = leaves(Document.parse(text).entries), leaves(fixed.entries)
+        lost = {path for path in before if path not in after and repr(before[path]) not in map(repr, after.values())}
+        removed = {path for path in lost if path in schema.removed or path in RULED_OUT}
+        assert lost == removed, (lost, text, fixed.text)
+        invented = {path for path in after if path not in before and after[path] not in before.values()}
+        assert not invented, (invented, text)
 
 
 @pytest.mark.slow
@@ -113,6 +138,16 @@ CASES = [
         "pytorch_backend_config: {use_cuda_graph: true}\n",
         None,
     ),
+    *(
+        (f"{value} is reported and left alone", NEW, text.replace("?", value), None)
+        for value in ('"60%"', "${KV_FRACTION}", '"{{ draft }}"', "three", "0")
+        for text in (
+            "kv_cache_config: {free_gpu_memory_fraction: ?}\n",
+            EAGLE.replace("max_draft_len: 3", "max_draft_len: ?"),
+        )
+    ),
+    ("a misspelt mapping gets no second one", NEW, EAGLE + "moe_cfg: {backend: TRTLLM}\nmax_batch_size: 512\n", None),
+    ("a wrapped file gets no key beside its wrapper", NEW, "llm_args:\n  kv_cache_config: {dtype: fp8}\n", None),
     ("both names of one key", NEW, "kv_cache_dtype: fp8\nkv_cache_config: {dtype: auto}\n", None),
     ("line ends of Windows", NEW, "kv_cache_dtype: fp8\r\n# c\r\n", "# c\r\nkv_cache_config:\r\n  dtype: fp8\r\n"),
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
