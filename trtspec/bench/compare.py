@@ -54,11 +54,7 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     levels = [level for level in new.concurrency if level.label in everywhere]
     confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
     figures = [acceptance_figure(new, earlier, confidence, allowed)]
-    for level in levels:
-        figures += [
-            speed_figure(new, earlier, level, confidence, allowed),
-            first_token_figure(new, old, level, confidence),
-        ]
+    figures += [speed_figure(new, earlier, level, confidence, allowed) for level in levels]
     for name in new.categories:
         if name in old.categories and name != ALL and not (new.degenerate(name) or old.degenerate(name)):
             figures.append(category_figure(new, old, name, confidence))
@@ -119,17 +115,6 @@ def speed_figure(
     if test:
         return _figure(name, test, _plain(rates), allowed, sound, RUN)
     return _figure(name, speed_ratio(new, earlier[0], level.label, confidence), _plain(rates), judged=False)
-
-
-def first_token_figure(
-    new: BenchResults, old: BenchResults, level: LevelResult, confidence: float
-) -> ComparedFigure | None:
-    """Time to the first token of the questions that both answered; higher is slower, so it is shown and not judged."""
-    first, second = new.speeds(level.label), old.speeds(level.label)
-    common = [q for q in first if q in second and first[q].ttft_s and second[q].ttft_s]
-    waits = [([side[q].ttft_s or 0.0 for q in common], [1.0] * len(common)) for side in (first, second)]
-    test = paired_ratio(waits[0], waits[1], confidence)
-    return _figure(f"TTFT at {level.label}", test, test.value, judged=False) if test else None
 
 
 def _plain(values: Sequence[float]) -> float:
