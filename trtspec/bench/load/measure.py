@@ -233,7 +233,7 @@ def refuse_other_server(
     for where, other in earlier.items():
         if other.model != server.model:
             message = f"{where} holds figures of the model {other.model}, and this server serves {server.model}"
-            raise UsageError(message, "compare runs of one model; `model` NAME if it is listed under another name")
+            raise UsageError(message, "compare runs of one model; `model` names another one that the server lists")
         drawn = (other.draft_sampling, server.draft_sampling)
         if sampled and None not in drawn and drawn[0] != drawn[1]:
             message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
