@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,8 +44,13 @@ def policy_names() -> list[str]:
     return list(load_yaml("policies.yaml")["policies"])
 
 
+def completion(name: str) -> Callable[[str], list[str]]:
+    """What a shell asks with the beginning of a word: the words of a catalogue."""
+    return lambda incomplete: [word for word in catalogue(name) if word.startswith(incomplete)]
+
+
 def catalogue(name: str) -> list[str]:
-    """The words that the shell completes: of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
+    """Of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
     if name == "codes":
         return list(problem_codes())
     if name == "releases":

@@ -38,6 +38,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from trtspec import errors
+from trtspec.data_files import completion
 from trtspec.errors import UsageError
 from trtspec.report import note
 
@@ -52,32 +53,26 @@ LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_
 ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
+# what the shell completes: parameter -> catalogue
+COMPLETED = {"target": "targets", "path": "targets", "source": "targets", "head": "heads", "dataset": "datasets",
+             "trtllm_version": "releases", "code": "codes"}  # fmt: skip
 EMPTY = "is empty, as with a variable that is not set"
 
 
-def option(help: str = "", *flags: str, default: str | bool = True, complete: str = "", **more: Any) -> Any:
+def option(help: str = "", *flags: str, default: str | bool = True, **more: Any) -> Any:
     """An option called like its field, for Annotated. `flags` are further spellings, or all if one begins with `--`;
-    `default` is what help shows for None; `complete` a catalogue of `data_files.catalogue`. The rest is typer's."""
-    return typer.Option(*flags, help=help, show_default=default, autocompletion=_completion(complete), **more)
+    `default` is what help shows for None. The rest is typer's."""
+    return typer.Option(*flags, help=help, show_default=default, **more)
 
 
-def argument(help: str, metavar: str | None = None, complete: str = "") -> Any:
+def argument(help: str, metavar: str | None = None) -> Any:
     """A positional argument, as `option` declares an option."""
-    return typer.Argument(help=help, metavar=metavar, show_default=False, autocompletion=_completion(complete))
-
-
-def _completion(name: str) -> Callable[[str], list[str]] | None:
-    def found(incomplete: str) -> list[str]:
-        from trtspec.data_files import catalogue
-
-        return [word for word in catalogue(name) if word.startswith(incomplete)]
-
-    return found if name else None
+    return typer.Argument(help=help, metavar=metavar, show_default=False)
 
 
 # options that mean the same on every command
-TargetArgument = Annotated[str, argument("Target model: a checkpoint directory or a hub id.", complete="targets")]
-HeadOption = Annotated[str | None, option("Eagle3 head: a directory or a hub id.", metavar="HEAD", complete="heads")]
+TargetArgument = Annotated[str, argument("Target model: a checkpoint directory or a hub id.")]
+HeadOption = Annotated[str | None, option("Eagle3 head: a directory or a hub id.", metavar="HEAD")]
 JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
@@ -387,6 +382,8 @@ def _for_typer(field: Field) -> inspect.Parameter:
         item = next(one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple)
         kind = list[typing.get_args(item)[0]] | None  # type: ignore[misc]
         default = list(default) or None if isinstance(default, tuple) else default
+    if field.keyword in COMPLETED:
+        info.autocompletion = completion(COMPLETED[field.keyword])
     hint: Any = Annotated[(kind, info)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -43,7 +43,6 @@ class BenchOptions:
         option(
             "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, a "
             "file or directory, a hub id, or nano for the built-in set.",
-            complete="datasets",
         ),
     ] = "nano"
     split: Annotated[str | None, option("Split of a hub data set.", default="the data set's own, or train")] = None

@@ -12,7 +12,7 @@ from trtspec.report import Result
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
-    code: Annotated[str, argument("Problem code, such as TS-LINT-UNKNOWN-KEY.", complete="codes")]
+    code: Annotated[str, argument("Problem code, such as TS-LINT-UNKNOWN-KEY.")]
     json_: JsonOption = False
 
 
