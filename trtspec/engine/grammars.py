@@ -9,6 +9,7 @@ priority that leaves Python's lock alone, and kept for the next request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -219,15 +220,23 @@ def main() -> None:
     child = 0
     grammars = Grammars(KimiTokenizer(Path(sys.argv[1])), json.loads(sys.argv[2]))
     grammars.compile("regex", "a")
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGKILL) if child else None)
+
+    def end_child(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR1, end_child)
     os.nice(LOWEST)
     print(flush=True)
     for line in sys.stdin:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(write, json.dumps(_limited(grammars, *json.loads(line))).encode())
-            os._exit(0)
+            try:
+                os.write(write, json.dumps(_limited(grammars, *json.loads(line))).encode())
+            finally:
+                os._exit(0)
         os.close(write)
         with os.fdopen(read) as pipe:
             told = pipe.read()
@@ -252,8 +261,12 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
             began = time.thread_time()
             mask = matcher.compute_bitmask()
             slowest = max(slowest, time.thread_time() - began)
-            allowed = [8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
-            if matcher.is_error() or not allowed or not matcher.try_consume_tokens([draw.choice(allowed)]):
+            allowed = [at for at, byte in enumerate(mask) if byte]  # bytes of eight tokens, one of which may follow
+            if matcher.is_error() or not allowed:
+                break
+            at = draw.choice(allowed)
+            token = draw.choice([8 * at + bit for bit in range(8) if mask[at] >> bit & 1])
+            if not matcher.try_consume_tokens([token]):
                 break
     except ValueError as error:
         return {"error": str(error)[:500]}

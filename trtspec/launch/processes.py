@@ -156,7 +156,7 @@ def free_ports(first: int, count: int, patience: float = 0.0) -> None:
         while error := _taken(port):
             if time.monotonic() > deadline:
                 raise TrtspecError(
-                    f"port {port} is taken: {error}", f"pass --port N, with {count} free ports from N on"
+                    f"port {port} is taken: {error}", f"pass `port` N, with {count} free ports from N on"
                 )
             time.sleep(1.0)
 

@@ -218,17 +218,17 @@ class Intent:
         """Itself. Raises UsageError for sizes that contradict each other."""
         if self.tp_size % self.nodes:
             message = f"{self.tp_size} ranks do not spread evenly over {self.nodes} nodes"
-            raise UsageError(message, f"use --tp-size {-(-self.tp_size // self.nodes) * self.nodes}")
+            raise UsageError(message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}")
         here = gpu_spec(self.gpu).gpus_per_node if self.gpu else self.tp_size
         if self.gpu and self.gpus_per_node > here:
             message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
-            raise UsageError(message, f"use --nodes {-(-self.tp_size // here)}")
+            raise UsageError(message, f"use `nodes` {-(-self.tp_size // here)}")
         if (self.isl is None) != (self.osl is None):
-            raise UsageError("--isl and --osl make the sequence length together", "give both")
+            raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         if self.tokens < self.step_tokens:
-            message = f"--max-num-tokens {self.tokens} does not hold one step of {self.batch} requests"
+            message = f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
             message += f" with {self.draft_len} draft tokens each" if self.head else ""
-            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller --max-batch-size")
+            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller `max_batch_size`")
         return self
 
     def command(self) -> str:
