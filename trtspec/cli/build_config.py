@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option, words
 from trtspec.report import Result, refuse_overwrite, write_atomic
-from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.intent import VLLM, Intent
 
 if TYPE_CHECKING:
     from trtspec.trtllm.build import EngineConfig
@@ -43,8 +43,8 @@ def build_config(options: BuildConfigOptions) -> Result:
         message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
         raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
-    if write := OTHER_ENGINES.get(options.format):
-        return write(options)
+    if options.format == VLLM:
+        return _vllm(options)
     version, reason = choose_version(options.version or None)
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
     intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
@@ -107,9 +107,6 @@ def _vllm(options: BuildConfigOptions) -> Result:
     write_atomic(path, text)
     then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
     return Result({"output": str(path), "text": text}, messages=[f"wrote {path}", then])
-
-
-OTHER_ENGINES = {"vllm": _vllm}  # what writes a form that is not TensorRT-LLM's
 
 
 def _next(options: BuildConfigOptions) -> list[str]:

@@ -127,14 +127,14 @@ class Grammars:
         self._waiting.add(result)
         self._jobs.put_nowait((kind, text, result))
         try:
-            told = await result
+            reply = await result
         finally:
             self._waiting.discard(result)
             if result.cancelled() and result in self._running:  # the client left
                 self._running[result].send_signal(signal.SIGUSR1)
-        if "error" in told:
-            raise ValueError(told["error"])
-        return int(told["bytes"])
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return int(reply["bytes"])
 
     async def _work(self) -> None:
         """Gives one worker process its jobs, and starts another when it has ended."""
@@ -239,14 +239,14 @@ def main() -> None:
                 os._exit(0)
         os.close(write)
         with os.fdopen(read) as pipe:
-            told = pipe.read()
+            reply = pipe.read()
         _, status = os.waitpid(child, 0)
         child = 0
-        if not told:
+        if not reply:
             slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             most = f"{COMPILE_SECONDS:g} s" if slow else f"{COMPILE_BYTES >> 20} MB"
-            told = json.dumps({"error": f"it takes more than {most} to compile: simplify it"})
-        print(told, flush=True)
+            reply = json.dumps({"error": f"it takes more than {most} to compile: simplify it"})
+        print(reply, flush=True)
 
 
 def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:

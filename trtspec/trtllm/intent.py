@@ -31,6 +31,7 @@ CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recip
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
+VLLM: Form = "vllm"
 # what has no counterpart in vLLM's file
 NOT_OF_VLLM = ("role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
                "spread_attention", "settings", "goal=throughput")  # fmt: skip
@@ -129,7 +130,7 @@ class Intent:
         Form,
         option("The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."),
         Excludes("role=front", value="helm-values"),
-        Excludes(*NOT_OF_VLLM, value="vllm"),
+        Excludes(*NOT_OF_VLLM, value=VLLM),
         Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[
