@@ -1,4 +1,4 @@
-# trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/deploy.md.
+# trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/support-matrix.md.
 #   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.3.0rc20 -t trtspec:1.3.0rc20 .
 # BASE by digest: python3 docker/pin_bases.py --trtllm-version 1.3.0rc20 prints the argument.
 ARG TRTLLM_VERSION=1.3.0rc20

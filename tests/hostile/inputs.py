@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.test_malformed_results import RECORDING, RESULTS
+import numpy as np
+
+from tests.bench.test_malformed_results import RECORDING
+from tests.bench.test_statistics import run_of
 
 SWAPPED = ("empty", "list", "word")  # given to every command that reads a file of this kind
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -333,7 +336,7 @@ class Inputs(Damage):
         acceptance = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
         valid = {
             "prompts.jsonl": rows,
-            "results.json": [RESULTS],
+            "results.json": [run_of(np.random.default_rng(0), ["a", "b"], np.zeros(2), 0.0).to_dict()],
             "recording.json": [RECORDING],
             "acceptance.json": [acceptance],
         }

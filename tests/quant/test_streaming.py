@@ -149,7 +149,9 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     result = quantize_checkpoint(source, tmp_path / "out", K26)
     got = load_file(tmp_path / "out/model.safetensors")
-    assert result.zero_tensors == [module]
+    assert [(one.code, one.severity, one.where) for one in result.problems] == [
+        ("TS-TARGET-ZERO", "error", f"{module}.weight")
+    ]
     assert result.classes[weight_class(module)].zero_blocks == tensors[f"{module}.weight"].numel() // 16
     assert float(got[f"{module}.weight_scale_2"]) > 0 and (got[f"{module}.weight_scale"].float() == 1).all()
     assert module in (tmp_path / "out/README.md").read_text()

@@ -151,7 +151,7 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
     reports = [run.acceptance_length is not None for run in runs]
     if f"acceptance, {ALL}" in judged or (judged and not any(reports)):
         return []
-    remedy = f"repeat --compare for {LEAST_RUNS} earlier runs, or measure both servers in one run: bench A=URL B=URL"
+    remedy = f"repeat `compare` for {LEAST_RUNS} earlier runs, or measure both servers in one run: bench A=URL B=URL"
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
         remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
@@ -163,7 +163,7 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
     else:
         reason = f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
     message, severity = f"acceptance is not judged: {reason}", "error" if gate else "warning"
-    return [Problem("TS-BENCH-NOT-COMPARED", severity, "--compare", message, remedy)]  # type: ignore[arg-type]
+    return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]
 
 
 def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Problem]:
@@ -178,7 +178,7 @@ def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Pr
             )
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
             remedy = "look for what changed between the runs; repeat both with more questions"
-            found.append(Problem("TS-BENCH-REGRESSION", "error", "--compare", message, remedy))
+            found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message, remedy))
     weak = [figure for figure in judged if (figure.finds or 0) > SOUGHT]
     if weak:
         worst = max(weak, key=lambda figure: figure.finds or 0)
@@ -187,5 +187,5 @@ def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Pr
             needed = round(worst.units * ((worst.finds or 0) / SOUGHT) ** 2)
             message += f": {100 * SOUGHT:.0f} % need about {needed} questions"
         remedy = "ask more questions; for speed, longer runs on a quieter machine"
-        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "--compare", message, remedy))
+        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "`compare`", message, remedy))
     return found

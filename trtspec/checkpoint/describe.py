@@ -6,8 +6,6 @@ checkpoint on the hub is read by its headers (remote.py).
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -19,14 +17,15 @@ from trtspec.checkpoint.headers import (
     DOWNLOAD_AGAIN,
     Checkpoint,
     RangedFiles,
-    read_json,
 )
+from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import HeadFacts, head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import (
     Resolved,
     is_online,
 )
+from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.remote import open_remote
 from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import logical_parameters
@@ -38,7 +37,6 @@ from trtspec.specs import ModelSpec
 
 HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
              "draft_vocab_size")  # fmt: skip
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,8 @@ class CheckpointReport:
     """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
     neither files nor catalogue tell them. `facts` is None for a draft that is no Eagle3 head.
 
-    The last three do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
-    asked for, `hub` where the files are here.
+    The last four do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
+    asked for, `hub` where the files are here, `trained_with` for a head that `trtspec train` did not make.
     """
 
     path: str | None
@@ -93,6 +91,7 @@ class CheckpointReport:
     catalogue: CatalogueFacts | None = None
     hashes_verified: int | None = None
     hub: RangedFiles | None = None
+    trained_with: str | None = None
 
     @property
     def kind(self) -> Literal["target", "head"]:
@@ -114,6 +113,8 @@ class CheckpointReport:
         told.update(asdict(self.facts) if self.facts else dict.fromkeys(HEAD_KEYS))
         if self.catalogue is not None and self.kind == "head":
             told["published_for"] = self.catalogue.targets
+        if self.trained_with is not None:
+            told["trained_with"] = self.trained_with
         told["problems"] = [problem.to_dict() for problem in self.problems]
         if self.hashes_verified is not None:
             told["hashes_verified"] = self.hashes_verified
@@ -168,7 +169,15 @@ def _from_headers(
         dtypes=dtype_bytes(checkpoint),
         facts=facts,
         problems=problems,
+        trained_with=_trained_with(checkpoint.path) if isinstance(facts, HeadFacts) else None,
     )
+
+
+def _trained_with(head: Path) -> str | None:
+    record = training_record(head)
+    version = (record.get("versions") or {}).get("nvidia-modelopt", "")
+    target = (record.get("source") or {}).get("target")
+    return f"trtspec train, ModelOpt {version}, on {target}" if record else None
 
 
 def _facts_and_problems(
@@ -265,22 +274,3 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
         message = f"a hash is recorded for {len(lost)} files that are not part of the checkpoint, first {lost[0]}"
         problems.append(Problem("TS-HASH-LOST", "error", lost[0], message, DOWNLOAD_AGAIN))
     return sum(same), problems
-
-
-def recorded_hashes(directory: Path) -> dict[str, str]:
-    """File name -> SHA-256, of the weight files for which one is recorded: by the hub cache, whose files link to blobs
-    named by their hash, by the metadata that `hf download --local-dir` leaves, or in provenance.json, which wins."""
-    files = sorted(directory.glob("*.safetensors"))
-    blobs = {path.name: os.path.basename(os.readlink(path)) for path in files if path.is_symlink()}
-    found = {name: blob for name, blob in blobs.items() if SHA256.fullmatch(blob)}
-    for path in files:
-        metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
-        lines = metadata.read_text(encoding="utf-8", errors="replace").split() if metadata.is_file() else []
-        if len(lines) > 1 and SHA256.fullmatch(lines[1]):
-            found[path.name] = lines[1]
-    if (directory / "provenance.json").is_file():
-        shards = read_json(directory / "provenance.json").get("shards")
-        for name, digest in (shards if isinstance(shards, dict) else {}).items():
-            if isinstance(digest, str) and SHA256.fullmatch(digest):
-                found[name] = digest
-    return found

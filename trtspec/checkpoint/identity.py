@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import Checkpoint, read_json
 
+SHA256 = re.compile(r"[0-9a-f]{64}")
 SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors, and bytes of each
 VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}  # of config.json: says nothing about the model
 MODEL = {"config": "the config", "tensors": "tensor names, dtypes or shapes", "sample": "the weights"}
@@ -37,6 +40,25 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def identity_digest(directory: Path) -> str:
     """One digest of all that `identity` takes."""
     return _digest(json.dumps(identity(Checkpoint.open(directory)), sort_keys=True))
+
+
+def recorded_hashes(directory: Path) -> dict[str, str]:
+    """File name -> SHA-256, of the weight files for which one is recorded: by the hub cache, whose files link to blobs
+    named by their hash, by the metadata that `hf download --local-dir` leaves, or in provenance.json, which wins."""
+    files = sorted(directory.glob("*.safetensors"))
+    blobs = {path.name: os.path.basename(os.readlink(path)) for path in files if path.is_symlink()}
+    found = {name: blob for name, blob in blobs.items() if SHA256.fullmatch(blob)}
+    for path in files:
+        metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+        lines = metadata.read_text(encoding="utf-8", errors="replace").split() if metadata.is_file() else []
+        if len(lines) > 1 and SHA256.fullmatch(lines[1]):
+            found[path.name] = lines[1]
+    if (directory / "provenance.json").is_file():
+        shards = read_json(directory / "provenance.json").get("shards")
+        for name, digest in (shards if isinstance(shards, dict) else {}).items():
+            if isinstance(digest, str) and SHA256.fullmatch(digest):
+                found[name] = digest
+    return found
 
 
 def _digest(text: str) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, missing_numbers, read_json
+from trtspec.checkpoint.heads.dialects import recorded
 from trtspec.checkpoint.target_tensors import coverage_problems, scheme_problems, tensor_problems
-from trtspec.errors import Problem, TrtspecError
+from trtspec.errors import Problem, Severity, TrtspecError
 from trtspec.files import open_regular
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, RopeSpec, Values
@@ -60,6 +61,7 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *_shards(checkpoint),
         *_files(checkpoint.path, checkpoint.config),
         *_end_of_text(checkpoint.path, spec),
+        *_noted(checkpoint.path),
     ]
     return ReadTarget(checkpoint, spec, formats, problems)
 
@@ -80,6 +82,16 @@ def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
     more = f" (and {len(errors) - 1} more: {named})" if others else ""
     message = f"{path}: {first.where}: {first.message} [{first.code}]{more}"
     return TrtspecError(message, f"{first.remedy}; `trtspec inspect {path}` lists all", first.code)
+
+
+def _noted(path: Path) -> list[Problem]:
+    """What `trtspec quantize` found in the bytes of its source, which the quantized ones show no more."""
+    problems = []
+    for one in recorded(path).get("problems") or ():
+        code, where, message, remedy = (str(one.get(key, "")) for key in ("code", "where", "message", "remedy"))
+        severity: Severity = "error" if one.get("severity") == "error" else "warning"
+        problems.append(Problem(code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy))
+    return problems
 
 
 def _shards(checkpoint: Checkpoint) -> list[Problem]:

@@ -43,7 +43,7 @@ MOST = 0.9  # of the linears follow a rule: the others break it
 FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
 TOP = 0x7E  # E4M3 448
 NOT_FINITE, BAD_SCALE = "TS-TARGET-NOT-FINITE", "TS-TARGET-BAD-SCALE"
-ZERO = "TS-TARGET-ZERO"  # a warning: some published experts are never used and all zero
+ZERO = "TS-TARGET-ZERO"  # a warning unless a norm is: some published experts are never used and all zero
 QUANTIZE_AGAIN = "quantize the source again"
 WHAT = {
     NOT_FINITE: ("tensors hold NaN or infinity", AGAIN),
@@ -265,7 +265,8 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     for info in chosen:
         _judge_large(target.checkpoint, info, seen)
     problems = [grouped(code, names, *WHAT[code]) for code, names in seen.faults.items() if names]
-    problems = [replace(one, severity="warning") if one.code == ZERO else one for one in problems]
+    norm = any("norm" in name for name in seen.faults[ZERO])  # without one the model is silent: never an unused expert
+    problems = [replace(one, severity="warning") if one.code == ZERO and not norm else one for one in problems]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
     if scaled:
         problems += _pairs(scaled, seen.scalars) + _grid(scaled, seen.scalars) + _inputs(scaled, seen.scalars)

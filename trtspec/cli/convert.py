@@ -76,4 +76,5 @@ def _lines(done: HeadConversion, output: Path) -> list[str]:
     if done.capture:
         lines.append("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):")
         lines.append(f"    eagle3_layers_to_capture: {done.capture}")
+    lines += [f"repaired: {one.where}: {one.message} [{one.code}]" for one in done.repairs]
     return lines + [line for engine, command in done.serve.items() for line in ("", f"# {engine}", command)]

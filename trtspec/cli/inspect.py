@@ -260,7 +260,11 @@ def rows(found: Inspected) -> list[tuple[str, str]]:
         lines.append(("bytes", f"{report.bytes:,} ({report.bytes / 1e9:.3g} GB){shards}"))
     if report.dtypes:
         lines.append(("stored as", ", ".join(f"{code} {size / 1e6:,.1f} MB" for code, size in report.dtypes.items())))
+    if report.trained_with:
+        lines.append(("trained with", report.trained_with))
     if report.catalogue is not None and report.source == "catalogue":
+        lines += [("licence", report.catalogue.licence)] if report.catalogue.licence else []
+        lines += [("published for", ", ".join(report.catalogue.targets))] if report.catalogue.targets else []
         lines.append(("source", "trtspec's catalogue; the files are not on this machine"))
         lines.append(("not verified", ", ".join(report.catalogue.unverified) or "nothing"))
     if report.hashes_verified is not None:
@@ -304,7 +308,8 @@ def comparison_rows(comparison: HeadComparison | CheckpointComparison) -> list[t
     """What re-reading a derived checkpoint against its source found."""
     from trtspec.checkpoint.heads.read import HeadComparison
 
-    lines = [("re-read", f"{comparison.compared} of {comparison.tensors} tensors")]
+    more = "; --sample 0 reads the others too" if comparison.compared < comparison.tensors else ""
+    lines = [("re-read", f"{comparison.compared:,} of {comparison.tensors:,} tensors{more}")]
     if isinstance(comparison, HeadComparison):
         return lines
     for name, found in comparison.classes.items():

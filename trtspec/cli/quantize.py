@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
-from trtspec.errors import UsageError
+from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
 from trtspec.report import OutputOptions, Result, Table, progress_bar
 
@@ -90,7 +90,10 @@ def quantize(options: QuantizeOptions) -> Result:
         for name, entry in result.classes.items()
     ]
     table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
-    return Result(to_json(result), (), [table] if rows else [], ["", *_done(result, options.source)])
+    message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
+    failure = CheckFailed(message, "inspect and serve repeat them") if has_errors(result.problems) else None
+    tables, lines = [table] if rows else [], ["", *_done(result, options.source)]
+    return Result(to_json(result), result.problems, tables, lines, failure)
 
 
 def _source(options: QuantizeOptions) -> Path | Checkpoint:
@@ -128,7 +131,5 @@ def _done(result: Quantized, source: str) -> list[str]:
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed"
     ]
-    if result.zero_tensors:
-        lines.append(f"entirely zero: {', '.join(result.zero_tensors)}")
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
     return [*lines, f"next: {inspect}"]

@@ -33,7 +33,7 @@ class SynthesizeOptions:
     concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 16
     split: Annotated[
         str | None,
-        option("Split of a hub data set.", default="train"),
+        option("Split of a hub data set, or several: a,b,c give equal shares.", default="train"),
         Needs("from_hub", where="by prompts that are no hub data set"),
     ] = None
     samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0

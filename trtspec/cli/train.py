@@ -91,7 +91,7 @@ class TrainCommand:
     aux_layers: Annotated[
         CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
     ] = None
-    init: Annotated[Path | None, option("Start from the weights of this head.")] = None
+    init: Annotated[Path | None, option("Start from the weights of this head, with its architecture.")] = None
     ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = CURVE.ttt_steps
     ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = (
         CURVE.ttt_decay
@@ -210,7 +210,7 @@ def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         elif not isinstance(value, bool):
             values[key] = str(value)
     try:
-        line = words(replace(TrainCommand(output=Path("-")), **values), always=values)
+        line = words(replace(TrainCommand(output=Path("OUT")), **values), always=values)
         parsed = parse(TrainCommand, line, "trtspec train")
     except UsageError as error:
         raise UsageError(f"{path}: {error.message.partition(' does not parse: ')[2]}", "correct the file") from None
@@ -246,6 +246,7 @@ def train(command: TrainCommand) -> Result | None:
     reference engine. Under torchrun, the processes share each batch.
     """
     typed, (command, recipe, from_file) = command, with_file(command)
+    command = like_initial(command, given(typed) | from_file)
     features = feature_source(command.features)
     mode = _mode(command, features)
     command = checked(command, mode)
@@ -272,6 +273,24 @@ def train(command: TrainCommand) -> Result | None:
     if main and not goes_on:
         remove_run(command.output)
     return _result(request, _train(request, options))
+
+
+def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
+    """With the architecture of --init, but for what was chosen."""
+    if command.init is None:
+        return command
+    from trtspec.checkpoint.hub import load_head
+
+    head = load_head(str(command.init)).spec
+    pruned = head.draft_vocab_size != head.vocab_size
+    theirs: dict[str, Any] = {
+        "attention": head.attention,
+        "eagle": head.eagle,
+        "draft_vocab_size": head.draft_vocab_size if pruned else None,
+        "intermediate_size": head.intermediate_size,
+        "aux_layers": CountList(head.aux_layers) if head.aux_layers else None,
+    }
+    return replace(command, **{name: value for name, value in theirs.items() if name not in chosen})
 
 
 def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
@@ -330,6 +349,11 @@ def _train_and_measure(
     check_run(request.run, plan, options)
     for line in plan.told():
         say(line)
+    if request.acceptance_prompts and request.features.needs_layers and not (plan.data and plan.data.held):
+        text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
+        if request.asked_for_acceptance:
+            raise UsageError(text, "give --eval-data, a larger --held-out or more data; or --acceptance-prompts 0")
+        say(text)
 
     from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
     from trtspec.heads.training.run import open_target, run_training, write_record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,14 @@ LICENCE = (
     "models a Modified MIT licence (products above 100 million monthly users or 20 million US dollars of monthly "
     'revenue must display "Kimi K2"). For a target quantized and published by NVIDIA, the NVIDIA Open Model License '
     "too."
+)
+
+LIMITS = (
+    "- The head drafts, the target decides: answers and their risks are the target's, with or without it.\n"
+    "- It was trained on the states of one target. With another version, another fine-tune or another quantization, "
+    "fewer drafts are accepted.\n"
+    "- Prompts unlike those of the training data, other languages, and contexts longer than the training sequences get "
+    "fewer drafts accepted. Then speculation can be slower than none: measure with `trtspec bench`."
 )
 
 
@@ -28,6 +37,8 @@ def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         _measured(provenance),
         "## Training",
         _training(provenance),
+        "## Limits and risks",
+        LIMITS,
         "## Licence",
         LICENCE,
     ]
@@ -44,6 +55,7 @@ def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         ("draft vocabulary", f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}"),
         ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
         ("layout", "ModelOpt (`layers.0.` names), BF16"),
+        ("trained with", f"trtspec train, ModelOpt {provenance['versions'].get('nvidia-modelopt', '')}"),
     ]
     return table(("", ""), rows)
 
@@ -166,7 +178,9 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     if spec.eagle == "3.1":
         parts.append(needed_by_eagle31())
     parts += ["## Weights", "Conversion renames and copies: no weight was changed. SHA-256 by tensor: provenance.json."]
-    parts += ["## Measured", _measured_before(source), "## Licence", LICENCE]
+    repaired = [f"- {one['where']}: {one['message']} (`{one['code']}`)" for one in result["repairs"]]
+    parts += ["## Repaired", "What the source had and this head has not:\n\n" + "\n".join(repaired)] if repaired else []
+    parts += ["## Measured", _measured_before(source), "## Limits and risks", LIMITS, "## Licence", LICENCE]
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,7 +209,7 @@ def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: lis
         elif dialect.served_by(engine, spec):
             commands[name] = engine.command(head, target or "<target>", engine.tensor_parallel, capture)
         else:
-            convert = f"trtspec convert {head} -o {head}-{name} --to {name}"
+            convert = shlex.join(["trtspec", "convert", head, "-o", f"{head}-{name}", "--to", name])
             commands[name] = f"{convert}    # {engine.title} misreads this layout"
     return commands
 

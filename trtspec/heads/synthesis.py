@@ -64,16 +64,22 @@ class Prompt:
 
 def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -> list[Prompt]:
     """Prompts of a file, a directory or a hub data set (see `read_conversations`), in order, each text once, at most
-    `limit` (0: all). Answers in it are dropped. Raises UsageError naming the row that is no prompt."""
-    found = list(islice(distinct(read_conversations(source, split)), limit or None))
+    `limit` (0: all). Of several splits, with commas between, each gives an equal share, and its name is the category
+    of prompts without one. Answers are dropped. Raises UsageError naming the row that is no prompt."""
+    splits, found, seen = split.split(",") if split else [None], list[Prompt](), set[str]()
+    for number, name in enumerate(splits):
+        share = (limit - len(found)) // (len(splits) - number)
+        prompts = list(islice(distinct(read_conversations(source, name), seen), share if limit else None))
+        if len(splits) > 1:
+            prompts = [replace(prompt, category=prompt.category or str(name)) for prompt in prompts]
+        found += prompts
     if not found:
         raise UsageError(f"TS-PROMPTS-EMPTY {source} holds no prompt", REMEDY)
     return found
 
 
-def distinct(conversations: Iterable[Conversation]) -> Iterator[Prompt]:
-    """The prompt of each conversation, the first of equal ones."""
-    seen = set()
+def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[Prompt]:
+    """The prompt of each conversation, the first of equal ones; `seen` are ids of earlier ones."""
     for conversation in conversations:
         prompt = prompt_of(conversation)
         if prompt.id not in seen:

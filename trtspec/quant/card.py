@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME
+from trtspec.errors import Problem
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.plan import Conversion
 from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, source_name
@@ -78,7 +80,7 @@ Relative Frobenius error of the dequantized weight against the source's, on the 
 | linears | tensors | relative error | all-zero blocks |
 |---|---:|---:|---:|
 {errors}
-{zeros}
+{found}
 ## Serving
 
     trtspec serve {output} --trust-remote-code
@@ -92,19 +94,18 @@ The last two are the engines' own commands; set the tensor parallel size to your
 {licence}"""
 
 
-def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str, Any], zeros: list[str]) -> str:
+def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str, Any], found: list[Problem]) -> str:
     """README.md of the output; nothing in it depends on when or how fast the conversion ran.
 
-    `facts` are the counts and sizes of the card, `classes` the errors by class of linear, `zeros` the all-zero tensors.
+    `facts` are the counts and sizes of the card, `classes` the errors by class of linear, `found` what is wrong
+    with the bytes of the source.
     """
     spec, policy, name = conversion.spec, conversion.policy, source_name(conversion.checkpoint.path)
     rows = [
         f"| {name} | {entry['tensors']:,} | {entry['relative_error']:.4f} | {entry['zero_blocks']:,} |"
         for name, entry in sorted(classes.items())
     ]
-    dead = ""
-    if zeros:
-        dead = f"\n{len(zeros)} tensors are entirely zero (scale_2 set to 1/2688): {', '.join(zeros[:8])}\n"
+    lines = [f"- {one.message} (`{one.code}`)\n" for one in found]
     published = [f"- the policy is that of {policy.source}"] if policy.source else []
     if policy.recipe:
         published.append(f"- recipe of ModelOpt: `modelopt_recipes/{policy.recipe}.yaml`")
@@ -116,7 +117,7 @@ def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str,
         **facts,
         base=name,
         title=name.rpartition("/")[2],
-        output=conversion.output.name,
+        output=shlex.quote(conversion.output.name),
         policy=policy.name,
         summary=policy.summary,
         published="\n".join(published) or "- the policy is the user's own",
@@ -127,6 +128,6 @@ def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str,
         architecture=spec.architecture,
         layers=spec.num_hidden_layers,
         errors="\n".join(rows),
-        zeros=dead,
+        found="\n## Found in the source\n\n" + "".join(lines) if lines else "",
         licence=LICENCES,
     )

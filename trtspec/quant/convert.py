@@ -12,10 +12,11 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ import xxhash
 
 from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
+from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError
+from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
 from trtspec.quant.native import choose_packer
 from trtspec.quant.packing import (
     BLOCK,
@@ -53,7 +56,10 @@ def convert_shards(
     `progress` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be converted; then
     no unfinished file is left behind.
     """
-    reader, files = ShardReader(conversion.checkpoint.path), list[ShardFile]()
+    source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
+    hashes, first = recorded_hashes(source), dict[str, str]()
+    for plan in reversed(conversion.plans):
+        first |= dict.fromkeys(plan.sources, plan.shard)
     converter = Converter(reader, conversion.weight_scales, conversion.options.device)
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
     pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)
@@ -69,7 +75,10 @@ def convert_shards(
                 while publishing and publishing[0][1].done():
                     yield publishing[0][0], publishing.popleft()[1].result()
             file.close()
-            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results))))
+            whole = {
+                source / name: hashes[name] for name in plan.sources if first[name] == plan.shard and name in hashes
+            }
+            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results), whole)))
         for plan, future in publishing:
             yield plan, future.result()
     finally:
@@ -97,11 +106,12 @@ class PackedLinear:
     zeros: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Converted:
-    """A group that is written: the digest of what was read for it."""
+    """A group that is written: the digest of what was read for it, and what is wrong with that."""
 
-    read: bytes
+    read: Any = field(default_factory=xxhash.xxh3_128)
+    found: Found = field(default_factory=list)
     linears: tuple[PackedLinear, ...] = ()
 
 
@@ -113,42 +123,49 @@ class Converter:
 
     def convert(self, file: ShardFile, group: Group) -> Converted:
         """Writes what becomes of the group's weights into `file`."""
-        digest, packer = xxhash.xxh3_128(), self._own.packer
+        done, packer = Converted(), self._own.packer
         if group.action == "copy":
-            file.write_chunks(group.weights[0].name, self._chunks(group.weights[0], digest))
-            return Converted(digest.digest())
+            file.write_chunks(group.weights[0].name, self._chunks(group.weights[0], done))
+            return done
         if group.action == "decode":
             weight = group.weights[0]
-            values = decoded(self._read(weight, digest), packer).values.reshape(-1)
+            values = decoded(self._read(weight, done), packer).values.reshape(-1)
             if (index := first_not_finite(values, "BF16")) is not None:
                 raise _refusal(weight, index)
             file.write_chunks(weight.name, [values.view(np.uint8).data])
-            return Converted(digest.digest())
-        rows = [prepared(self._read(weight, digest), packer) for weight in group.weights]
+            return done
+        rows = [prepared(self._read(weight, done), packer) for weight in group.weights]
         amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
-        amax += [_amax(partner, prepared(self._read(partner, digest), packer), packer) for partner in group.partners]
+        amax += [_amax(partner, prepared(self._read(partner, done), packer), packer) for partner in group.partners]
         scaling = Scaling.of(max(amax))
         pairs = zip(group.weights, rows, strict=True)
-        linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
-        return Converted(digest.digest(), linears)
+        done.linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
+        done.found += [(ROUNDING, one.module) for one in done.linears if one.error > ERROR**2 * one.norm]
+        return done
 
-    def _chunks(self, weight: Weight, digest: Any) -> Iterator[memoryview]:
+    def _chunks(self, weight: Weight, done: Converted) -> Iterator[memoryview]:
         """The bytes of a copied tensor, looked at for NaN while they are in memory; embeddings are large."""
-        info, before = weight.parts[0], 0
+        info, before, content = weight.parts[0], 0, Content(weight.parts[0])
         for chunk in self.reader.pieces(info, COPY_BYTES):
-            digest.update(chunk)
-            if (index := first_not_finite(np.frombuffer(chunk, np.uint8), info.dtype)) is not None:
+            done.read.update(chunk)
+            data: Array = np.frombuffer(chunk, np.uint8)
+            if (index := first_not_finite(data, info.dtype)) is not None:
                 raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
+            content.add(data)
             yield chunk
             before += len(chunk)
+        done.found += content.found()
 
-    def _read(self, weight: Weight, digest: Any) -> Rows:
+    def _read(self, weight: Weight, done: Converted) -> Rows:
         """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
         views = []
         for info, kind in zip(weight.parts, weight.format.storage.kinds, strict=False):
             data: Array = np.empty(info.nbytes, np.uint8)
             self.reader.read_bytes(info, info.begin, data.data)
-            digest.update(data)
+            done.read.update(data)
+            content = Content(info)
+            content.add(data)
+            done.found += content.found()
             view = data.view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
             if kind == "shape" and tuple(view.reshape(-1).tolist()) != weight.shape:
                 text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
@@ -223,34 +240,32 @@ def _record(plan: ShardPlan, size: int, results: list[Converted]) -> Record:
         "quantized": actions.count("quantize"),
         "decoded": actions.count("decode"),
         "copied": actions.count("copy"),
-        "read": _digest(result.read for result in results),
+        "read": [result.read.hexdigest() for result in results],
+        "found": list(dict.fromkeys(one for result in results for one in result.found)),
         "classes": classes,
-        "zero_tensors": [linear.module for linear in linears if linear.zeros == linear.blocks],
     }
 
 
-def _digest(groups: Iterable[bytes]) -> str:
-    return xxhash.xxh3_128(b"".join(groups)).hexdigest()
-
-
-def source_digest(reader: ShardReader, plan: ShardPlan) -> str:
+def source_digests(reader: ShardReader, plan: ShardPlan) -> list[str]:
     """A record's `read` for the source as it is now; reads all that the shard is converted from."""
 
-    def digest(group: Group) -> bytes:
+    def digest(group: Group) -> str:
         found = xxhash.xxh3_128()
         for part in (part for weight in group.members for part in weight.parts):
             for chunk in reader.pieces(part, COPY_BYTES):
                 found.update(chunk)
-        return found.digest()
+        return found.hexdigest()
 
-    return _digest(map(digest, plan.groups))
+    return list(map(digest, plan.groups))
 
 
-def _publish(file: ShardFile, record: Record) -> Record:
-    """The checksum of what the kernel will write, then durable under its name."""
+def _publish(file: ShardFile, record: Record, sources: dict[Path, str]) -> Record:
+    """The checksum of what the kernel will write, then durable under its name. `sources` are the files that were read
+    for it, which are in the page cache now, with their recorded SHA-256."""
     digest = file_sha256(file.temporary)
+    changed = [(HASH, path.name) for path, recorded in sources.items() if file_sha256(path) != recorded]
     publish(file.temporary, file.path)
-    return record | {"sha256": digest}
+    return record | {"sha256": digest, "found": [*record["found"], *changed]}
 
 
 def _set_torch_threads(count: int) -> int:

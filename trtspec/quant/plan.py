@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_problems import require_target
+from trtspec.checkpoint.target_problems import read_target, refusal
 from trtspec.checkpoint.target_tensors import parts_of, shared_partners
+from trtspec.checkpoint.values import NOT_FINITE, target_value_problems
 from trtspec.checkpoint.writer import byte_count
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 from trtspec.formats import (
     FP8_BLOCK_SIZE,
     NVFP4_BLOCK,
@@ -127,7 +128,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """One request, checked: nothing has been written yet."""
+    """One request, checked: nothing has been written yet. `problems` are those of the source, none of them an error."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -137,6 +138,7 @@ class Conversion:
     scales: InputScales
     weight_scales: str
     plans: list[ShardPlan]
+    problems: list[Problem]
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -170,8 +172,13 @@ class Conversion:
 
 def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions) -> Conversion:
     """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
-    target = require_target(source)
-    checkpoint, spec = target.checkpoint, target.spec
+    target = read_target(source)
+    checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
+    if checkpoint.remote is None:
+        values = target_value_problems(target)
+        problems = problems + [one for one in values if one.code != NOT_FINITE]  # the pass names its place too
+    if has_errors(problems):
+        raise refusal(checkpoint.path, problems)
     if spec.quant.format.is_fp4:
         raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == checkpoint.path.resolve():
@@ -183,7 +190,7 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     scales.check(checkpoint, [name.removesuffix(".weight") for name in names], options.accept_input_scales)
     plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size)
     weight_scales = options.weight_scales or policy.weight_scales
-    return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans)
+    return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems)
 
 
 def plan_conversion(

@@ -106,10 +106,11 @@ def _numbered(template: str, slot: str, layer: int, last: int) -> str:
 
 
 def load_policy(name: str) -> Policy:
-    """A shipped policy by name, or one from a YAML file with the keys of a shipped one."""
+    """A shipped policy by its name or by the recipe or config that ModelOpt has for it, or one from a YAML file."""
     shipped = load_yaml("policies.yaml")["policies"]
-    if name in shipped:
-        return _policy(name, shipped[name])
+    for key, entry in shipped.items():
+        if name == key or name.removesuffix(".yaml") in (entry.get("recipe"), entry.get("config")):
+            return _policy(key, entry)
     if not Path(name).is_file():
         raise UsageError(
             f"policy {name!r} is neither one of {', '.join(shipped)} nor a file",

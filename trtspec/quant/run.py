@@ -16,9 +16,10 @@ from trtspec.checkpoint.headers import Checkpoint, ShardReader
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
-from trtspec.errors import UsageError
+from trtspec.errors import Problem, UsageError
 from trtspec.quant import card
-from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, source_digest, thread_count
+from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
+from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, source_digests, thread_count
 from trtspec.quant.native import choose_packer, seconds_per_element
 from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, class_counts, prepare
 from trtspec.quant.policy import Policy
@@ -126,7 +127,7 @@ def _kept(conversion: Conversion, journal: Journal) -> set[str]:
     with ShardReader(conversion.checkpoint.path) as reader:
         for plan in other:
             record = journal.done[plan.shard]
-            if source_digest(reader, plan) != record["read"]:
+            if source_digests(reader, plan) != record["read"]:
                 names = ", ".join(plan.sources)
                 text = f"{plan.shard} was converted from something else than {names} of the source now hold"
                 raise UsageError(text, "pass `restart` to start over")
@@ -152,13 +153,17 @@ def _finish(conversion: Conversion, records: dict[str, Record], result: Quantize
         weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
         write_index(output, weight_map, conversion.bytes_out)
     carried = carry_files(source, output)
-    classes = asdict(result)["classes"]
+    classes, found = asdict(result)["classes"], content_problems(_found(conversion, records))
     facts = {key: getattr(result, key) for key in ("quantized", "decoded", "copied")}
     facts |= {"size": f"{result.bytes_out:,}", "size_in": f"{result.bytes_in:,}", "rows": ERROR_ROWS}
-    write_atomic(output / "README.md", card.model_card(conversion, facts, classes, result.zero_tensors))
+    write_atomic(output / "README.md", card.model_card(conversion, facts, classes, found))
     written = {shard: record["sha256"] for shard, record in records.items()}
-    origin, more = {"path": str(source), **header["source"]}, {"shards": written, "carried": carried}
-    write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **more, classes=classes))
+    origin, more = (
+        {"path": str(source), **header["source"]},
+        {"shards": written, "carried": carried, "classes": classes},
+    )
+    more["problems"] = [one.to_dict() for one in found]
+    write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **more))
     card.write_configs(conversion)
 
 
@@ -189,10 +194,10 @@ class QuantizeSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(QuantizeSize):
-    """What was written; `classes` by kind of linear."""
+    """What was written; `classes` by kind of linear. `problems` of the source, by inspect and by what was read."""
 
     classes: dict[str, LinearErrors]
-    zero_tensors: list[str]
+    problems: list[Problem]
     seconds: float = 0.0
     peak_rss_bytes: int = 0
     shards_resumed: int = 0
@@ -218,7 +223,8 @@ class QuantizePlan(QuantizeSize):
 
 def to_json(result: Quantized | QuantizePlan) -> dict[str, Any]:
     """The object of `--json`; `hub` only where the source was read there."""
-    return {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}
+    values = {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}
+    return {key: value for key, value in values.items() if key != "problems"}
 
 
 def _size(conversion: Conversion) -> dict[str, Any]:
@@ -253,8 +259,21 @@ def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
         )
         for name, entry in sorted(classes.items())
     }
-    zeros = sorted(name for record in records.values() for name in record["zero_tensors"])
-    return Quantized(**_size(conversion), classes=summary, zero_tensors=zeros)
+    known = [one for one in conversion.problems if one.code != ZERO]
+    problems = known + content_problems(_found(conversion, records))
+    return Quantized(**_size(conversion), classes=summary, problems=problems)
+
+
+def _found(conversion: Conversion, records: dict[str, Record]) -> Found:
+    """What the shards' records say of the source's content, and the matrices that are there twice."""
+    found = [(code, name) for record in records.values() for code, name in record["found"]]
+    zeros, digests = {name for code, name in found if code == ZERO}, []
+    for plan in conversion.plans:
+        for group, digest in zip(plan.groups, records[plan.shard]["read"], strict=True):
+            part = group.weights[0].parts[0]
+            if len(part.shape) == 2 and part.nbytes >= REPEATED and part.name not in zeros:
+                digests.append((part.name, digest))
+    return found + repeated(digests)
 
 
 def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:

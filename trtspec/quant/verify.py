@@ -1,4 +1,4 @@
-"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, exclude list, rounding error."""
+"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, rounding error."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_problems import detect, target_spec
+from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.errors import Problem
+from trtspec.errors import Problem, has_errors
 from trtspec.formats import WeightFormat, stored_format
 from trtspec.quant import nvfp4
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import plain_names, weight_class
 from trtspec.quant.policy import WEIGHT_SCALES
-from trtspec.specs import ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec
 
 AGAIN = "convert the source again with `trtspec quantize`"
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
 GIVE_UP = 8  # linears that no rule gives, and none that one does: another exporter's
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
 Packs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # weight, scale, scale_2 -> packed
-LINEAR_SUFFIXES = ("_proj", "_proj_with_mqa", "lm_head")
-_NVFP4 = WeightFormat.NVFP4.storage
-NVFP4_PARTS = {part: codes[0] for part, codes in zip(_NVFP4.all_parts, _NVFP4.dtypes, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -67,27 +63,17 @@ class CheckpointComparison:
 def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> CheckpointComparison:
     """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
 
-    Headers, scales of every sampled linear and the exclude list are checked always. `packs_as` is another packer, whose
-    bytes for the same scales are compared.
+    Nothing is decoded where `inspect` finds an error in `out` alone. `packs_as` is another packer, whose bytes for the
+    same scales are compared.
     """
     derived, source = Checkpoint.open(out), Checkpoint.open(src)
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
-    modules = nvfp4_modules(derived)
-    broken = set()  # cannot be decoded
-    for module in modules:
-        found = part_problems(derived, module)
-        problems += found
-        broken |= {f"{module}.weight"} if found else set()
-    kind = detect(source)
-    if kind == "target" and modules:
-        linears = [name.removesuffix(".weight") for name in names if _is_text_linear(name)]
-        problems += exclude_problems(modules, linears, target_spec(derived).quant)
-    chosen = _sample(sorted(names.keys() & origin.keys()), modules, sample)
-    reread = _Reread(derived, source, kind == "target", packs_as)
+    whole = not has_errors(read_target(derived).problems)  # inspect names them
+    chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
+    reread = _Reread(derived, source, packs_as)
     for name in chosen:
-        if name not in broken:
-            reread.add(name)
+        reread.add(name)
     told = {(problem.code, problem.where) for problem in reread.problems}
     again = reread.repacked.problems(ours=_is_ours(out))
     problems += reread.problems + [problem for problem in again if (problem.code, problem.where) not in told]
@@ -152,20 +138,12 @@ def _format(checkpoint: Checkpoint, name: str) -> WeightFormat:
     return stored_format(checkpoint.tensors, name.removesuffix(".weight"))
 
 
-def _is_text_linear(name: str) -> bool:
-    """What a loader builds as a linear of the language model; routers are recognised by engines without the list."""
-    module = name.removesuffix(".weight")
-    vision = module.startswith(("vision_tower.", "mm_projector."))
-    return name.endswith(".weight") and not vision and module.endswith(LINEAR_SUFFIXES)
-
-
-def _sample(names: list[str], modules: list[str], count: int) -> list[str]:
+def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
     """All, or `count` of them with quantized ones first in line; the same choice each time."""
     if count == 0 or count >= len(names):
         return names
-    quantized = {f"{module}.weight" for module in modules}
-    first = [name for name in names if name in quantized]
-    rest = [name for name in names if name not in quantized]
+    first = [name for name in names if _format(derived, name).is_fp4]
+    rest = [name for name in names if not _format(derived, name).is_fp4]
     draw = random.Random(0)
     many = min(len(first), max(count - count // 4, count - len(rest)))
     return sorted(draw.sample(first, many) + draw.sample(rest, count - many))
@@ -174,10 +152,10 @@ def _sample(names: list[str], modules: list[str], count: int) -> list[str]:
 class _Reread:
     """Decodes tensor by tensor from both sides and gathers errors by class."""
 
-    def __init__(self, derived: Checkpoint, source: Checkpoint, is_target: bool, packs_as: Packs | None) -> None:
+    def __init__(self, derived: Checkpoint, source: Checkpoint, packs_as: Packs | None) -> None:
         self.derived, self.source = LazyTensors(derived), LazyTensors(source)
-        self.derived_spec = target_spec(derived) if is_target else None
-        self.source_spec = target_spec(source) if is_target else None
+        self.derived_spec = target_spec(derived)
+        self.source_spec = target_spec(source)
         self.problems: list[Problem] = []
         self.classes: dict[str, dict[str, float]] = {}
         self.layers: dict[str, dict[str, float]] = {}
@@ -185,8 +163,8 @@ class _Reread:
         self.repacked = _Repacked(self.source, self.source_spec)
 
     def add(self, name: str) -> None:
-        new = self._decode(self.derived, self.derived_spec, name)
-        old = self._decode(self.source, self.source_spec, name)
+        new = decoded(self.derived, self.derived_spec, name)
+        old = decoded(self.source, self.source_spec, name)
         if new.shape != old.shape:
             return
         if _format(self.derived.checkpoint, name).is_fp4:
@@ -197,9 +175,6 @@ class _Reread:
         elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
-
-    def _decode(self, tensors: LazyTensors, spec: ModelSpec | None, name: str) -> torch.Tensor:
-        return tensors[name] if spec is None else decoded(tensors, spec, name)
 
     def _scales(self, name: str) -> None:
         module = name.removesuffix(".weight")
@@ -254,7 +229,7 @@ class _Repacked:
     trtspec made the checkpoint or nearly all other linears are as the source gives them, and not said otherwise.
     """
 
-    def __init__(self, source: LazyTensors, spec: ModelSpec | None) -> None:
+    def __init__(self, source: LazyTensors, spec: ModelSpec) -> None:
         self.source, self.spec = source, spec
         self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
         self.exact, self.count = 0, 0
@@ -263,7 +238,7 @@ class _Repacked:
         self._amax: dict[str, float] = {}
 
     def add(self, name: str, old: torch.Tensor, derived: LazyTensors) -> None:
-        if self.spec is None or not old.isfinite().all():
+        if not old.isfinite().all():
             return
         module = name.removesuffix(".weight")
         stored = nvfp4.NVFP4Tensor(
@@ -289,7 +264,6 @@ class _Repacked:
 
     def _of_partners(self, module: str, derived: LazyTensors) -> Iterator[float]:
         """max|w| of the linears that share its scale."""
-        assert self.spec is not None
         for name in (f"{partner}.weight" for partner in shared_partners(module)):
             if name in derived and _format(derived.checkpoint, name).is_fp4:
                 if name not in self._amax:
@@ -322,56 +296,3 @@ def _errors(table: dict[str, dict[str, float]]) -> dict[str, RoundingError]:
         )
         for name, entry in table.items()
     }
-
-
-def nvfp4_modules(checkpoint: Checkpoint) -> list[str]:
-    """Modules that carry NVFP4 tensors, told by weight_scale_2."""
-    suffix = ".weight_scale_2"
-    return [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
-
-
-def part_problems(checkpoint: Checkpoint, module: str) -> list[Problem]:
-    """Names, dtypes and shapes of one NVFP4 linear: weight [N, K/2], weight_scale [N, K/16], two scalars."""
-    problems, stored = [], checkpoint.tensors
-    for suffix, dtype in NVFP4_PARTS.items():
-        name = f"{module}.{suffix}"
-        if name not in stored:
-            problems.append(_unusable("TS-QUANT-PART-MISSING", name, "an NVFP4 linear lacks this tensor"))
-        elif stored[name].dtype != dtype:
-            problems.append(_unusable("TS-QUANT-DTYPE", name, f"dtype is {stored[name].dtype}, NVFP4 has {dtype}"))
-    if problems:
-        return problems
-    weight, scale = stored[f"{module}.weight"].shape, stored[f"{module}.weight_scale"].shape
-    if len(weight) != 2 or scale != (weight[0], weight[1] // 8):
-        problems.append(_unusable("TS-QUANT-SHAPE", module, f"weight {list(weight)} and scale {list(scale)} disagree"))
-    for suffix in ("weight_scale_2", "input_scale"):
-        if stored[f"{module}.{suffix}"].numel != 1:
-            problems.append(_unusable("TS-QUANT-SHAPE", f"{module}.{suffix}", "is not one number"))
-    return problems
-
-
-def exclude_problems(modules: list[str], linears: list[str], quant: QuantSpec) -> list[Problem]:
-    """The exclude list against the tensors: a loader believes the list, so both directions matter.
-
-    `modules` are quantized; `linears` are plain two-dimensional weights' modules, of which those that a loader would
-    build as quantized linears must be on the list.
-    """
-    problems, quantized = [], set(modules)
-    for module in modules:
-        pattern = _matching(module, quant.exclude)
-        if pattern:
-            text = f"is NVFP4 but excluded by {pattern!r}, so engines read its bytes as BF16"
-            problems.append(_unusable("TS-QUANT-EXCLUDED", module, text))
-    for module in linears:
-        if module not in quantized and not _matching(module, quant.exclude):
-            text = "is not quantized and not on the exclude list, so engines look for its scales"
-            problems.append(_unusable("TS-QUANT-NOT-EXCLUDED", module, text))
-    return problems
-
-
-def _matching(module: str, patterns: tuple[str, ...]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatchcase(module, pattern)), None)
-
-
-def _unusable(code: str, where: str, message: str) -> Problem:
-    return Problem(code, "error", where, message, AGAIN)

@@ -356,3 +356,51 @@ def test_a_killed_conversion_leaves_no_output(tmp_path: Path, target_dir: Path) 
             assert names == {"config.json", "model.safetensors", "provenance.json", "README.md"}
             return
     assert subprocess.run(words, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def damaged(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    leaked_quantization(config, tensors)
+    config["tie_word_embeddings"] = True
+    tensors["t2d"][0] = ~tensors["t2d"][0]
+
+
+def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
+    """In the output, in JSON, in provenance.json and in the card."""
+    path = head(room, "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
+    wanted = {"TS-HEAD-QUANT-CONFIG", "TS-HEAD-TIED", "TS-HEAD-T2D-VALUES"}
+    done = trtspec("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
+    assert done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
+    output = room / "repaired out"
+    assert {one["code"] for one in json.loads((output / "provenance.json").read_text())["repairs"]} == wanted
+    card = (output / "README.md").read_text()
+    assert all(code in card for code in wanted)
+    assert f"--speculative-draft-model-path '{output}'" in card  # quoted, since the path has a space
+    shown = trtspec("convert", path, "-o", output, "--to", "vllm", "--force").stdout
+    assert shown.count("repaired: ") == 3
+
+
+@pytest.mark.parametrize("scales", ["weight_scale", "weight_scale_inv"])
+def test_fp8_heads_are_read_as_bf16_and_said_so(room: Path, target_dir: Path, scales: str) -> None:
+    """One scale for each row, as compressed-tensors writes them, or for each block of 128."""
+    wanted: dict[str, torch.Tensor] = {}
+
+    def to_fp8(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        leaked_quantization(config, tensors)
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            weight = tensors[name].float()
+            rows, columns = weight.shape
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            if scales == "weight_scale_inv":
+                scale = torch.full((-(-rows // 128), -(-columns // 128)), float(weight.abs().max()) / 448)
+            full = scale if scales == "weight_scale" else scale[0, 0]
+            tensors[name] = (weight / full).to(torch.float8_e4m3fn)
+            tensors[name.replace("weight", scales)] = scale
+            wanted[name] = (tensors[name].float() * full).to(torch.bfloat16)
+
+    path, output = head(room, f"fp8-{scales}", target_dir, "vllm", to_fp8), room / f"bf16-{scales}"
+    assert "`trtspec convert` decodes FP8" in trtspec("inspect", path).stdout
+    done = trtspec("convert", path, "-o", output, "--to", "trtllm", "--json")
+    assert done.status == 0 and "FP8" in json.loads(done.stdout)["repairs"][0]["message"]
+    found = load_file(output / "model.safetensors")
+    assert wanted and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert "TS-HEAD-DTYPE" not in codes(trtspec("inspect", output, "--json"))

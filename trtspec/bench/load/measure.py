@@ -29,10 +29,10 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
     **OWNED,
-    "messages": "give --dataset",
-    "prompt": "give --dataset",
-    "tools": "give a --dataset whose questions have tools",
-    "seed": "give --seed",
+    "messages": "give `dataset`",
+    "prompt": "give `dataset`",
+    "tools": "give a `dataset` whose questions have tools",
+    "seed": "give `seed`",
     "stream": "leave it out: answers are always streamed",
     "stream_options": "leave it out: usage is always asked for",
 }
@@ -128,7 +128,7 @@ def owned_keys(extra_body: Mapping[str, Any], thinking: str | None) -> dict[str,
     """The keys of a request that options set, each with its remedy: figures would be named for what was not asked."""
     owned = dict(BENCH_OWNED)
     if thinking is not None:
-        owned["reasoning_effort"] = "leave one of the two out: --thinking sets how the model reasons"
+        owned["reasoning_effort"] = "leave one of the two out: `thinking` sets how the model reasons"
         variables = extra_body.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
             owned["chat_template_kwargs"] = owned["reasoning_effort"]
@@ -233,7 +233,7 @@ def refuse_other_server(
     for where, other in earlier.items():
         if other.model != server.model:
             message = f"{where} holds figures of the model {other.model}, and this server serves {server.model}"
-            raise UsageError(message, "compare runs of one model; --model NAME if it is listed under another name")
+            raise UsageError(message, "compare runs of one model; `model` names another one that the server lists")
         drawn = (other.draft_sampling, server.draft_sampling)
         if sampled and None not in drawn and drawn[0] != drawn[1]:
             message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
@@ -260,7 +260,7 @@ async def in_context(target: MeasuredEndpoint, workload: BenchWorkload) -> list[
     counted = load.answers[0].prompt_tokens
     if not counted:
         why = load.answers[0].error or "it reports no prompt tokens"
-        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave --under context=N out")
+        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave `under` context=N out")
     return [with_context(questions, workload.conditions, len(text) / counted) for questions in asked]
 
 

@@ -11,6 +11,7 @@ To add a dialect: a row here, and a writer in `config` where none of those there
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +56,7 @@ class HeadEngine:
 def _start_trtllm(head: str, target: str, tensor_parallel: int, capture: list[int] | None) -> str:
     return (
         f"cat > extra-llm-api-config.yml <<'END'\n{engine_yaml(head, capture)}END\n"
-        f"trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
+        f"trtllm-serve {_quoted(target)} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
         f"--max_num_tokens 8192 --max_seq_len 8192 --tp_size {tensor_parallel} "
         "--extra_llm_api_options extra-llm-api-config.yml"
     )
@@ -64,10 +65,15 @@ def _start_trtllm(head: str, target: str, tensor_parallel: int, capture: list[in
 def engine_yaml(head: str, capture: list[int] | None) -> str:
     """TensorRT-LLM's settings for this head; it reads the layers from here and never from the head."""
     lines = ["speculative_config:", "    decoding_type: Eagle", f"    max_draft_len: {DRAFT_LEN}"]
-    lines.append(f"    speculative_model_dir: {head}")
+    lines.append(f"    speculative_model_dir: {json.dumps(head) if _quoted(head) != head else head}")
     if capture:
         lines.append(f"    eagle3_layers_to_capture: {capture}")
     return "\n".join(lines) + "\n"
+
+
+def _quoted(name: str) -> str:
+    """For a shell, a placeholder as it is."""
+    return name if name.startswith("<") else shlex.quote(name)
 
 
 def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
@@ -77,15 +83,15 @@ def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
 
 def _start_vllm(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
     return (
-        f"vllm serve {target} --tensor-parallel-size {tensor_parallel} "
-        f"--speculative-config '{json.dumps(vllm_speculation(head))}' --trust-remote-code"
+        f"vllm serve {_quoted(target)} --tensor-parallel-size {tensor_parallel} "
+        f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(head)))} --trust-remote-code"
     )
 
 
 def _start_sglang(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
     return (
-        f"python -m sglang.launch_server --model-path {target} --tp-size {tensor_parallel} --trust-remote-code "
-        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {head} "
+        f"python -m sglang.launch_server --model-path {_quoted(target)} --tp-size {tensor_parallel} "
+        f"--trust-remote-code --speculative-algorithm EAGLE3 --speculative-draft-model-path {_quoted(head)} "
         f"--speculative-num-steps {DRAFT_LEN} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_LEN + 1}"
     )
 
@@ -347,6 +353,15 @@ def recorded(path: Path) -> dict[str, Any]:
         return read_object(path / "provenance.json")
     except (OSError, TrtspecError):
         return {}
+
+
+def training_record(path: Path) -> dict[str, Any]:
+    """The provenance of the `trtspec train` that made a head, also when `trtspec convert` rewrote it since; {} for
+    another's head."""
+    record = recorded(path)
+    while record.get("command") == "convert":
+        record = (record.get("source") or {}).get("provenance") or {}
+    return record if record.get("command") == "train" else {}
 
 
 def dialect_of(checkpoint: Checkpoint) -> Dialect:

@@ -21,7 +21,10 @@ EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "TS-HEAD-SHAPE": (("TS-HEAD-FC-WIDTH", ""), ("TS-PAIR-WIDTH", "")),
     "TS-PAIR-LAYER-RANGE": (("TS-HEAD-LAYER-ORDER", ""),),
-    "TS-HEAD-FC-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""), ("TS-PAIR-WIDTH", "")),
+    "TS-HEAD-FC-WIDTH": (
+        ("TS-PAIR-LAYERS-UNKNOWN", ""), ("TS-PAIR-WIDTH", ""), ("TS-HEAD-FC-NORM", "fc_norm"),
+        ("TS-HEAD-TENSOR-UNKNOWN", "fc_norm"),
+    ),
     "TS-HEAD-LM-HEAD": (("TS-PAIR-LM-HEAD", ""),),
     "TS-HEAD-ROPE-TWICE": (("TS-PAIR-ROPE", ""),),
     "TS-HEAD-ROPE-VALUES": (("TS-PAIR-ROPE", ""),),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
-from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, recorded
-from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
+from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
@@ -56,7 +55,8 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
         problems.append(Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head"))
     fc_norms = tuple(f"fc_norm.{index}.weight" for index in range(spec.num_aux))
     read = {*required_names(spec.attention), *OPTIONAL, *fc_norms}
-    unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
+    fp8 = tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
+    unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
     qk_norms = [name for name in unread if name.endswith(("q_norm.weight", "k_norm.weight"))]
     if qk_norms:
         message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
@@ -73,7 +73,8 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
-        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, "store the head in BF16"))
+        remedy = "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
+        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy))
     return problems
 
 
@@ -358,7 +359,7 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
     trainer = DIALECTS[spec.dialect].double_norm
     gain = tensors.get("layer.input_layernorm.weight")
-    if not trainer or gain is None or gain.dtype not in FLOATS or _trained_here(checkpoint.path):
+    if not trainer or gain is None or gain.dtype not in FLOATS or training_record(checkpoint.path):
         return []
     gains = read_values(checkpoint, gain)
     spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `head_value_problems` names it
@@ -370,11 +371,3 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
     )
     remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
     return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message, remedy)]
-
-
-def _trained_here(path: Path) -> bool:
-    """Whether `trtspec train` made the head, also when `trtspec convert` rewrote it since."""
-    record = recorded(path)
-    while record.get("command") == "convert":
-        record = (record.get("source") or {}).get("provenance") or {}
-    return record.get("command") == "train"

@@ -65,13 +65,15 @@ class HeadConversion:
     """What was done, or would be. `output` is None where nothing was written: in a dry run, and with errors among the
     problems. `head` is the record of the head as it is written, None where what was given is no Eagle3 head.
 
-    `capture`: the layer outputs that TensorRT-LLM must be told; `serve`: engine -> command.
+    `repairs`: errors and warnings of the source that the written head no longer has. `capture`: the layer outputs that
+    TensorRT-LLM must be told; `serve`: engine -> command.
     """
 
     output: Path | None
     to: str
     dry_run: bool
     problems: list[Problem]
+    repairs: list[Problem] = field(default_factory=list)
     source_dialect: str | None = None
     head: HeadSpec | None = None
     config: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +89,8 @@ class HeadConversion:
     def to_json(self) -> dict[str, Any]:
         """The keys of `trtspec convert --json`; `problems` stay Problem objects."""
         about = {"output": str(self.output) if self.output else None, "from": self.source_dialect, "to": self.to,
-                 "dry_run": self.dry_run, "problems": self.problems}  # fmt: skip
+                 "dry_run": self.dry_run, "problems": self.problems,
+                 "repairs": [one.to_dict() for one in self.repairs]}  # fmt: skip
         if self.head is None:
             return about
         rope = self.head.rope
@@ -119,11 +122,12 @@ def convert_head(
     begun = time.monotonic()
     path = _local(source)
     check_output(output, path, options.force)
-    with opened(path, output.parent if output.parent.is_dir() else None) as checkpoint:
+    with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
             return HeadConversion(None, options.to, options.dry_run, [wrong])
         plan = _plan(checkpoint, options, target)
+        plan = replace(plan, repairs=decoded + plan.repairs)
         found = _planned(plan, output, options, target)
         if not has_errors(found.problems):
             check_room(output, found.bytes_out)
@@ -134,7 +138,8 @@ def convert_head(
         def describe(digests: dict[str, Any]) -> tuple[dict[str, Any], str]:
             origin: dict[str, Any] = {"head": source.name, "dialect": plan.found.dialect, "config": checkpoint.config}
             origin |= {"provenance": recorded(path) or None, "target": target.name if target else None}
-            record = provenance("convert", origin, options.chosen(), dialect=plan.dialect.name, tensors=digests)
+            more = {"dialect": plan.dialect.name, "tensors": digests, "repairs": done.to_json()["repairs"]}
+            record = provenance("convert", origin, options.chosen(), **more)
             return record, conversion_card(plan.spec, done.to_json(), record)
 
         write_output(output, plan.entries, plan.config, sorted(path.glob("LICENSE*")), describe, progress)
@@ -152,13 +157,15 @@ class ConversionPlan:
     entries: dict[str, OutputTensor]
     config: dict[str, Any]
     problems: list[Problem]
+    repairs: list[Problem]
 
 
 def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> ConversionPlan:
-    found, problems = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
+    found, all_found = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
     dialect = OPTIONS[options.to]
     model = target.target_spec() if target is not None else None
-    spec, problems = found, _left(checkpoint, found, problems, options)
+    spec, problems = found, _left(checkpoint, found, all_found, options)
+    repairs = [one for one in all_found if one not in problems and one.code not in DEPENDS]
     if options.rope_theta is not None:
         spec = replace(spec, rope=replace(spec.rope, theta=options.rope_theta))
     if spec.aux_layers is None and model is not None and spec.num_aux == 3:
@@ -179,7 +186,7 @@ def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> 
         verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
         config = dialect.write(shared, spec, dialect.ids(spec.aux_layers), verifier)
-    return ConversionPlan(dialect, found, spec, model, entries, config, problems)
+    return ConversionPlan(dialect, found, spec, model, entries, config, problems, repairs)
 
 
 def _copied(entries: dict[str, OutputTensor], source: Checkpoint) -> dict[str, TensorInfo]:
@@ -226,6 +233,7 @@ def _planned(plan: ConversionPlan, output: Path, options: Options, target: Resol
         to=options.to,
         dry_run=options.dry_run,
         problems=plan.problems,
+        repairs=plan.repairs,
         source_dialect=plan.found.dialect,
         head=spec,
         config=plan.config,
