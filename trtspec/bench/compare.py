@@ -52,7 +52,7 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     old, allowed = earlier[0], max_regression or 0.0
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level for level in new.concurrency if level.label in everywhere]
-    confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
+    confidence = 1 - 2 * ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))  # one of its ends is a regression
     figures = [acceptance_figure(new, earlier, confidence, allowed)]
     figures += [speed_figure(new, earlier, level, confidence, allowed) for level in levels]
     for name in new.categories:
