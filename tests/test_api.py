@@ -59,7 +59,7 @@ import sys
 import trtspec
 assert not [name for name in sys.modules if name.startswith("trtspec.")], "import trtspec loads nothing else"
 
-written = trtspec.build_config("{TARGET}", head="{HEAD}", version="1.3.0rc20", isl=1024, osl=1024)
+written = trtspec.build_config("{TARGET}", head="{HEAD}", trtllm_version="1.3.0rc20", isl=1024, osl=1024)
 assert written["config"]["speculative_config"]["max_draft_len"] == 3 and "--tp_size" in written["argv"]
 
 for form in (written["text"], written["config"]):

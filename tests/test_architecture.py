@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -212,6 +213,39 @@ def test_no_cycles_between_files() -> None:
     while tops := set(ahead) - {need for needs in ahead.values() for need in needs}:
         ahead = {name: needs for name, needs in ahead.items() if name not in tops}
     assert not ahead, f"files that import each other in a circle are among {sorted(ahead)}"
+
+
+MESSAGES = {"UsageError", "TrtspecError", "CheckFailed", "MissingDependency", "Interrupted", "ServerFailed", "Problem"}
+NAMED = {"message", "remedy", "why", "text", "REMEDY", "EXAMPLE"}  # variables that messages are put together in
+COMMAND_LINE = re.compile(r"(trtspec|trtllm-serve|vllm|hf|docker:|start it with|pass --) [^`;]*")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?!\w)")  # trtllm-serve's own have underscores
+
+
+def texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The strings below a node, f-strings whole, with their lines."""
+    if isinstance(node, ast.JoinedStr):
+        yield node.lineno, "".join(v.value if isinstance(v, ast.Constant) else "x" for v in node.values)  # type: ignore[misc]
+        node = ast.Module([value.value for value in node.values if isinstance(value, ast.FormattedValue)], [])  # type: ignore[misc]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.lineno, node.value
+    for child in ast.iter_child_nodes(node):
+        yield from texts(child)
+
+
+def test_the_library_never_speaks_of_flags() -> None:
+    """It names an option as its parameter, in backticks; the command line shows the flag."""
+    offenders = []
+    for path in FILES:
+        for node in ast.walk(parsed(path)) if room(path) != "cli" else ():
+            parts: list[ast.AST] = []
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MESSAGES:
+                parts = [*node.args, *node.keywords]
+            elif isinstance(node, ast.Assign) and {getattr(name, "id", "") for name in node.targets} & NAMED:
+                parts = [node.value]
+            for line, text in (found for part in parts for found in texts(part)):
+                if FLAG.search(COMMAND_LINE.sub("", text)):
+                    offenders.append(f"{module_name(path)}:{line}: {text[:100]}")
+    assert not offenders, "\n".join(offenders)
 
 
 OF_THE_MACHINE = {"cpu_count", "process_cpu_count", "sched_getaffinity", "virtual_memory", "disk_usage", "statvfs"}

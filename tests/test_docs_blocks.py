@@ -1,5 +1,5 @@
 """Every Python and YAML block of README and docs/: Python is run, an engine configuration is linted, objects of
-Kubernetes and values of the chart are held against their schemas; the files of compose and CI that the pages name, too.
+Kubernetes and values of the chart are compared with their schemas, and so are files of compose and CI that pages name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def judge_yaml(text: str) -> str:
 def test_every_yaml_block_is_valid() -> None:
     judged = {block.where: judge_yaml(block.text) for block in blocks("yaml")}
     print(f"\n{len(judged)} YAML blocks: {dict(Counter(judged.values()))}")
-    assert {"engine configuration", "chart values"} <= set(judged.values())
+    assert "engine configuration" in judged.values()
 
 
 def test_blocks_name_a_language_that_something_checks() -> None:

@@ -149,7 +149,7 @@ def run_one(command: Command) -> str:
     return "named"
 
 
-TOLD: Counter[str] = Counter()
+OUTCOMES: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -164,7 +164,7 @@ def test_every_command_of_the_page(page: Path, tmp_path: Path, monkeypatch: pyte
     wrong = []
     for command in commands(page):
         try:
-            TOLD[run_one(command)] += 1
+            OUTCOMES[run_one(command)] += 1
         except Exception as error:
             wrong.append(f"{page.name}:{command.line}: {command.text}\n    {type(error).__name__}: {error}")
     assert not wrong, "\n".join(wrong)
@@ -172,9 +172,9 @@ def test_every_command_of_the_page(page: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_the_pages_have_commands() -> None:
     """After the pages: what became of their commands."""
-    print(f"\n{sum(TOLD.values())} commands on {len(PAGES)} pages: {dict(TOLD)}")
-    if len(TOLD) > 1:  # all pages ran in this process
-        assert TOLD["run"] > 15 and TOLD["dry-run"] > 10 and TOLD["rendered"] > 5
+    print(f"\n{sum(OUTCOMES.values())} commands on {len(PAGES)} pages: {dict(OUTCOMES)}")
+    if len(OUTCOMES) > 1:  # all pages ran in this process
+        assert OUTCOMES["run"] > 15 and OUTCOMES["dry-run"] > 10 and OUTCOMES["rendered"] >= 3
 
 
 def test_the_page_of_hardware_leaves_little_unrun() -> None:

@@ -62,7 +62,7 @@ ELSEWHERE = {
     "--disaggregated": "three files of build-config: tests/trtllm/test_launch.py",
     "--role": "three files of build-config: tests/trtllm/test_launch.py",
 }
-TOLD: Counter[str] = Counter()
+OUTCOMES: Counter[str] = Counter()
 
 
 class Room:
@@ -205,13 +205,13 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
     for command in filter(only_parsed, commands(page)):
         why = next((why for part, why in ELSEWHERE.items() if part in command.text), None)
         if why:
-            TOLD["elsewhere"] += 1
+            OUTCOMES["elsewhere"] += 1
             continue
         words = command.words[1:]
         captured = as_written(room, command)
         words = captured or stood_in(room, words[: words.index(">")] if ">" in words else words)
         done = trtspec(*words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if captured else {}))
-        TOLD[words[0]] += 1
+        OUTCOMES[words[0]] += 1
         missing = not_printed(command, done, without_figures) if captured else []
         if done.status not in ((0, 3) if captured or words[0] == "check" else (0,)) or missing:
             wrong.append(f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
@@ -221,11 +221,12 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
 
 
 def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The block of README's start, as it is but for free ports, ends in SAFE within two minutes on a quiet machine."""
+    """The block of README's start ends in SAFE, within two minutes where nothing else runs."""
     readme = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```console\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     for port in re.findall(r"--port (\d+)", block):
         block = block.replace(port, str(free_port()))
+    block = re.sub(r"(?<=--wait-ready )\d+", "900", block)
     (tmp_path / "trtspec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trtspec "$@"\n')
     (tmp_path / "trtspec").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -240,7 +241,7 @@ def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_pages_were_run() -> None:
     """After the pages: how many of their commands ran, and that few are left out."""
-    ran = sum(TOLD.values()) - TOLD["elsewhere"]
-    print(f"\ncommands run on stand-ins: {ran}: {dict(TOLD)}")
-    if len(TOLD) > 10:  # all pages ran in this process
-        assert ran >= 80 and TOLD["elsewhere"] <= 11
+    ran = sum(OUTCOMES.values()) - OUTCOMES["elsewhere"]
+    print(f"\ncommands run on stand-ins: {ran}: {dict(OUTCOMES)}")
+    if len(OUTCOMES) > 10:  # all pages ran in this process
+        assert ran >= 80 and OUTCOMES["elsewhere"] <= 11

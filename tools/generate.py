@@ -120,8 +120,8 @@ def stub() -> str:
     for name in VERBS:
         function = getattr(import_module(f"trtspec.cli.{name}"), name)
         found = [field for field in fields_of(record_of(function)).values() if field.name != "json_"]
-        needed = [f"{field.name}: {python_type(field)}" for field in found if field.default is field.empty]
-        more = [f"{f.name}: {python_type(f)} = {default_text(f.default)}" for f in found if f.default is not f.empty]
+        needed = [f"{field.keyword}: {python_type(field)}" for field in found if field.default is field.empty]
+        more = [f"{f.keyword}: {python_type(f)} = {default_text(f.default)}" for f in found if f.default is not f.empty]
         parts = [*needed, *(["*"] if more else []), *more]
         lines += ["", f"def {name}(", *(f"    {part}," for part in parts), ") -> Result:"]
         lines.append(f'    """{inspect.cleandoc(function.__doc__ or "").splitlines()[0]}"""')

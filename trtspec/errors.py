@@ -89,7 +89,7 @@ class Problem:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("message", "remedy"):
+        for name in ("where", "message", "remedy"):
             object.__setattr__(self, name, as_typed(getattr(self, name)))
 
     def to_dict(self) -> dict[str, str]:

@@ -124,7 +124,7 @@ class Needs:
             return self.where, "leave it out"
         record = type(options)
         usable = [one for one in self.conditions if uses(record, one.partition("=")[0], mode)] or self.conditions
-        wanted = _listed([_as_field(one) for one in usable])
+        wanted = _listed([_as_field(record, one) for one in usable])
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
 
@@ -140,7 +140,7 @@ class Excludes:
             return None
         if self.where:
             return self.where, "leave it out"
-        return f"with {_as_field(found)}{self.why and ', ' + self.why}", "leave one of the two out"
+        return f"with {_as_field(type(options), found)}{self.why and ', ' + self.why}", "leave one of the two out"
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -151,9 +151,9 @@ def _holds(options: Any, condition: str) -> bool:
     return any(fnmatchcase(str(item), pattern) for item in (value if isinstance(value, tuple) else (value,)))
 
 
-def _as_field(condition: str) -> str:
+def _as_field(record: type, condition: str) -> str:
     name, _, value = condition.partition("=")
-    return f"`{name}` {value}".rstrip()
+    return f"`{fields_of(record)[name].keyword}` {value}".rstrip()
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -178,6 +178,12 @@ class Field:
     @property
     def is_argument(self) -> bool:
         return isinstance(self.info, typer.models.ArgumentInfo)
+
+    @property
+    def keyword(self) -> str:
+        """The parameter of the Python verb: the flag with underscores."""
+        name = self.flags[0].removeprefix("--").replace("-", "_")
+        return self.name if self.is_argument or name == self.name.strip("_") else name
 
     @property
     def typed(self) -> str:
@@ -263,7 +269,7 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
         where, remedy = refused
         if origins.get(name) != "variable":
             raise UsageError(
-                f"{_as_field(name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
+                f"{_as_field(record, name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
             )
         note(f"{variable(command, fields[name].typed)} is not used {errors.as_typed(where)}")
         options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
@@ -282,17 +288,18 @@ def ready(options: Record) -> Record:
 def made(record: type[Record], arguments: Sequence[Any], values: Mapping[str, Any]) -> Record:
     """The record of a call from Python: required fields by position, paths and lists in place of their texts. Raises
     TypeError as a function would, and UsageError naming the field for a value that the option does not take."""
-    fields = fields_of(record)
+    fields = {field.keyword: field for field in fields_of(record).values()}
     required = [name for name, field in fields.items() if field.default is field.empty]
     if len(arguments) > len(required):
         raise TypeError(f"{len(required)} positional arguments at most: {', '.join(required)}")
     named = dict(zip(required, arguments, strict=False)) | dict(values)
-    options = record(**{name: _value(fields[name], v) if name in fields else v for name, v in named.items()})
-    return ready(options)
+    if unknown := sorted(named.keys() - fields.keys()):
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+    return ready(record(**{fields[name].name: _value(fields[name], value) for name, value in named.items()}))
 
 
 def _value(field: Field, value: Any) -> Any:
-    name, info, several = f"`{field.name}`", field.info, isinstance(value, list | tuple)
+    name, info, several = f"`{field.keyword}`", field.info, isinstance(value, list | tuple)
     if field.many:
         one = dataclasses.replace(field, type=typing.get_args(field.type)[0], many=False)
         return tuple(_value(one, item) for item in (value if several else (value,)))
@@ -328,7 +335,7 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     for field in (field for name, field in fields_of(record).items() if name != "json_"):
         kind = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
         place = getattr(inspect.Parameter, kind)
-        parameters.append(inspect.Parameter(field.name, place, default=field.default, annotation=field.type))
+        parameters.append(inspect.Parameter(field.keyword, place, default=field.default, annotation=field.type))
     call.__signature__ = inspect.Signature(sorted(parameters, key=lambda p: p.kind))  # type: ignore[attr-defined]
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call
@@ -340,15 +347,15 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     fields = fields_of(record)
 
     def filled(context: typer.Context, **values: Any) -> Any:
-        if str(values.get("output")) == "-":
-            raise UsageError("--output - would write a file named `-`; nothing goes to stdout", "give it a path")
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
         running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
-        before, errors.typed = errors.typed, {key: field.typed for key, field in fields.items()}
+        before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
         try:
             for key, value in values.items():
                 if key in sources and sources[key] and (value == "" or (isinstance(value, list) and "" in value)):
-                    raise UsageError(f"`{key}` {EMPTY}", "give it a value, or leave it out")
+                    raise UsageError(f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out")
+            if str(values.get("output")) == "-":
+                raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
             return run(record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()}))
         finally:
             _typed.reset(running)

@@ -240,11 +240,11 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         raise UsageError(message, f"use {oldest} or later: Kimi's Eagle3 heads came with 0.18")
     problems = []
     if launching and asked and installed and Version(installed).public != version.public:
-        message = f"vLLM {installed} is installed and would run; --vllm-version says {asked}"
-        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "--vllm-version", message, "leave the option out"))
+        message = f"vLLM {installed} is installed and would run; `vllm_version` says {asked}"
+        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "`vllm_version`", message, "leave the option out"))
     if launching and shutil.which(PROGRAM.executable) and not asked and not installed:
         message = f"the installed engine does not tell its version; judged for {version}"
-        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, "pass --vllm-version"))
+        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, "pass `vllm_version`"))
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         remedy = "compare with its release notes"
@@ -260,17 +260,17 @@ def _target_problems(options: ServeOptions, target: ModelSpec, version: Version)
     if heads % ranks:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {ranks}"
         fitting = max(size for size in range(1, ranks + 1) if heads % size == 0)
-        yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, f"use --tp-size {fitting}")
+        yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, f"use `tp_size` {fitting}")
     width, group = target.moe_intermediate_size, target.quant.group_size or 1
     if "enable-expert-parallel" not in passed_options(options.passed) and (width % ranks or width // ranks % group):
         message = f"an expert of width {width} does not divide into {ranks} equal parts of whole groups of {group}"
         yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, "pass -- --enable-expert-parallel")
     if options.max_seq_len is not None and options.max_seq_len > (limit := target.max_position_embeddings):
-        message = f"--max-seq-len {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
-        yield Problem("TS-VLLM-LENGTH", "error", "--max-seq-len", message, f"use {limit} or less")
+        message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
+        yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")
     if options.max_num_tokens and options.max_batch_size and options.max_num_tokens < options.max_batch_size:
         message = f"{options.max_batch_size} requests do not fit into steps of {options.max_num_tokens} tokens"
-        yield Problem("TS-VLLM-LENGTH", "error", "--max-num-tokens", message, "raise it, or lower --max-batch-size")
+        yield Problem("TS-VLLM-LENGTH", "error", "`max_num_tokens`", message, "raise it, or lower `max_batch_size`")
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target, version: Version) -> Iterator[Problem]:
@@ -289,7 +289,7 @@ def _head_problems(options: ServeOptions, head: Head, target: Target, version: V
     if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
         message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
-        remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass --head HEAD-vllm"
+        remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass `head` HEAD-vllm"
         severity: Severity = "error" if head.resolved.path is not None else "warning"
         yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)
 

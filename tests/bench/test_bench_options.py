@@ -77,7 +77,7 @@ def test_an_extra_body_does_not_override_what_names_the_figures(
     body: dict[str, Any], more: tuple[str, ...], remedy: str, tmp_path: Path
 ) -> None:
     done = trtspec(*NOWHERE, "--extra-body", json.dumps(body), *more, "-o", tmp_path / "out")
-    assert done.status == 2 and "--extra-body sets " in done.stderr and remedy in done.stderr, done.stderr
+    assert done.status == 2 and "--extra-body must not set " in done.stderr and remedy in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
 
 

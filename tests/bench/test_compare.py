@@ -10,8 +10,9 @@ import pytest
 
 from tests.bench.test_statistics import WORKLOAD, run_of
 from trtspec.bench.compare import compare, refuse_different
+from trtspec.bench.load.measure import refuse_other_server
 from trtspec.bench.results import BenchResults, Comparison
-from trtspec.client.servers import FROM_COUNTERS, TurnCounts
+from trtspec.client.servers import FROM_COUNTERS, DetectedServer, TurnCounts
 from trtspec.client.text_quality import judge_run
 from trtspec.errors import UsageError
 
@@ -83,3 +84,13 @@ def test_another_workload_is_refused_before_the_run(change: dict[str, Any]) -> N
     with pytest.raises(UsageError, match=f"{next(iter(change))} was ") as refused:
         refuse_different(replace(WORKLOAD, **change), [run], "--compare")
     assert refused.value.remedy
+
+
+def test_another_model_or_another_way_to_draw_drafts_is_refused() -> None:
+    server = DetectedServer("reference", "m", draft_sampling="argmax")
+    other = replace(server, draft_sampling="probabilistic")
+    refuse_other_server(server, {"--compare x": other}, sampled=False)
+    with pytest.raises(UsageError, match="drew probabilistic drafts, and this server draws argmax"):
+        refuse_other_server(server, {"--compare x": other}, sampled=True)
+    with pytest.raises(UsageError, match="figures of the model n, and this server serves m"):
+        refuse_other_server(server, {"--compare x": replace(server, model="n")}, sampled=False)

@@ -65,7 +65,7 @@ def test_a_condition_without_a_template_asks_text_alone(tmp_path: Path) -> None:
     }  # fmt: skip
     assert any("tools" in body for body in bodies if body not in raw)
     ((where, message),) = left_out(results)
-    assert where == "--under template=none" and message.startswith("4 of 5 questions have ")
+    assert where == "`under` template=none" and message.startswith("4 of 5 questions have ")
 
 
 @dataclass

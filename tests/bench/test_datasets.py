@@ -263,5 +263,5 @@ def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')
     source = name.format(file=file, directory=tmp_path)
-    with pytest.raises(UsageError, match=r"--split train is not used: the data set .* is "):
+    with pytest.raises(UsageError, match=r"`split` train is not used: the data set .* is "):
         load_dataset(source, split="train")

@@ -126,15 +126,15 @@ def test_a_list_of_models_that_is_none_is_named(models: str) -> None:
 @pytest.mark.parametrize(
     ("page", "text", "says"),
     [
-        ("/metrics", metrics(drafts="NaN"), "NaN, which is no count"),
-        ("/metrics", metrics(drafts="+Inf"), "no count"),
+        ("/metrics", metrics(drafts="NaN"), "NaN, which is not a count"),
+        ("/metrics", metrics(drafts="+Inf"), "not a count"),
         ("/metrics", metrics(drafts="abc"), "not Prometheus text"),
         ("/metrics", metrics(drafts="3"), "counts less after the run than before it"),
         ("/metrics", metrics(position="x"), "of the position 'x'"),
         ("/metrics", metrics(drafts="11", accepted="5").replace('"0"} 4', '"0"} 9'), "measured in part"),
         ("/server_info", '{"internal_states":["x"]}', "reports nothing"),
-        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":"3.1"}]}', "'3.1', which is no mean"),
-        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":1e-300}]}', "no mean"),
+        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":"3.1"}]}', "'3.1', which cannot be a mean"),
+        ("/server_info", '{"internal_states":[{"avg_spec_accept_length":1e-300}]}', "cannot be a mean"),
     ],
 )
 def test_figures_that_are_none_are_unmeasured_with_their_reason(page: str, text: str, says: str) -> None:

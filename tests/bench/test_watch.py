@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.conftest import free_port
+from tests.bench.test_statistics import questions
 from tests.command_line import Done, trtspec
 from trtspec.bench.results import BenchResults, Workload
 from trtspec.bench.statistics import summarize
-from trtspec.client.servers import DetectedServer, TurnCounts
+from trtspec.bench.watch import Watch, judge, read_baseline
+from trtspec.client.servers import Counters, DetectedServer, TurnCounts
 from trtspec.client.text_quality import judge_run
 
 VLLM = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
@@ -74,20 +77,26 @@ def server() -> Iterator[MetricsServer]:
 
 def results(path: Path, turns: bool = True, **ratios: float) -> Path:
     """A results.json with 40 answers of 100 steps in each category."""
-    rows, categories = [], {}
-    for category, ratio in ratios.items():
-        group = [
-            TurnCounts(f"{category}{n}", category, 100, 100, round(100 * ratio) + (-8, 8)[n % 2], 300, None, "x")
+    groups = {
+        name: [
+            TurnCounts(f"{name}{n}", name, 100, 100, round(100 * ratio) + (-8, 8)[n % 2], 300, None, "x")
             for n in range(40)
         ]
-        rows += group if turns else []
-        categories[category] = summarize(group)
+        for name, ratio in ratios.items()
+    }
+    return of_turns(path, groups, turns)
+
+
+def of_turns(path: Path, groups: dict[str, list[TurnCounts]], turns: bool = True) -> Path:
+    """A results.json with these answers by category; without `turns` they were counted together."""
+    rows = [turn for group in groups.values() for turn in group] if turns else []
     work = Workload(dataset="d", dataset_sha256="0", questions_sha256=None, licence=None, questions=[40], turns=40,
                     categories=[], template="t", thinking=None, concurrency=[1], rates=[], rounds=1, max_tokens=9,
                     temperature=0.0, seed=0)  # fmt: skip
     found = BenchResults(
         **vars(summarize(rows)), name="endpoint", url="http://x", server=DetectedServer("vllm", "m"), workload=work,
-        categories=categories, degeneration=judge_run([]), concurrency=[], turns_detail=rows, endpoints={}, problems=[],
+        categories={name: summarize(group) for name, group in groups.items()}, degeneration=judge_run([]),
+        concurrency=[], turns_detail=rows, endpoints={}, problems=[],
     )  # fmt: skip
     path.write_text(json.dumps(found.to_dict()))
     return path
@@ -184,16 +193,16 @@ def test_what_was_not_measured_does_not_pass(server: MetricsServer, once: Once, 
         ("hello\n", "is not Prometheus text"),
         ("python_gc_objects_collected_total 3\n", "has no metrics of a server that is known"),
         ("vllm:generation_tokens_total 14\n", "has vllm metrics and none of speculation"),
-        (prometheus("NaN", 2700, 1350), "nan, which is no count"),
-        (prometheus(900, -2700, 1350), "-2700, which is no count"),
-        (prometheus(900, 2700, "1e400"), "inf, which is no count"),
+        (prometheus("NaN", 2700, 1350), "nan, which is not a count"),
+        (prometheus(900, -2700, 1350), "-2700, which is not a count"),
+        (prometheus(900, 2700, "1e400"), "inf, which is not a count"),
         ("[]", "no iteration yet, or enable_iter_perf_stats is off"),
-        ("[1]", "is JSON and no list of iterations"),
+        ("[1]", "is JSON, but not a list of iterations"),
         ("[{]", "Expecting"),
         ("[" * 100000, "nested too deeply"),
-        (iterations((900, -3, 1)), "numDraftTokens -3, which is no count"),
-        (iterations((900, float("nan"), 1)), "numDraftTokens nan, which is no count"),
-        (iterations((None, 2700, 1350)), "numRequestsWithDraftTokens None, which is no count"),
+        (iterations((900, -3, 1)), "numDraftTokens -3, which is not a count"),
+        (iterations((900, float("nan"), 1)), "numDraftTokens nan, which is not a count"),
+        (iterations((None, 2700, 1350)), "numRequestsWithDraftTokens None, which is not a count"),
     ],
 )  # fmt: skip
 def test_a_server_without_readable_metrics_ends_with_the_reason(
@@ -259,3 +268,24 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
     assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_equal_traffic_fails_as_rarely_as_stated(tmp_path: Path) -> None:
+    """1,000 servers like their baseline, with answers as clusters and no drop allowed: 1 % fail, within chance."""
+    rng, failed = np.random.default_rng(5), 0
+    for number in range(1000):
+        sides = []
+        for count in (40, 200):
+            steps, accepted = questions(rng, count)
+            turns = [
+                TurnCounts(str(i), "c", int(s + a), int(s), int(a), int(3 * s), None, "x")
+                for i, (s, a) in enumerate(zip(steps, accepted, strict=True))
+            ]
+            sides.append(turns)
+        baseline = read_baseline(of_turns(tmp_path / f"{number % 2}.json", {"c": sides[0]}))
+        live = Watch("u", keeps=("steps", "drafted", "accepted"))
+        live.counted = Counters(sum(t.steps for t in sides[1]), 0, sum(t.accepted for t in sides[1]))
+        failed += judge(live, baseline, 0.0, 500).status == "fail"
+    print(f"{failed} of 1000 equal servers fail at a stated rate of 1 %")
+    assert failed <= 20

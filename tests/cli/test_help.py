@@ -14,7 +14,8 @@ import typer
 
 from tests.command_line import trtspec
 from trtspec.cli.app import COMMANDS
-from trtspec.records import flag_of
+from trtspec.data_files import load_yaml
+from trtspec.records import flag_of, parse, record_of
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,17 @@ def test_every_help_text_is_on_the_page_as_it_is_written(command: str) -> None:
     shown = page(command)
     for flag, info, _ in options(command):
         assert " ".join(info.help.split()) in shown, flag
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_two_examples_are_on_the_page_and_parse(command: str) -> None:
+    examples = load_yaml("examples.yaml")[command]
+    assert len(examples) == 2
+    record = record_of(getattr(import_module(f"trtspec.cli.{command.replace('-', '_')}"), command.replace("-", "_")))
+    shown = page(command)
+    for example in examples:
+        assert example in shown and example.startswith(f"trtspec {command}")
+        assert parse(record, example.removeprefix(f"trtspec {command}"))
 
 
 @pytest.mark.parametrize("command", NAMES)

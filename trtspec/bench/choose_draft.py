@@ -15,7 +15,7 @@ from trtspec.bench.results import BenchResults, EndpointResult, Workload, speed_
 from trtspec.errors import UsageError
 from trtspec.report import say
 
-REMEDY = "serve other draft lengths too and pass each as --at K=URL or --at K=RESULTS; K=0 is a server without a head"
+REMEDY = "serve other draft lengths too and pass each as `at` K=URL or `at` K=RESULTS; K=0 is a server without a head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def common_loads(loads: Sequence[Sequence[int]]) -> list[int]:
     if not found:
         told = "; ".join(", ".join(map(str, one)) or "none" for one in loads)
         message = f"the measurements have no concurrency in common ({told})"
-        raise UsageError(message, "measure all of them at --concurrency 1,4,16")
+        raise UsageError(message, "measure all of them at `concurrency` 1,4,16")
     return found
 
 
@@ -135,9 +135,9 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
     for given, results in stored.items():
         told = served_length(results)
         if told is not None and told != given:
-            message = f"--at {given}: the results of {results.url} are of {told} drafts per step"
-            raise UsageError(message, f"write --at {told}=RESULTS")
-        refuse_different(workload, [results], f"--at {given}")
+            message = f"`at` {given}: the results of {results.url} are of {told} drafts per step"
+            raise UsageError(message, f"write `at` {told}=RESULTS")
+        refuse_different(workload, [results], f"`at` {given}")
         refuse_degenerate(given, results)
     if stored:
         common_loads([workload.concurrency, *(loads_of(results) for results in stored.values())])
@@ -154,10 +154,10 @@ def served_by(
     for place, endpoint in enumerate(endpoints):
         told, given = served_length(endpoint), named.get(endpoint.name)
         if given is None and told is None and place == 0:
-            remedy = f"add --at K={endpoint.url}, K being the number of drafts it serves; with -o DIR also --resume"
+            remedy = f"add `at` K={endpoint.url}, K being the number of drafts it serves; with -o DIR also `resume`"
             raise UsageError(f"{endpoint.name} does not report its draft length", remedy)
         if told is not None and given is not None and told != given:
-            raise UsageError(f"--at {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
+            raise UsageError(f"`at` {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
         length = told if given is None else given
         if length in found:
             say(f"note: {endpoint.url} is left out: it drafts {length} tokens, as {found[length].url} does")

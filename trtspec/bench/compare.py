@@ -54,11 +54,7 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     levels = [level for level in new.concurrency if level.label in everywhere]
     confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
     figures = [acceptance_figure(new, earlier, confidence, allowed)]
-    for level in levels:
-        figures += [
-            speed_figure(new, earlier, level, confidence, allowed),
-            first_token_figure(new, old, level, confidence),
-        ]
+    figures += [speed_figure(new, earlier, level, confidence, allowed) for level in levels]
     for name in new.categories:
         if name in old.categories and name != ALL and not (new.degenerate(name) or old.degenerate(name)):
             figures.append(category_figure(new, old, name, confidence))
@@ -121,17 +117,6 @@ def speed_figure(
     return _figure(name, speed_ratio(new, earlier[0], level.label, confidence), _plain(rates), judged=False)
 
 
-def first_token_figure(
-    new: BenchResults, old: BenchResults, level: LevelResult, confidence: float
-) -> ComparedFigure | None:
-    """Time to the first token of the questions that both answered; higher is slower, so it is shown and not judged."""
-    first, second = new.speeds(level.label), old.speeds(level.label)
-    common = [q for q in first if q in second and first[q].ttft_s and second[q].ttft_s]
-    waits = [([side[q].ttft_s or 0.0 for q in common], [1.0] * len(common)) for side in (first, second)]
-    test = paired_ratio(waits[0], waits[1], confidence)
-    return _figure(f"TTFT at {level.label}", test, test.value, judged=False) if test else None
-
-
 def _plain(values: Sequence[float]) -> float:
     return values[0] / values[1]
 
@@ -166,7 +151,7 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
     reports = [run.acceptance_length is not None for run in runs]
     if f"acceptance, {ALL}" in judged or (judged and not any(reports)):
         return []
-    remedy = f"repeat --compare for {LEAST_RUNS} earlier runs, or measure both servers in one run: bench A=URL B=URL"
+    remedy = f"repeat `compare` for {LEAST_RUNS} earlier runs, or measure both servers in one run: bench A=URL B=URL"
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
         remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
@@ -178,7 +163,7 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
     else:
         reason = f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
     message, severity = f"acceptance is not judged: {reason}", "error" if gate else "warning"
-    return [Problem("TS-BENCH-NOT-COMPARED", severity, "--compare", message, remedy)]  # type: ignore[arg-type]
+    return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]
 
 
 def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Problem]:
@@ -193,7 +178,7 @@ def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Pr
             )
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
             remedy = "look for what changed between the runs; repeat both with more questions"
-            found.append(Problem("TS-BENCH-REGRESSION", "error", "--compare", message, remedy))
+            found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message, remedy))
     weak = [figure for figure in judged if (figure.finds or 0) > SOUGHT]
     if weak:
         worst = max(weak, key=lambda figure: figure.finds or 0)
@@ -202,5 +187,5 @@ def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Pr
             needed = round(worst.units * ((worst.finds or 0) / SOUGHT) ** 2)
             message += f": {100 * SOUGHT:.0f} % need about {needed} questions"
         remedy = "ask more questions; for speed, longer runs on a quieter machine"
-        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "--compare", message, remedy))
+        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "`compare`", message, remedy))
     return found

@@ -230,7 +230,7 @@ def start_exporter(listen: str, watch: Watch) -> str:
     except (ValueError, OverflowError, OSError) as error:
         reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
         raise UsageError(
-            f"--listen {listen}: {reason}", "write --listen localhost:9777, or choose another port"
+            f"`listen` {listen}: {reason}", "write `listen` localhost:9777, or choose another port"
         ) from None
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{server.server_port}/metrics"

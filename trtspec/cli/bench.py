@@ -29,6 +29,7 @@ from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.results import BenchResults
+    from trtspec.client.servers import DetectedServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,10 @@ class BenchOptions:
     ] = ()
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        tuple[NamedUrl, ...],
-        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
     ] = ()
     rounds: Annotated[
-        int | None,
-        option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1),
+        int | None, option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1)
     ] = None
     warmup: Annotated[
         int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
@@ -152,9 +151,9 @@ def bench(options: BenchOptions) -> report.Result:
         work = workload(options, urls)
         choose_draft.refuse_stored(stored, work.describe())
         refuse_different(work.describe(), list(earlier.values()), "--compare")
-        models = {f"--at {length}": found.server.model for length, found in stored.items()}
-        models |= {f"--compare {path}": found.server.model for path, found in earlier.items()}
-        results, answers = run(urls, work, options, models)
+        servers = {f"--at {length}": found.server for length, found in stored.items()}
+        servers |= {f"--compare {path}": found.server for path, found in earlier.items()}
+        results, answers = run(urls, work, options, servers)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
@@ -226,9 +225,9 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
 
 
 def run(
-    urls: dict[str, str], work: BenchWorkload, options: BenchOptions, models: Mapping[str, str]
+    urls: dict[str, str], work: BenchWorkload, options: BenchOptions, servers: Mapping[str, DetectedServer]
 ) -> tuple[BenchResults, list[dict[str, Any]]]:
-    """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time. `models`:
+    """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time. `servers`:
     those of earlier results that it stands beside."""
     import asyncio
 
@@ -244,14 +243,11 @@ def run(
             asyncio.run(wait_ready(url, options.wait_ready))
     path, stated = options.output / RAW_FILE if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
-    with (
-        progress_bar("asking", unit="answers") as bar,
-        RunJournal(path, header, restart=not options.resume) as journal,
-    ):
+    with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
         progress = measure.Progress(bar.say, bar.show, journal=journal)
         try:
             with interrupted_by_sigterm():
-                found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of, models))
+                found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of, servers))
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
             again = "give the same command with --resume" if path else "give --output, which --resume continues"

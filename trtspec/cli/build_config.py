@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option, words
 from trtspec.report import Result, refuse_overwrite, write_atomic
-from trtspec.trtllm.intent import Intent
+from trtspec.trtllm.intent import VLLM, Intent
 
 if TYPE_CHECKING:
     from trtspec.trtllm.build import EngineConfig
@@ -43,7 +43,7 @@ def build_config(options: BuildConfigOptions) -> Result:
         message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
         raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
     head = load_head(options.head).spec if options.head else None
-    if options.format == "vllm":
+    if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)
     intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})

@@ -75,8 +75,7 @@ def prove(options: ProveOptions) -> Result:
         found = run(setup, steps, options.output, about, options.startup_timeout, options.restart)
     page, wrong = options.output / "report.html", None
     if not found.proved:
-        why = "slower than the target alone" if found.speedups else "the speed was not measured"
-        why = why if found.verdict == "SAFE" else found.verdict
+        why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict
         wrong = CheckFailed(f"not proved: {why}", f"see {page}")
     lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     return Result(asdict(found), lines=lines, failure=wrong)

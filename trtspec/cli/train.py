@@ -210,7 +210,7 @@ def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         elif not isinstance(value, bool):
             values[key] = str(value)
     try:
-        line = words(replace(TrainCommand(output=Path("head")), **values), always=values)
+        line = words(replace(TrainCommand(output=Path("OUT")), **values), always=values)
         parsed = parse(TrainCommand, line, "trtspec train")
     except UsageError as error:
         raise UsageError(f"{path}: {error.message.partition(' does not parse: ')[2]}", "correct the file") from None

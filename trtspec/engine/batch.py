@@ -19,7 +19,6 @@ from trtspec.engine.sequence import Sequence
 from trtspec.models.layers import LatentCache, TextPiece
 
 if TYPE_CHECKING:
-    from trtspec.engine.drafters import Drafter
     from trtspec.models.kimi import KimiModel
 
 
@@ -126,9 +125,10 @@ class Chunk:
 
 
 def compute_chunks(
-    chunks: list[Chunk], target: KimiModel, cache: LatentCache, drafter: Drafter, first_tokens: FirstTokens
-) -> None:
-    """Fills the caches' rows of the chunks. `first_tokens` says what follows whole prompts, from logits [n, V]."""
+    chunks: list[Chunk], target: KimiModel, cache: LatentCache, aux_layers: tuple[int, ...], first_tokens: FirstTokens
+) -> tuple[Tensor | None, Tensor]:
+    """Fills the cache's rows of the chunks; returns the captured states [1, N, n_aux*H] and the token that follows each
+    position, int64 [1, N]. `first_tokens` says what follows whole prompts, from logits [n, V]."""
     device = target.embed.weight.device
     pieces = [chunk.piece for chunk in chunks]
     tokens = [token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]]
@@ -137,7 +137,7 @@ def compute_chunks(
     for chunk in chunks:
         end += len(chunk)
         kept += range(end - chunk.scored, end)
-    out = target.prompts(on_device([tokens], device), pieces, cache, drafter.aux_layers, kept)
+    out = target.prompts(on_device([tokens], device), pieces, cache, aux_layers, kept)
     for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
         chunk.logits = logits
     done = [chunk for chunk in chunks if chunk.done]
@@ -146,4 +146,4 @@ def compute_chunks(
     for chunk in chunks:
         chunk.following = next(first) if chunk.done else chunk.prompt[chunk.piece.end]
         following += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
-    drafter.prompts(out.aux, on_device([following], device), pieces)
+    return out.aux, on_device([following], device)

@@ -278,7 +278,9 @@ class Engine:
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
         """One pass over the chunks; where that fails, each is tried alone, so that only what is at fault fails."""
         try:
-            compute_chunks(chunks, self.target, self.cache, self.drafter, self._first_tokens)
+            layers = self.drafter.aux_layers
+            aux, following = compute_chunks(chunks, self.target, self.cache, layers, self._first_tokens)
+            self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
         except Exception as error:
             if len(chunks) == 1:
                 outputs.append(chunks[0].sequence.fail(error))

@@ -9,6 +9,7 @@ priority that leaves Python's lock alone, and kept for the next request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -126,14 +127,14 @@ class Grammars:
         self._waiting.add(result)
         self._jobs.put_nowait((kind, text, result))
         try:
-            told = await result
+            reply = await result
         finally:
             self._waiting.discard(result)
             if result.cancelled() and result in self._running:  # the client left
                 self._running[result].send_signal(signal.SIGUSR1)
-        if "error" in told:
-            raise ValueError(told["error"])
-        return int(told["bytes"])
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return int(reply["bytes"])
 
     async def _work(self) -> None:
         """Gives one worker process its jobs, and starts another when it has ended."""
@@ -219,25 +220,33 @@ def main() -> None:
     child = 0
     grammars = Grammars(KimiTokenizer(Path(sys.argv[1])), json.loads(sys.argv[2]))
     grammars.compile("regex", "a")
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(child, signal.SIGKILL) if child else None)
+
+    def end_child(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if child:
+                os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGUSR1, end_child)
     os.nice(LOWEST)
     print(flush=True)
     for line in sys.stdin:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(write, json.dumps(_limited(grammars, *json.loads(line))).encode())
-            os._exit(0)
+            try:
+                os.write(write, json.dumps(_limited(grammars, *json.loads(line))).encode())
+            finally:
+                os._exit(0)
         os.close(write)
         with os.fdopen(read) as pipe:
-            told = pipe.read()
+            reply = pipe.read()
         _, status = os.waitpid(child, 0)
         child = 0
-        if not told:
+        if not reply:
             slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
             most = f"{COMPILE_SECONDS:g} s" if slow else f"{COMPILE_BYTES >> 20} MB"
-            told = json.dumps({"error": f"it takes more than {most} to compile: simplify it"})
-        print(told, flush=True)
+            reply = json.dumps({"error": f"it takes more than {most} to compile: simplify it"})
+        print(reply, flush=True)
 
 
 def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
@@ -252,8 +261,12 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
             began = time.thread_time()
             mask = matcher.compute_bitmask()
             slowest = max(slowest, time.thread_time() - began)
-            allowed = [8 * at + bit for at, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
-            if matcher.is_error() or not allowed or not matcher.try_consume_tokens([draw.choice(allowed)]):
+            allowed = [at for at, byte in enumerate(mask) if byte]  # bytes of eight tokens, one of which may follow
+            if matcher.is_error() or not allowed:
+                break
+            at = draw.choice(allowed)
+            token = draw.choice([8 * at + bit for bit in range(8) if mask[at] >> bit & 1])
+            if not matcher.try_consume_tokens([token]):
                 break
     except ValueError as error:
         return {"error": str(error)[:500]}

@@ -42,10 +42,9 @@ GRACE_SECONDS = 30
 @dataclass(frozen=True)
 class ServerOptions:
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `max_seq_len` None: the target's own maximum, at most 4096. `max_queue`
-    requests wait beside those that run; further ones get status 429. A stop gives requests in
-    flight `grace` seconds. With an `api_key`, requests below /v1 must carry it. `max_num_tokens` and the fields after
-    it are the engine's (EngineOptions)."""
+    `max_seq_len` None: the target's own maximum, at most 4096. `max_queue` requests wait beside those that run; further
+    ones get status 429. A stop gives requests in flight `grace` seconds. With an `api_key`, requests for all but
+    /health must carry it. `max_num_tokens` and the fields after it are the engine's (EngineOptions)."""
 
     host: str = "localhost"
     port: int = 8000

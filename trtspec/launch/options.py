@@ -69,16 +69,14 @@ class ServeOptions:
     max_batch_size: Annotated[
         int | None,
         option(
-            "Requests per step. Default: the file's, else the goal's; vLLM's own; 16 with the reference backend.",
-            min=1,
+            "Requests per step. Default: the file's, else the goal's; vLLM's own; 16 with the reference backend.", min=1
         ),
         SERVERS,
     ] = None
     max_num_tokens: Annotated[
         int | None,
         option(
-            "Tokens per step. Default: the file's, else the goal's; vLLM's own; 512 with the reference backend.",
-            min=1,
+            "Tokens per step. Default: the file's, else the goal's; vLLM's own; 512 with the reference backend.", min=1
         ),
         SERVERS,
     ] = None

@@ -46,10 +46,7 @@ def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterato
     log if it ends, or is not ready after `seconds`."""
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
-    with (
-        log.open("wb") as stream,
-        child(command, stdout=stream, stderr=stream, start_new_session=True) as process,
-    ):
+    with log.open("wb") as stream, child(command, stdout=stream, stderr=stream, start_new_session=True) as process:
         _until_ready(process, url, log, seconds, f"trtspec {shlex.join(words)}")
         yield process
 
@@ -156,7 +153,7 @@ def free_ports(first: int, count: int, patience: float = 0.0) -> None:
         while error := _taken(port):
             if time.monotonic() > deadline:
                 raise TrtspecError(
-                    f"port {port} is taken: {error}", f"pass --port N, with {count} free ports from N on"
+                    f"port {port} is taken: {error}", f"pass `port` N, with {count} free ports from N on"
                 )
             time.sleep(1.0)
 

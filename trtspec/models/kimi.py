@@ -105,13 +105,7 @@ class KimiModel(nn.Module):
         batch, count = tokens.shape
         tables = self.rope(cache.max_len if cache else count)
         step = AttentionStep(
-            batch,
-            count,
-            start,
-            tables,
-            True,
-            self.dtype,
-            cached_rows(cache, row, start, count, length),
+            batch, count, start, tables, True, self.dtype, cached_rows(cache, row, start, count, length)
         )
         x, aux = self._run(tokens, step, aux_layers)
         hidden = self.norm(x)

@@ -25,7 +25,7 @@ ASSUMES = (
     "one layer of draft cache; releases without TensorRT-LLM#15017 keep one for each draft token",
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
-HEADINGS = ("", "concurrency", "layout", "draft", "tokens/s per user", "in all", "speed-up (range)", "trust")
+HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -219,8 +219,7 @@ def row_cells(row: Row, best: bool) -> list[str]:
     gain = f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread and point.speedup else "-"
     gain = "plain decoding" if point.draft_len == 0 else gain
     return [
-        "best" if best else "",
-        str(row.concurrency),
+        f"{row.concurrency} best" if best else str(row.concurrency),
         row.layout.short,
         str(point.draft_len),
         f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",

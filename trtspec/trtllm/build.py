@@ -36,16 +36,16 @@ from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
 TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written
 OPTION_ONLY = {
-    "tensor_parallel_size": "--tp-size",
-    "moe_expert_parallel_size": "--ep-size",
-    "max_batch_size": "--max-batch-size",
-    "max_num_tokens": "--max-num-tokens",
-    "max_seq_len": "--max-seq-len",
-    "host": "--host of serve",
-    "port": "--port of serve",
-    "trust_remote_code": "--trust-remote-code",
-    f"{SPEC}.max_draft_len": "--draft-len",
-    f"{SPEC}.speculative_model_dir": "--head",
+    "tensor_parallel_size": "`tp_size`",
+    "moe_expert_parallel_size": "`ep_size`",
+    "max_batch_size": "`max_batch_size`",
+    "max_num_tokens": "`max_num_tokens`",
+    "max_seq_len": "`max_seq_len`",
+    "host": "`host` of serve",
+    "port": "`port` of serve",
+    "trust_remote_code": "`trust_remote_code`",
+    f"{SPEC}.max_draft_len": "`draft_len`",
+    f"{SPEC}.speculative_model_dir": "`head`",
 }
 
 
@@ -174,16 +174,16 @@ def _own(item: str) -> EngineSetting:
     """A `--set key=value`; raises UsageError for what has an option of its own."""
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
-        raise UsageError(f"--set {item!r} is not key=value", "for example --set kv_cache_config.dtype=fp8")
+        raise UsageError(f"`set` {item!r} is not key=value", "for example `set` kv_cache_config.dtype=fp8")
     if path in OPTION_ONLY:
         raise UsageError(f"{path} has its own option and is not accepted here", f"use {OPTION_ONLY[path]}")
     try:
         value = load_text(text)
     except YamlError:
         raise UsageError(
-            f"the value of --set {item!r} is not YAML", "quote it, for example --set 'key=[1, 2]'"
+            f"the value of `set` {item!r} is not YAML", "quote it, for example `set` 'key=[1, 2]'"
         ) from None
-    return EngineSetting(path, value, "asked for with --set")
+    return EngineSetting(path, value, "asked for with `set`")
 
 
 def _header(intent: Intent) -> str:
@@ -228,7 +228,7 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
     if held < 1 or room.kv_tokens < batch * block:
         message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {where}: beside a step of "
         message += f"{intent.tokens:,} tokens the KV cache holds {room.kv_tokens:,}"
-        remedy = "use more GPUs or larger ones, fewer requests, or a smaller --max-seq-len; see `trtspec plan`"
+        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; see `trtspec plan`"
         raise CheckFailed(message, remedy)
     less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""
     return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
@@ -243,7 +243,7 @@ def _emit(found: dict[str, EngineSetting]) -> str:
         for parent in parents:
             place = place.setdefault(parent, {})
             if isinstance(place, EngineSetting):
-                raise UsageError(f"--set gives both {parent} and {setting.path}", "give one of them")
+                raise UsageError(f"`set` gives both {parent} and {setting.path}", "give one of them")
         place[name] = setting
     return "".join(f"{line}\n" for line in _lines(tree, 0))
 

@@ -31,6 +31,7 @@ CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recip
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
+VLLM: Form = "vllm"
 # what has no counterpart in vLLM's file
 NOT_OF_VLLM = ("role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
                "spread_attention", "settings", "goal=throughput")  # fmt: skip
@@ -129,7 +130,7 @@ class Intent:
         Form,
         option("The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."),
         Excludes("role=front", value="helm-values"),
-        Excludes(*NOT_OF_VLLM, value="vllm"),
+        Excludes(*NOT_OF_VLLM, value=VLLM),
         Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[
@@ -218,17 +219,17 @@ class Intent:
         """Itself. Raises UsageError for sizes that contradict each other."""
         if self.tp_size % self.nodes:
             message = f"{self.tp_size} ranks do not spread evenly over {self.nodes} nodes"
-            raise UsageError(message, f"use --tp-size {-(-self.tp_size // self.nodes) * self.nodes}")
+            raise UsageError(message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}")
         here = gpu_spec(self.gpu).gpus_per_node if self.gpu else self.tp_size
         if self.gpu and self.gpus_per_node > here:
             message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
-            raise UsageError(message, f"use --nodes {-(-self.tp_size // here)}")
+            raise UsageError(message, f"use `nodes` {-(-self.tp_size // here)}")
         if (self.isl is None) != (self.osl is None):
-            raise UsageError("--isl and --osl make the sequence length together", "give both")
+            raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         if self.tokens < self.step_tokens:
-            message = f"--max-num-tokens {self.tokens} does not hold one step of {self.batch} requests"
+            message = f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
             message += f" with {self.draft_len} draft tokens each" if self.head else ""
-            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller --max-batch-size")
+            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller `max_batch_size`")
         return self
 
     def command(self) -> str:

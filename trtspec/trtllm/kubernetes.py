@@ -58,7 +58,7 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
     engine file, where `trtspec serve` reads them. Raises UsageError for a front."""
     intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
     if intent.role == "front":
-        raise UsageError("the chart writes the front's file itself", "pass --role context or generation, or no role")
+        raise UsageError("the chart writes the front's file itself", "pass `role` context or generation, or no role")
     model: dict[str, Any] = {"target": intent.target, "head": intent.head}
     size = checkpoint_gib(intent)
     if size is not None:
@@ -133,7 +133,7 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     return "\n".join(lines) + "\n" + "---\n".join(_dump(item) for item in objects)
 
 
-PLACE = f"pass a hub id, or a directory below {WEIGHTS}, which --like makes known before it is there"
+PLACE = f"pass a hub id, or a directory below {WEIGHTS}, which `like` makes known before it is there"
 NOTES = (
     "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. The claim `model-cache` holds the hub",
     "# cache with target and head; Dynamo's recipes have a job that fills it. One replica each: scale with `replicas`.",
@@ -146,7 +146,7 @@ def _release(version: str) -> str:
     found = dynamo_release(version)
     if found is None:
         carried = ", ".join(f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items())
-        remedy = f"use --trtllm-version with one of {carried}, or name an image of your own with --image"
+        remedy = f"use `trtllm_version` with one of {carried}, or name an image of your own with `image`"
         raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
     return found
 

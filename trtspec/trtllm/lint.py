@@ -309,7 +309,7 @@ def engine_python() -> str:
 def judge(document: Document, timeout: float = 600.0) -> Verdict:
     """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
     if not engine_importable():
-        remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave --installed out"
+        remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave `installed` out"
         raise MissingDependency(f"{PACKAGE} is not importable here, so its own classes cannot judge the file", remedy)
     code = JUDGE.replace("MARK", repr(MARK))
     try:
@@ -322,11 +322,11 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise TrtspecError(f"{PACKAGE} did not answer within {timeout:.0f} s", "leave --installed out") from None
+        raise TrtspecError(f"{PACKAGE} did not answer within {timeout:.0f} s", "leave `installed` out") from None
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TrtspecError(f"the installed {PACKAGE} failed while it judged the file: {last}", "leave --installed out")
+        raise TrtspecError(f"the installed {PACKAGE} failed while it judged the file: {last}", "leave `installed` out")
     answer = json.loads(line.removeprefix(MARK))
     return Verdict(answer["version"], tuple(_engine_finding(document, item) for item in answer["errors"]))
 

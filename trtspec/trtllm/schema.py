@@ -328,7 +328,7 @@ def parse_version(text: str) -> Version:
     oldest = _files()[LINES[0]]["versions"]["from"]
     if version < Version(oldest):
         message = f"TensorRT-LLM {text} is too old: {oldest} to {newest_known()} are known"
-        raise UsageError(message, f"use {oldest} or later, for example --trtllm-version {newest_known()}")
+        raise UsageError(message, f"use {oldest} or later, for example `trtllm_version` {newest_known()}")
     return version
 
 

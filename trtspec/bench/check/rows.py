@@ -70,7 +70,7 @@ def judge(got: Sequence[Exchange], plain: Sequence[Exchange] | None, limits: Lim
         unknown = [Row(name=name, why=why) for name in ("greedy", "sampled", "parameters")]
         theirs = []
     else:
-        why = "" if plain else "needs the server without speculation (--score, --against)"
+        why = "" if plain else "needs the server without speculation (`score`, `against`)"
         first = greedy(got, theirs, limits.exact, why)
         if first.faults:  # one cause, one row
             unknown = [

@@ -39,7 +39,7 @@ def refuse_what_ends_engines(name: str, limits: RequestLimits, asked: Iterable[s
     """Raises UsageError, before anything is sent, for parameters that end an engine of this release."""
     if deadly := sorted(set(asked) & set(limits.get("end_engine", ()))):
         message = f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
-        raise UsageError(message, "leave it out of --extra-body, or use a later release")
+        raise UsageError(message, "leave it out of `extra_body`, or use a later release")
 
 
 def limited_parameters(name: str, limits: RequestLimits, asked: Iterable[str]) -> list[Problem]:
@@ -58,7 +58,7 @@ def failed_requests(name: str, answers: Sequence[Answer]) -> list[Problem]:
     if not errors:
         return []
     message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
-    return [Problem("TS-BENCH-ERRORS", "error", name, message, "look at the server's log; lower --concurrency")]
+    return [Problem("TS-BENCH-ERRORS", "error", name, message, "look at the server's log; lower `concurrency`")]
 
 
 def degenerate_output(name: str, answers: Sequence[Answer]) -> list[Problem]:
@@ -94,7 +94,7 @@ def no_acceptance(
     if uncounted:
         more = f", and {len(uncounted) - SHOWN} more" if len(uncounted) > SHOWN else ""
         message = f"{start}: the server counts all requests together, and {'; '.join(uncounted[:SHOWN])}{more}"
-        found.append(Problem(code, "warning", name, message, "measure again with --force for all of it"))
+        found.append(Problem(code, "warning", name, message, "measure again with `force` for all of it"))
     if found or counts:
         return found
     message = f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
@@ -174,7 +174,7 @@ def overloaded(name: str, rounds: Sequence[Round]) -> list[Problem]:
                 f"{run.rate:g} requests/s are more than it serves: the time to the first token grew from "
                 f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
             )
-            return [Problem("TS-BENCH-OVERLOAD", "warning", name, message, "lower --rate")]
+            return [Problem("TS-BENCH-OVERLOAD", "warning", name, message, "lower `rate`")]
     return []
 
 
@@ -185,7 +185,7 @@ def underfilled(name: str, runs: Sequence[Round]) -> list[Problem]:
     if missed is None:
         return []
     message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*missed)
-    remedy = "ask more questions (--dataset, --samples), or fewer --rounds"
+    remedy = "ask more questions (`dataset`, `samples`), or fewer `rounds`"
     return [Problem("TS-BENCH-FEW-QUESTIONS", "info", name, message, remedy)]
 
 

@@ -18,7 +18,7 @@ from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
 RAW_FILE = "raw.jsonl"
-RESUME_REMEDY = "give the URLs and options that it was started with, or start over with --force"
+RESUME_REMEDY = "give the URLs and options that it was started with, or start over with `force`"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RunJournal:
                 future.result()
         except OSError as error:
             path = self.journal.path if self.journal else ""
-            remedy = "make room, then give the same command with --resume"
+            remedy = "make room, then give the same command with `resume`"
             raise TrtspecError(f"{path} cannot be written: {error.strerror or error}", remedy) from None
 
     def parts(self, part: PartName) -> list[StoredPart]:

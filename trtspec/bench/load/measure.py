@@ -29,10 +29,10 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
     **OWNED,
-    "messages": "give --dataset",
-    "prompt": "give --dataset",
-    "tools": "give a --dataset whose questions have tools",
-    "seed": "give --seed",
+    "messages": "give `dataset`",
+    "prompt": "give `dataset`",
+    "tools": "give a `dataset` whose questions have tools",
+    "seed": "give `seed`",
     "stream": "leave it out: answers are always streamed",
     "stream_options": "leave it out: usage is always asked for",
 }
@@ -128,7 +128,7 @@ def owned_keys(extra_body: Mapping[str, Any], thinking: str | None) -> dict[str,
     """The keys of a request that options set, each with its remedy: figures would be named for what was not asked."""
     owned = dict(BENCH_OWNED)
     if thinking is not None:
-        owned["reasoning_effort"] = "leave one of the two out: --thinking sets how the model reasons"
+        owned["reasoning_effort"] = "leave one of the two out: `thinking` sets how the model reasons"
         variables = extra_body.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
             owned["chat_template_kwargs"] = owned["reasoning_effort"]
@@ -187,11 +187,11 @@ async def measure(
     model: str | None = None,
     progress: Progress | None = None,
     limits: Callable[[servers.DetectedServer], findings.RequestLimits] = lambda server: {},
-    earlier: Mapping[str, str] | None = None,
+    earlier: Mapping[str, servers.DetectedServer] | None = None,
 ) -> tuple[list[MeasuredEndpoint], BenchWorkload, list[Problem]]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
-    `limits` is asked before anything is sent; `earlier` holds the model of each earlier result that this run stands
+    `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run stands
     beside. Returns what was measured, of what, and what was left out. Raises TrtspecError when a server does not answer
     or refuses every request.
     """
@@ -202,7 +202,7 @@ async def measure(
             most = OPEN_CONNECTIONS if workload.rates else workload.most
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await servers.detect_server(client, model)
-            refuse_other_model(server.model, earlier or {})
+            refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
             progress.journal.served_by(name, server)
             endpoint = Endpoint(url, server.model, extra_body=workload.body(), limit_s=workload.limit_s)
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
@@ -226,12 +226,18 @@ async def measure(
     return targets, workload, left_out_problems(workload.dataset.questions, workload.conditions)
 
 
-def refuse_other_model(model: str, earlier: Mapping[str, str]) -> None:
-    """Raises UsageError if an earlier result is another model's."""
+def refuse_other_server(
+    server: servers.DetectedServer, earlier: Mapping[str, servers.DetectedServer], sampled: bool
+) -> None:
+    """Raises UsageError if an earlier result is another model's, or its sampled requests drew drafts in another way."""
     for where, other in earlier.items():
-        if other != model:
-            remedy = "compare runs of one model; --model NAME if the server lists it under another name"
-            raise UsageError(f"{where} holds figures of the model {other}, and this server serves {model}", remedy)
+        if other.model != server.model:
+            message = f"{where} holds figures of the model {other.model}, and this server serves {server.model}"
+            raise UsageError(message, "compare runs of one model; `model` names another one that the server lists")
+        drawn = (other.draft_sampling, server.draft_sampling)
+        if sampled and None not in drawn and drawn[0] != drawn[1]:
+            message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
+            raise UsageError(message, "compare runs with the same draft sampling, or at temperature 0")
 
 
 async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
@@ -254,7 +260,7 @@ async def in_context(target: MeasuredEndpoint, workload: BenchWorkload) -> list[
     counted = load.answers[0].prompt_tokens
     if not counted:
         why = load.answers[0].error or "it reports no prompt tokens"
-        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave --under context=N out")
+        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave `under` context=N out")
     return [with_context(questions, workload.conditions, len(text) / counted) for questions in asked]
 
 

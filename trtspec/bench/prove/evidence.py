@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from trtspec.bench.prove.script import ProveSetup
 from trtspec.bench.report import bench, tables
@@ -13,9 +13,10 @@ from trtspec.bench.report.page import Figure, Section, render
 from trtspec.bench.results import BenchResults, LevelResult, SpeedUp
 from trtspec.report import Table
 
-VERDICTS: dict[str, Literal["pass", "fail", "unmeasured"]] = {
-    "SAFE": "pass", "NOT SAFE": "fail", "NOT PROVEN": "unmeasured",
-}  # fmt: skip
+DRAWN = {
+    "argmax": "; those of sampled requests are the head's likeliest tokens",
+    "probabilistic": "; those of sampled requests are drawn from the head's distribution",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +114,16 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
     if length and ends:
         accepted = Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
         figures = [*figures[:1], *figures[1:][-1:], accepted]
-    drawn = {"argmax": "the head's likeliest tokens"}.get(
-        evidence.draft_sampling or "", "drawn from the head's distribution"
-    )
-    drafts = f"{evidence.setup.draft_len} drafts per step; those of sampled requests are {drawn}."
+    drawn = DRAWN.get(evidence.draft_sampling or "", "")
+    first = speed.tables[0] and replace(speed.tables[0], note="Paired by question; one server after the other.")
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
         figures,
-        [replace(speed, tables=[*speed.tables, _plan_table(evidence)]), acceptance,
+        [replace(speed, tables=[first, *speed.tables[1:], _plan_table(evidence)]), acceptance,
          Section(title=same.title, tables=[same]), *more],
-        about=f"{drafts} {tables.workload_line(spec)}; one server after the other.",
-        verdict=VERDICTS[evidence.verdict] if evidence.proved or evidence.verdict != "SAFE" else "fail",
+        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {tables.workload_line(spec)}.",
+        verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
         created=evidence.created,
         versions=evidence.versions,
     )  # fmt: skip

@@ -121,8 +121,9 @@ def _evidence(setup: ProveSetup, found: dict[str, Any], directory: Path) -> dict
     ups = [up for up in speedups([spec, plain]) if up.of == spec.name]
     verdict, message = found["score"]["verdict"], found["score"]["message"]
     invalid = {problem.code for run in (spec, plain) for problem in run.problems if problem.severity == "error"}
-    if invalid and verdict == "SAFE":
-        verdict, message = "NOT PROVEN", f"NOT PROVEN: bench: {', '.join(sorted(invalid))}"
+    if verdict == "SAFE" and (invalid or not ups):
+        said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
+        verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
     sound, stamp = not spec.degenerate(), report.provenance("prove", {}, {})
     return {
         "verdict": verdict,

@@ -91,16 +91,7 @@ def script(setup: ProveSetup, directory: Path, answers: int) -> list[Step]:
 
 def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
     """After `trtspec`. What the user passes comes last, since it may end in a `--` with options of the engine."""
-    words: tuple[str, ...] = (
-        "serve",
-        setup.target,
-        "--backend",
-        setup.backend,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(setup.port),
-    )
+    words = ("serve", setup.target, "--backend", setup.backend, *f"--host 127.0.0.1 --port {setup.port}".split())
     if setup.backend != "reference":
         words += ("--tp-size", str(setup.gpus))
     if launch == SPECULATING:

@@ -55,9 +55,9 @@ def parse(texts: Sequence[str]) -> list[Condition]:
             digest = hashlib.sha256(words.encode("utf-8")).hexdigest()[:8]  # two texts may begin alike
             found.append(Condition(f"system prompt {digest} ({title})", system=words))
         else:
-            raise UsageError(f"--under {text} is not a condition", f"it is one of {FORMS}")
+            raise UsageError(f"`under` {text} is not a condition", f"it is one of {FORMS}")
     if len({condition.label for condition in found}) < len(found):
-        raise UsageError("--under names a condition twice", "name each once")
+        raise UsageError("`under` names a condition twice", "name each once")
     return found
 
 
@@ -77,7 +77,7 @@ def left_out_problems(questions: Sequence[Question], conditions: Sequence[Condit
         f"hold (for example {left[0].id}); they are left out"
     )
     remedy = "read the figures as those of the other questions"
-    return [Problem("TS-BENCH-RAW-PROMPTS", "warning", "--under template=none", message, remedy)]
+    return [Problem("TS-BENCH-RAW-PROMPTS", "warning", "`under` template=none", message, remedy)]
 
 
 def calibration_text(questions: Sequence[Question]) -> str:

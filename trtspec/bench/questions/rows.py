@@ -81,7 +81,7 @@ def locate(text: str) -> DatasetSource:
             listed = ", ".join((*known.configs, *known.others)) or "none"
             raise UsageError(f"the data set {known.name} has no configuration {config}", f"it has {listed}")
         if file and not Path(file).expanduser().exists():
-            raise UsageError(f"the dataset {file} does not exist", f"--dataset {known.name} alone reads the hub")
+            raise UsageError(f"the dataset {file} does not exist", f"`dataset` {known.name} alone reads the hub")
         return DatasetSource(label=text.partition("=")[0], known=known, file=file, config=config)
     if from_hub(text):
         return DatasetSource(label=text, file=text)
@@ -94,8 +94,8 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
     known, file = source.known, source.file
     if split is not None and file and not from_hub(file):
         kind = "a directory" if Path(file).is_dir() else "a file"
-        remedy = "pass the file of that split alone as --dataset, without --split"
-        raise UsageError(f"--split {split} is not used: the data set {source.label} is {kind}", remedy)
+        remedy = "pass the file of that split alone as `dataset`, without `split`"
+        raise UsageError(f"`split` {split} is not used: the data set {source.label} is {kind}", remedy)
     if known is None:
         yield from read_rows(file, split)
         return

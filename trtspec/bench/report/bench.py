@@ -11,40 +11,49 @@ from trtspec.bench.results import BenchResults, EndpointResult, user_speed
 from trtspec.report import Table
 
 
+def subject(results: BenchResults) -> EndpointResult:
+    """The endpoint that the sentence is about: the first that speculates, else the first."""
+    return next((endpoint for endpoint in results.all if endpoint.speculates), results)
+
+
 def sentence(results: BenchResults) -> str:
     """The result in one sentence: speed-up or speed with its range, acceptance, on what."""
-    first = results.concurrency[0].label
-    best = next((found for found in tables.shown_speedups(results) if found.of == results.name), None)
-    speed = user_speed(results, first)
-    parts = []
+    about, first = subject(results), results.concurrency[0].label
+    best = next((found for found in tables.shown_speedups(results) if found.of == about.name), None)
+    speed, parts = user_speed(about, first), list[str]()
     if best:
         parts.append(f"{best.ratio:.2f} times as fast as {best.over} ({best.words}) at {best.level}")
     elif speed:
         parts.append(f"{speed.value:,.1f} tokens/s for a user ({speed.low:,.1f} to {speed.high:,.1f}) at {first}")
-    if results.degenerate():
+    if about.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
-    elif results.speculates:
-        length = tables.interval(results.acceptance_length, results.acceptance_length_interval)
-        parts.append(f"{length.replace(' (', ' tokens per step (') if '(' in length else f'{length} tokens per step'}")
-    what = f"on {results.questions or max(results.workload.questions)} questions of {results.workload.dataset}"
-    return f"{results.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {tables.condition(results)}."
+    elif about.speculates:
+        ends = about.acceptance_length_interval
+        sure = f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
+        parts.append(f"{tables.number(about.acceptance_length)} tokens per step{sure}")
+    what = f"on {max(results.workload.questions)} questions of {results.workload.dataset}"
+    return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {tables.condition(results)}."
 
 
 def figures(results: BenchResults) -> list[Figure | None]:
     """For the top, each with its range: speed-up, acceptance, speed of a user, time to the first token."""
-    level = results.concurrency[0]
-    at, user, wait = level.label, user_speed(results, level.label), level.throughput.ttft_s
-    found = next((found for found in tables.shown_speedups(results) if found.of == results.name), None)
-    ends, length = results.acceptance_length_interval, results.acceptance_length
+    about, at = subject(results), results.concurrency[0].label
+    level = about.at(at)
+    user, wait = user_speed(about, at), level.throughput.ttft_s if level else None
+    found = next((found for found in tables.shown_speedups(results) if found.of == about.name), None)
+    ends, length = about.acceptance_length_interval, about.acceptance_length
     return [
         Figure(f"{found.ratio:.2f}x", found.words, f"as fast as {found.over}, {found.level}") if found else None,
         Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
-        if length and ends and not results.degenerate() else None,
+        if length and ends and not about.degenerate()
+        else None,
         Figure(f"{user.value:,.1f}", f"{user.low:,.1f} to {user.high:,.1f}", f"tokens/s for a user, {at}")
-        if user else None,
+        if user
+        else None,
         Figure(f"{1000 * wait.p50:,.0f} ms", f"p99 {1000 * wait.p99:,.0f} ms", f"to the first token, {at}")
-        if wait else None,
-    ]  # fmt: skip
+        if wait
+        else None,
+    ]
 
 
 def sections(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Section]:

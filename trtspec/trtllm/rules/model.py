@@ -158,7 +158,7 @@ def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if decoding_type(document) is None:
         message = f"the head {deployment.head_name} is given and the file does not use it"
         yield finding_at(
-            document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop --head"
+            document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop `head`"
         )
     elif written and deployment.head_name and not same_checkpoint(str(written), deployment.head_name):
         message = f"the file names the head {written}, the command {deployment.head_name}"

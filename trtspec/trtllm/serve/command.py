@@ -191,11 +191,11 @@ def check_cluster(
     if cluster.ranks != world:
         message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} ranks; the engine's "
         message += f"parallel sizes make {world}"
-        yield Problem("TS-SERVE-WORLD", "error", "--nodes", message, "nodes x GPUs per node = tp x pp x cp")
+        yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message, "nodes x GPUs per node = tp x pp x cp")
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
             message = f"{cluster.nodes} nodes need a launcher that reaches them"
-            yield Problem("TS-SERVE-LAUNCHER", "error", "--launcher", message, "pass --launcher slurm, mpi or lws")
+            yield Problem("TS-SERVE-LAUNCHER", "error", "`launcher`", message, "pass `launcher` slurm, mpi or lws")
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
@@ -210,8 +210,8 @@ def check_file(cluster: Cluster, ours: bool, launching: bool) -> Iterator[Proble
     """`ours`: the configuration is written for this start, into a directory of this node."""
     if cluster.launcher != "direct" and ours:
         message = "a configuration written for this start lies on this node alone"
-        remedy = "write it with `trtspec build-config` where every node sees it, and pass --config"
-        yield Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "--config", message, remedy)
+        remedy = "write it with `trtspec build-config` where every node sees it, and pass `config`"
+        yield Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "`config`", message, remedy)
 
 
 def _missing(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -219,15 +219,15 @@ def _missing(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str
     if shutil.which(starter) is None:
         yield f"{starter} is not on PATH", "start on a node that has it"
     if cluster.launcher == "slurm" and "SLURM_JOB_ID" not in environ:
-        yield "this is not inside a Slurm allocation", "submit the job script that --dry-run prints, or run in salloc"
+        yield "this is not inside a Slurm allocation", "submit the job script that `dry_run` prints, or run in salloc"
     if cluster.launcher == "slurm" and environ.get("SLURM_NNODES", str(cluster.nodes)) != str(cluster.nodes):
-        yield f"the allocation has {environ['SLURM_NNODES']} nodes, not {cluster.nodes}", "allocate as many as --nodes"
+        yield f"the allocation has {environ['SLURM_NNODES']} nodes, not {cluster.nodes}", "allocate as many as `nodes`"
     if cluster.launcher == "lws":
         if "LWS_LEADER_ADDRESS" not in environ:
             yield "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet", "start in its leader pod"
         elif environ.get("LWS_GROUP_SIZE") != str(cluster.nodes):
             message = f"LWS_GROUP_SIZE is {environ.get('LWS_GROUP_SIZE')}, not {cluster.nodes}"
-            yield message, "size of the LeaderWorkerSet = --nodes"
+            yield message, "size of the LeaderWorkerSet = `nodes`"
 
 
 def job_script(cluster: Cluster, command: list[str]) -> str:

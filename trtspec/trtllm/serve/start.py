@@ -193,13 +193,13 @@ def _user_file(options: ServeOptions) -> _File | None:
     if path is None:
         return None
     if str(path) == STDIN:
-        raise UsageError("--config - : the engine reads its configuration from a file", "pass the path of one")
+        raise UsageError("`config` - : the engine reads its configuration from a file", "pass the path of one")
     text = read_yaml_text(path, "pass a file written by `trtspec build-config`")
     written = parse_intent(text)
     if written is not None and written.role == "front":
-        raise UsageError(f"{path} is the file of a front", f"pass it as --disaggregated {path}")
+        raise UsageError(f"{path} is the file of a front", f"pass it as `disaggregated` {path}")
     if written is not None and options.goal is not None:
-        raise UsageError(f"--goal is not used with --config: {path} decides it", "change the file, or leave it out")
+        raise UsageError(f"`goal` is not used with `config`: {path} decides it", "change the file, or leave it out")
     return _File(str(path), text, written, False)
 
 
@@ -207,7 +207,7 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(options.launcher_args))
     except ValueError as error:
-        message = f"--launcher-args {options.launcher_args!r} does not parse: {error}"
+        message = f"`launcher_args` {options.launcher_args!r} does not parse: {error}"
         raise UsageError(message, "quote it as for a shell") from None
 
 
@@ -216,7 +216,7 @@ def _head(options: ServeOptions, file: _File | None, launching: bool) -> Head | 
     weights are looked at too, not only its headers."""
     named = head_in(file.document) if file is not None else None
     if options.head and file is not None and named is None and not file.document.error:
-        message = f"--head is not used with --config: {file.path} has no speculative_config that names a head"
+        message = f"`head` is not used with `config`: {file.path} has no speculative_config that names a head"
         raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
     if options.head:
         return load_head(options.head, values=launching)
@@ -232,8 +232,8 @@ def _version(
     problems: list[Problem] = []
     installed = engine_version() if installed_counts else None
     if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
-        message = f"TensorRT-LLM {installed} is installed and would run; --trtllm-version says {asked}"
-        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "--trtllm-version", message, "leave the option out"))
+        message = f"TensorRT-LLM {installed} is installed and would run; `trtllm_version` says {asked}"
+        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "`trtllm_version`", message, "leave the option out"))
     written = file.written_for if file is not None else None
     if asked is None and installed is None and written is not None:
         version, reason = written.version, f"the version {file.path if file else ''} was written for"
@@ -242,7 +242,7 @@ def _version(
     if installed_counts and asked is None and installed is None:
         message = f"the installed engine does not tell its version; judged for {version}"
         problems.append(
-            Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass --trtllm-version")
+            Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass `trtllm_version`")
         )
     if written is not None and file is not None and written.version != version:
         message = f"{file.path} was written for TensorRT-LLM {written.version} and is judged for {version}"
@@ -335,7 +335,7 @@ class Front:
 def read_front(path: Path) -> Front:
     """Raises UsageError for a file that cannot be read; what is wrong inside is a problem of the result."""
     if str(path) == STDIN:
-        raise UsageError("--disaggregated - : the front reads its file itself", "pass the path of one")
+        raise UsageError("`disaggregated` - : the front reads its file itself", "pass the path of one")
     document = Document.parse(read_yaml_text(path, BUILD_FRONT))
     if document.error:
         raise UsageError(f"{path}:{document.error_line} cannot be used: {document.error}", BUILD_FRONT)
@@ -404,5 +404,5 @@ def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
                 continue
             if served not in names:
                 message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(names)}"
-                remedy = "pass the target that the servers serve; one with --served-model-name may keep its name"
+                remedy = "pass the target that the servers serve; one with `served_model_name` may keep its name"
                 yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)
