@@ -72,12 +72,10 @@ class BenchOptions:
     ] = ()
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        tuple[NamedUrl, ...],
-        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
     ] = ()
     rounds: Annotated[
-        int | None,
-        option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1),
+        int | None, option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1)
     ] = None
     warmup: Annotated[
         int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
@@ -245,10 +243,7 @@ def run(
             asyncio.run(wait_ready(url, options.wait_ready))
     path, stated = options.output / RAW_FILE if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
-    with (
-        progress_bar("asking", unit="answers") as bar,
-        RunJournal(path, header, restart=not options.resume) as journal,
-    ):
+    with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
         progress = measure.Progress(bar.say, bar.show, journal=journal)
         try:
             with interrupted_by_sigterm():
