@@ -89,7 +89,7 @@ def test_what_is_used_passes_unchanged(line: str) -> None:
 
 def test_a_record_of_python_is_checked_by_what_differs_from_the_defaults() -> None:
     assert checked(Options(target="x", mode="far"), FAR) == Options(target="x", mode="far")
-    with pytest.raises(UsageError, match="`ranks` is not used by the far mode"):
+    with pytest.raises(UsageError, match="`tp_size` is not used by the far mode"):
         checked(Options(target="x", ranks=8), FAR)
 
 

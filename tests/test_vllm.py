@@ -124,7 +124,7 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
         (["--vllm-version", "0.17.1"], "older than 0.18.1"),
         (["--vllm-version", "new"], "not a vLLM version"),
         (["--port", "0"], "any free port"),
-        (["--config", "x.yml"], "--config is not used by vLLM"),
+        (["--config", "x.yml"], "x.yml cannot be read"),
         (["--trtllm-version", "1.2.0"], "--trtllm-version is not used by vLLM"),
         (["--max-queue", "9"], "--max-queue is not used by vLLM"),
     ],

@@ -1,7 +1,7 @@
 """One frozen record per command: a dataclass whose fields carry their declaration.
 
 The command line, its environment variables, the line that replays a command, its parser and the Python verb are all
-made from the record, so an option is written down once. Where an option is used stands in its metadata; `checked`
+made from the record, so an option is written down once. Where an option is used is in its metadata; `checked`
 refuses by name what was set and is not used.
 
     @dataclass(frozen=True, kw_only=True)
@@ -347,8 +347,6 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     fields = fields_of(record)
 
     def filled(context: typer.Context, **values: Any) -> Any:
-        if str(values.get("output")) == "-":
-            raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
         sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
         running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
         before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
@@ -356,6 +354,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
             for key, value in values.items():
                 if key in sources and sources[key] and (value == "" or (isinstance(value, list) and "" in value)):
                     raise UsageError(f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out")
+            if str(values.get("output")) == "-":
+                raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
             return run(record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()}))
         finally:
             _typed.reset(running)

@@ -3,7 +3,7 @@
 Acceptance over all questions is paired by question. Speed differs from run to run of one server for reasons that all
 answers of a run share, and some servers report only totals: there LEAST_RUNS earlier runs give a prediction interval
 for one more. A regression is an interval that lies wholly below 1 - `max_regression`. The judged figures share the
-chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of comparisons. All else is only shown.
+chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of comparisons. The rest is only shown.
 """
 
 from __future__ import annotations

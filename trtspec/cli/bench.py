@@ -72,12 +72,10 @@ class BenchOptions:
     ] = ()
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        tuple[NamedUrl, ...],
-        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
     ] = ()
     rounds: Annotated[
-        int | None,
-        option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1),
+        int | None, option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1)
     ] = None
     warmup: Annotated[
         int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
@@ -174,7 +172,7 @@ def bench(options: BenchOptions) -> report.Result:
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
-    """Refuses an output that stands and is not the one that this run continues."""
+    """Refuses an existing output that this run does not continue."""
     from trtspec.bench.load.journal import RAW_FILE
 
     begun = options.output is not None and (options.output / RAW_FILE).is_file()
@@ -230,7 +228,7 @@ def run(
     urls: dict[str, str], work: BenchWorkload, options: BenchOptions, servers: Mapping[str, DetectedServer]
 ) -> tuple[BenchResults, list[dict[str, Any]]]:
     """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time. `servers`:
-    those of earlier results that it stands beside."""
+    those of earlier results shown with it."""
     import asyncio
 
     from trtspec.bench.load import assemble, measure
@@ -245,10 +243,7 @@ def run(
             asyncio.run(wait_ready(url, options.wait_ready))
     path, stated = options.output / RAW_FILE if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
-    with (
-        progress_bar("asking", unit="answers") as bar,
-        RunJournal(path, header, restart=not options.resume) as journal,
-    ):
+    with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
         progress = measure.Progress(bar.say, bar.show, journal=journal)
         try:
             with interrupted_by_sigterm():
