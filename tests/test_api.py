@@ -6,7 +6,6 @@ import inspect
 import os
 import subprocess
 import sys
-from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import trtspec
 from tests.tiny import make_head, make_target
 from trtspec.api import VERBS, lint
+from trtspec.records import fields_of
 
 ROOT = Path(__file__).parent.parent
 TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"
@@ -124,7 +124,7 @@ def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) ->
     from tests.cli.test_matrix import record_of
 
     parameters = inspect.signature(getattr(trtspec, verb)).parameters
-    declared = {item.name: item.default for item in fields(record_of(verb.replace("_", "-")))}
+    declared = {field.keyword: field.default for field in fields_of(record_of(verb.replace("_", "-"))).values()}
     assert set(parameters) == set(declared) - {"json_"}
     for name, parameter in parameters.items():
         if parameter.default is not inspect.Parameter.empty:
