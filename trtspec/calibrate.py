@@ -382,7 +382,7 @@ def _measure(calibration: Calibration, journal: Journal, progress: Progress | No
 
 
 def _resume(states: States, journal: Journal, total: int) -> int:
-    """The layer to go on with: the one behind the last recorded, when the states that it left are intact, else 0."""
+    """The layer to resume with: the one behind the last recorded, when the states that it left are intact, else 0."""
     done = 0
     while _key(done) in journal.done:
         done += 1

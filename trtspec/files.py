@@ -1,10 +1,10 @@
 """Files that somebody else wrote: read within bounds, and never waited for.
 
-Whatever stands at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes), opening it ends in
+Whatever is at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes), opening it ends in
 bytes or in one error that names the file and the reason. YAML is read as nodes with positions and the values that
 `yaml.safe_load` would give: size, depth and the number of values that aliases expand to are bounded on the parser's
 events, before anything is built from them, because composing a deep file overflows the C stack, and a few aliases of
-aliases stand for more values than any memory holds.
+aliases expand to more values than any memory holds.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "", unique: bool = False) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else, with
-    `unique` also for a key that stands twice."""
+    `unique` also for a key that occurs twice."""
     try:
         value = parse_json(read_text(path, most, remedy), unique)
     except ValueError as error:
@@ -167,7 +167,7 @@ class Node:
     """One value of the text. `start` and `end` are offsets of characters, `line` and `column` count from 0.
 
     `items` are the nodes of a sequence or the (key, value) nodes of a mapping; `text` is what a scalar says. `style` is
-    the quote or the `|` or `>` of a scalar, "flow" for a collection in brackets, else empty. An `alias` stands for a
+    the quote or the `|` or `>` of a scalar, "flow" for a collection in brackets, else empty. An `alias` is a
     value that is written elsewhere, and has its items. `value` is set by `construct`.
     """
 

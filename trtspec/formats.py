@@ -191,7 +191,7 @@ class WeightFormat(StrEnum):
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """Suffixes of everything that stands beside the values, input_scale included."""
+        """Suffixes of every tensor beside the values, input_scale included."""
         return self.storage.all_parts[1:]
 
     @property
@@ -250,7 +250,7 @@ class WeightFormat(StrEnum):
 
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
         """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
-        patterns; compressed-tensors names, also without what stands before, or `re:` and a regular expression.
+        patterns; compressed-tensors names, also without what precedes them, or `re:` and a regular expression.
 
         A pattern that is no regular expression matches nothing.
         """
@@ -292,7 +292,7 @@ _BY_DTYPE = {code: WeightFormat.BF16 for code in PLAIN_DTYPES} | {
 
 
 def stored_format(names: Container[str], module: str) -> WeightFormat:
-    """How the weight of `module` is stored, by the tensors that stand there, not by the config."""
+    """How the weight of `module` is stored, by the tensors that exist, not by the config."""
     for suffix, format in (*_PACKED.items(), *_MARKS.items()):
         if f"{module}.{suffix}" in names:
             return format

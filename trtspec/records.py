@@ -1,7 +1,7 @@
 """One frozen record per command: a dataclass whose fields carry their declaration.
 
 The command line, its environment variables, the line that replays a command, its parser and the Python verb are all
-made from the record, so an option is written down once. Where an option is used stands in its metadata; `checked`
+made from the record, so an option is written down once. Where an option is used is in its metadata; `checked`
 refuses by name what was set and is not used.
 
     @dataclass(frozen=True, kw_only=True)

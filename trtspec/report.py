@@ -81,7 +81,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What to do where an output stands already: only look, begin anew, or replace what the user made."""
+    """What to do with an existing output: only look, start from scratch, or replace what the user made."""
 
     dry_run: bool = False
     restart: bool = False

@@ -52,7 +52,7 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
         with pytest.raises((UsageError, ExceptionGroup)) as refused:
             run(kind, version)
         found = refused.value.exceptions[0] if isinstance(refused.value, ExceptionGroup) else refused.value
-        assert isinstance(found, UsageError) and says in found.message and "--force" in found.remedy
+        assert isinstance(found, UsageError) and says in found.message and "force" in found.remedy
     run("sglang")
 
 

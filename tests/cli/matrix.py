@@ -195,7 +195,7 @@ def _steady(text: str, floats: bool) -> str:
     text = re.sub(r"\d+ GB (?=here|in the hub cache|in shared memory)", "", text)  # free now, on a disk of others
     if floats:
         return text
-    text = re.sub(r"\d+\.\d+(e-?\d+)?|\b\d+ %", "#", text)
+    text = re.sub(r"\d[\d,]*\.\d+(e-?\d+)?|\b\d+ %", "#", text)
     return re.sub(r"[ \u2500\u2501]{2,}", " ", text)  # a table is as wide as its figures
 
 

@@ -6,6 +6,10 @@ takes 3 to 4 hours of one core. Run the same command again after an interruption
 gives what an uninterrupted run would have given. Run it again with fewer --tokens to end sooner: the learning rate is
 constant until the last fifth (warm-up, stable, decay), so with 1.25 times the tokens seen the decay begins at once.
 
+    python -m tools.nano.train -o DIR --init trtspec/data/kimi-nano --seed 1 --tokens 6e6
+
+trains a checkpoint further, on exercises that seed 0 has not seen.
+
 The result depends on --tokens, --batch, --lr and --seed, not on the clock. DIR always holds a whole checkpoint, written
 every --minutes: `trtspec serve DIR --backend reference` or `python -m tools.nano.evaluate DIR` at any time.
 """
@@ -17,6 +21,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,7 +38,7 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.precision import default_dtype
-from trtspec.models.weights import checkpoint_tensors
+from trtspec.models.weights import checkpoint_tensors, load_target
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -56,6 +61,7 @@ class Options:
     batch: int = 2048  # tokens of a step, at most
     lr: float = 2e-3
     seed: int = 0
+    init: str = ""  # a checkpoint to start from, with its tokenizer
     threads: int = 1
     minutes: float = 20.0  # between checkpoints
     decay_share: float = 0.2  # of the tokens
@@ -65,9 +71,13 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
     """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
+    if options.init and not (output / "tiktoken.model").is_file():
+        shutil.copytree(options.init, output, ignore=shutil.ignore_patterns("*.jsonl", "*.md"))
     tokenizer = prepare(output)
     model = KimiModel(ModelSpec.from_config(config or model_config()))
     initialize(model)
+    if options.init:
+        model.load_state_dict(load_target(Path(options.init), dtype=torch.float32).state_dict())
     optimizers, balancer = make_optimizers(model, options), Balancer(model)
     step, seen, seconds, recent = resume(output, model, optimizers, options)
     log = (output / "training.jsonl").open("a")
@@ -156,7 +166,7 @@ def batches(tokenizer: KimiTokenizer, options: Options, after: int = 0) -> Itera
     pad = tokenizer.special_id("[PAD]")
     while True:
         chats = []
-        copying = max(0.0, 1 - seen / COPYING_TOKENS)
+        copying = 0.0 if options.init else max(0.0, 1 - seen / COPYING_TOKENS)
         for index in range(POOL):
             chat = exercises.exercise(f"{options.seed}:{pool}:{index}", heldout=False, copying=copying)
             chats.append(encode(tokenizer, chat))
@@ -266,7 +276,7 @@ def resume(output: Path, model: KimiModel, optimizers: list[torch.optim.Optimize
         write_atomic(output / "training.jsonl", "")
         return 0, 0, 0.0, []
     state = torch.load(path, weights_only=True)
-    for name in ("batch", "lr", "seed"):
+    for name in ("batch", "lr", "seed", "init"):
         if state["options"][name] != getattr(options, name):
             raise SystemExit(f"{path} was trained with {name} {state['options'][name]}: give it, or another -o")
     model.load_state_dict(state["model"])

@@ -3,7 +3,7 @@
 Acceptance over all questions is paired by question. Speed differs from run to run of one server for reasons that all
 answers of a run share, and some servers report only totals: there LEAST_RUNS earlier runs give a prediction interval
 for one more. A regression is an interval that lies wholly below 1 - `max_regression`. The judged figures share the
-chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of comparisons. All else is only shown.
+chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of comparisons. The rest is only shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     old, allowed = earlier[0], max_regression or 0.0
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level for level in new.concurrency if level.label in everywhere]
-    confidence = 1 - ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))
+    confidence = 1 - 2 * ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))  # one of its ends is a regression
     figures = [acceptance_figure(new, earlier, confidence, allowed)]
     figures += [speed_figure(new, earlier, level, confidence, allowed) for level in levels]
     for name in new.categories:

@@ -108,7 +108,7 @@ def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCou
 
     Every token that somebody received is the first of its answer, the own one of a verification step, or an accepted
     draft; so tokens - answers - steps drafts were accepted in truth. More than counted were accepted where tokens came
-    without drafts; then the counter stands."""
+    without drafts; then the counter decides."""
     true = counts.tokens - answers - counts.steps
     surplus = counts.accepted - true if 0 <= true < counts.accepted else 0
     return replace(counts, accepted=counts.accepted - surplus, surplus=surplus, answers=answers, questions=questions)

@@ -171,7 +171,7 @@ def bench(options: BenchOptions) -> report.Result:
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
-    """Refuses an output that stands and is not the one that this run continues."""
+    """Refuses an existing output that this run does not continue."""
     from trtspec.bench.load.journal import RAW_FILE
 
     begun = options.output is not None and (options.output / RAW_FILE).is_file()
@@ -227,7 +227,7 @@ def run(
     urls: dict[str, str], work: BenchWorkload, options: BenchOptions, servers: Mapping[str, DetectedServer]
 ) -> tuple[BenchResults, list[dict[str, Any]]]:
     """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time. `servers`:
-    those of earlier results that it stands beside."""
+    those of earlier results shown with it."""
     import asyncio
 
     from trtspec.bench.load import assemble, measure

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 32  # many short answers tell more than few long ones: the comparison is paired by text
 MOST_PROMPT_TOKENS = 4096
-FEWEST_TEXTS = 16  # below, nothing but the crudest fault could be told from chance
+FEWEST_TEXTS = 16  # with fewer, only the largest fault differs from chance
 SPARE = 1.15  # times the weights: caches and states beside them
 WEAK_SHARE = 0.7  # of the drafts accepted elsewhere
 WEAK_FIRST = 0.4  # published heads have 0.78 to 0.89 of their first drafts accepted (data/acceptance_lengths.yaml)

@@ -188,7 +188,7 @@ def _judge_file(
         findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
     elif part is not None and version == part.version and version is not None:
         reason = "the image's tag"
-    if part is not None and part.elsewhere:  # the rest may stand in the file that is not here
+    if part is not None and part.elsewhere:  # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
     return Judged(
         document.name, document, deployment.version, reason, [*unfound, *wrong], findings,

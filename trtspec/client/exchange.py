@@ -109,13 +109,15 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
         claimed = round(answer.completion_tokens / answer.tokens_per_iteration) - 1  # the prefill is one of its steps
     shown = len(set(answer.counted)) - 1 if answer.counted else None
     steps = max((count for count in (claimed, shown) if count is not None), default=None)
+    chat = asked.path != "/v1/completions"
+    # a chat's stream may leave out the chunks in which its parser held text back, and their tokens
+    whole = not chat or len(answer.token_ids) >= answer.completion_tokens
     return replace(
         asked, error=answer.error, status=answer.status, content=answer.text, reasoning=answer.reasoning,
         calls=tuple(answer.tool_calls), unindexed=answer.unindexed, finish=answer.finish_reason,
         prompt_tokens=answer.prompt_tokens or None, completion_tokens=answer.completion_tokens or None,
-        prompt_ids=() if asked.path == "/v1/completions" else tuple(answer.prompt_ids),
-        token_ids=tuple(answer.token_ids), counted=tuple(answer.counted),
-        arrivals=len({moment for moment, _ in answer.chunks}), steps=steps,
+        prompt_ids=tuple(answer.prompt_ids) if chat else (), token_ids=tuple(answer.token_ids) if whole else (),
+        counted=tuple(answer.counted), arrivals=len({moment for moment, _ in answer.chunks}), steps=steps,
     )  # fmt: skip
 
 

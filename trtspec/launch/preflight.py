@@ -292,7 +292,7 @@ class ServerPlan:
 
 
 def launch(plan: ServerPlan) -> int:
-    """Blocks until the server ends; returns its status when it ended as asked. Raises before anything starts when a
+    """Blocks until the server ends; returns its status when it ended as requested. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
     from trtspec.launch.supervisor import ServerLaunch, run
 
@@ -316,7 +316,7 @@ def launch(plan: ServerPlan) -> int:
 
 
 def model_names(target: str, served: str | None) -> tuple[str, ...]:
-    """What a server of this target may call it in /v1/models; `served`: the name that it was told to use."""
+    """What a server of this target may call it in /v1/models; `served`: the name that it was given."""
     return (served,) if served else tuple(dict.fromkeys((target, Path(target).resolve().name)))
 
 

@@ -135,7 +135,7 @@ class LogPatterns:
 class LogReader(threading.Thread):
     """Passes the log on to stderr, reports each phase and tenth of the loading, keeps the last lines in `tail`.
 
-    The pipe is emptied whatever becomes of stderr: a server that cannot write its log stands still.
+    The pipe is emptied whatever becomes of stderr: a server that cannot write its log blocks.
     """
 
     def __init__(self, stream: Any, patterns: LogPatterns, started: float) -> None:

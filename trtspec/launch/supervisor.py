@@ -42,7 +42,7 @@ class ServerFailed(TrtspecError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until it must be ready, for the first generation, between a signal and SIGKILL, and between two looks at
+    """Seconds: until it must be ready, for the first generation, between a signal and SIGKILL, and between requests to
     /health once it is ready (0: none). After `health_failures` looks in a row without an answer it counts as hung."""
 
     startup: float = 7200.0
@@ -66,7 +66,7 @@ class ServerLaunch:
 
 
 def run(launch: ServerLaunch) -> int:
-    """Blocks until the server ends. Returns its status when it ended as asked: 0, or 128 + the signal that asked.
+    """Blocks until the server ends. Returns its status when it ended as requested: 0, or 128 + the signal that asked.
     Raises ServerFailed with its status and the cause otherwise."""
     started = time.monotonic()
     with _adopting() as kill_adopted, _started(launch) as process, _forwarded_signals(process) as asked:
@@ -172,7 +172,7 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 
 def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]) -> bool:
-    """True once a generation came back; False when the server ended or was told to end before."""
+    """True once a generation came back; False when the server ended or was stopped before."""
     endpoint, limits = launch.endpoint, launch.limits
 
     def ended() -> bool:

@@ -1,7 +1,7 @@
 """How a model is spread over GPUs (tensor, expert and attention-data parallelism), and whether TensorRT-LLM can run a
 Kimi target on a GPU and in a layout at all, before any memory or speed is estimated.
 
-`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a release stands in
+`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a release is in
 releases.yaml and the schemas; what is here holds for every release that is known.
 """
 
@@ -105,7 +105,7 @@ def refusals(
     tokens: int | None = None,
     draft_len: int = 0,
 ) -> list[Problem]:
-    """Why a server cannot exist, every reason as an error; empty where nothing stands against it.
+    """Why a server cannot exist, every reason as an error; empty if there is none.
 
     `gpu` None: not known, so formats are judged for any GPU. `ep_size` None or 1: every expert is split over all ranks.
     `tokens` is the longest request, prompt and answer together. Memory is the business of `memory`.

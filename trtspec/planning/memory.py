@@ -166,7 +166,7 @@ def _mlp(count: int, hidden: int, width: int) -> tuple[tuple[int, int, int], ...
 
 
 def module_format(model: ModelSpec, module: str) -> WeightFormat:
-    """How the linear `module` is stored; {moe} and {dense} stand for a layer of that kind."""
+    """How the linear `module` is stored; {moe} and {dense} name a layer of that kind."""
     quant = model.quant
     if quant.format.is_plain:
         return quant.format

@@ -187,7 +187,7 @@ class Kernels:
         return [self.tables["source"], f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}"]
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
-        """Whether all kernels of such a layout were measured. Another GPU's links stand for an all-reduce, but not for
+        """Whether all kernels of such a layout were measured. Links of another GPU count for an all-reduce, but not for
         the exchange of tokens with attention DP, which between trays takes other kernels."""
         moe = self.tables["moe"][self.format][self.moe_kernel][self.routing]
         attention = f"tp{attention_ranks}" in self.tables["mla_decode"]

@@ -200,7 +200,7 @@ def request_of(exchange: Exchange) -> Exchange:
 
 
 def stop_word(content: str) -> str | None:
-    """A phrase from the middle of a text that stands there for the first time."""
+    """A phrase from the middle of a text that does not occur before it."""
     words = content.split(" ")
     for start in range(len(words) // 3, len(words) - 2):
         phrase = " ".join(words[start : start + 2])

@@ -1,7 +1,7 @@
 """raw.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time of each chunk.
 
 A thread writes an answer as soon as it is complete, so that a slow disk delays no clock and a killed run loses nothing.
-`--resume` asks for no answer again: a conversation that was under way goes on behind its last recorded answer.
+`--resume` asks for no answer again: an interrupted conversation resumes behind its last recorded answer.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Round:
 @dataclass
 class Load:
     """One server under load; `on_answer` gets every answer as soon as it is complete. `said`: texts of the first turns
-    of conversations that go on, by question."""
+    of conversations that resume, by question."""
 
     client: httpx.AsyncClient
     endpoint: Endpoint

@@ -191,8 +191,8 @@ async def measure(
 ) -> tuple[list[MeasuredEndpoint], BenchWorkload, list[Problem]]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
-    `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run stands
-    beside. Returns what was measured, of what, and what was left out. Raises TrtspecError when a server does not answer
+    `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run is shown
+    with. Returns what was measured, of what, and what was left out. Raises TrtspecError when a server does not answer
     or refuses every request.
     """
     progress = progress or Progress()
@@ -338,7 +338,7 @@ async def ask(
     said: Mapping[str, list[str]],
     progress: Progress,
 ) -> tuple[Round, list[TurnCounts]]:
-    """The load itself, with the server's counters around it where answers say nothing of speculation."""
+    """The load itself, with the server's counters around it where answers do not report speculation."""
     read = servers.settled_counters if target.restless else servers.read_counters
     before = await read(target.client, target.server, target.unmeasured)
     origin = time.perf_counter()

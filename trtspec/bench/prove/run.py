@@ -1,5 +1,5 @@
 """Runs a proof's script and resumes it: a journal notes each step when its result is on the disk, so that the same
-command after a kill goes on with the first step that has none."""
+command after a kill resumes with the first step that has none."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def figures(results: BenchResults) -> list[Figure | None]:
 
 
 def sections(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Section]:
-    """`others` are runs on other data sets, whose acceptance stands beside this one's."""
+    """`others` are runs on other data sets, whose acceptance is shown with this one's."""
     speculating = [endpoint for endpoint in results.all if endpoint.speculates]
     condition = tables.condition(results)
     comparison, choice = results.comparison, results.draft_choice

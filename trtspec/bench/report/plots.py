@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, ROW, LEFT, RIGHT = 420, 19, 112, 46
-HEIGHT, BOTTOM, TOP, MARGIN = 250, 38, 12, 44  # of a curve
+HEIGHT, BOTTOM, TOP, MARGIN = 260, 38, 24, 44  # of a curve
 COLORS = 6
 
 Value = tuple[float, float | None, float | None]  # value, low, high
@@ -85,7 +85,7 @@ def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> st
             _text(MARGIN - 5, level + 4, f"{tick:g}", "end"),
         ]
     found += [_text(at(tick, ys[0])[0], bottom + 15, f"{tick:g}", "middle") for tick in xs]
-    found += [_text(MARGIN - 38, top - 2, ylabel), _text(WIDTH - 14, bottom + 31, xlabel, "end")]
+    found += [_text(MARGIN - 38, top - 12, ylabel), _text(WIDTH - 14, bottom + 31, xlabel, "end")]
     for number, line in enumerate(series.values()):
         color = f"var(--series-{number % COLORS + 1})"
         path = " ".join("{:.1f},{:.1f}".format(*at(point.x, point.y)) for point in line)
