@@ -68,7 +68,7 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
         parse_version(text)
     if text[:1].isdigit() and "x" not in text:
         assert text in refused.value.message and "1.2.0 to 1.4.0rc1 are known" in refused.value.message
-        assert "--trtllm-version 1.4.0rc1" in refused.value.remedy
+        assert "`trtllm_version` 1.4.0rc1" in refused.value.remedy
 
 
 def test_eagle_with_a_directory_parses_in_every_line() -> None:

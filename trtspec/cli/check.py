@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
 from trtspec.cli.options import request_limits_of
+from trtspec.client.addresses import server_url
 from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
 from trtspec.report import Result
@@ -75,6 +76,8 @@ def check(options: CheckOptions) -> Result:
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
         raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
+    if options.against and "://" in options.against:
+        server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
         if options.record in (options.score, Path(options.against or "")):
             raise UsageError(f"--record {options.record} is also read", "give --record another file")
@@ -196,7 +199,6 @@ async def _written(options: CheckOptions, asker: Asker, ask: Any) -> list[Exchan
 
 async def _connect(options: CheckOptions, url: str, what: str, bar: report.Bar) -> Asker:
     from trtspec.bench.check.asking import connect
-    from trtspec.client.addresses import server_url
 
     def tokenizer(model: str) -> KimiTokenizer:
         return _tokenizer(options.tokenizer or model)
