@@ -79,7 +79,7 @@ def test_no_drafts_are_proposed_where_they_are_fastest() -> None:
 def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
     with pytest.raises(UsageError, match="1 draft length was measured") as refused:
         choose({3: served(3)})
-    assert "--at" in refused.value.remedy
+    assert "`at`" in refused.value.remedy
     loops = replace(served(3), degeneration=judge_run(["loop " * 60] * 4))
     with pytest.raises(UsageError, match="degenerate"):
         choose({1: served(1), 3: loops})
@@ -109,7 +109,7 @@ def test_lengths_come_from_what_was_drafted_or_given() -> None:
     assert set(served_by([mute, served(1)], {"k3": 3}, {6: served(6)})) == {1, 3, 6}
     with pytest.raises(UsageError, match="does not report its draft length") as refused:
         served_by([mute], {}, {})
-    assert "--at K=u" in refused.value.remedy
+    assert "`at` K=u" in refused.value.remedy
     with pytest.raises(UsageError, match="it drafts 3 tokens per step"):
         served_by([served(3)], {"k3": 5}, {})
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tests.bench.test_statistics import run_of
 from tests.cli.matrix import Effect, Situation, effects
 from tests.cli.matrix_making import a_file, journal, line
+from trtspec.bench.statistics import summarize
 
 
 def beside(suffix: str) -> Any:
@@ -124,10 +129,11 @@ ONCE = line("watch {url} --once --baseline {out}.json")
 
 def accepting(out: Path) -> None:
     """A results.json that a watch can judge by."""
-    category = {"steps": 4000, "accepted": 6000, "histogram": None}
-    body = {"name": "x", "url": "x", "server": {}, "workload": {}, "concurrency": []}
+    run = run_of(np.random.default_rng(0), [str(number) for number in range(60)], np.zeros(60), 0.0)
     for suffix, name in ((".json", "code"), (".2", "docs")):
-        out.with_suffix(suffix).write_text(json.dumps({**body, "categories": {name: category}}))
+        turns = [replace(turn, category=name) for turn in run.turns_detail]
+        named = replace(run, turns_detail=turns, categories={name: summarize(turns)})
+        out.with_suffix(suffix).write_text(json.dumps(named.to_dict()))
 
 
 PROVE = line("prove {target} --head {head} --backend reference -o {out}")

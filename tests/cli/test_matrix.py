@@ -289,7 +289,7 @@ def options_of(command: str) -> list[str]:
     return [
         name
         for name, hint in hints.items()
-        if any(isinstance(part, typer.models.OptionInfo) for part in hint.__metadata__)
+        if any(isinstance(part, typer.models.OptionInfo) for part in getattr(hint, "__metadata__", ()))
     ]
 
 

@@ -105,13 +105,19 @@ class Targets:
 
     def spread(self, name: str, touched: str, status: object, out: Path) -> str:
         if status != 0:
-            return "half-written output" if (out / "config.json").exists() else ""
+            return "" if not (out / "config.json").exists() or status == 3 and named(out) else "half-written output"
         clean, made = self.outputs[name], contents(out)
         if clean.keys() != made.keys():
             return f"other tensors: {sorted(clean.keys() ^ made.keys())[:3]}"
         spread = [tensor for tensor in clean if clean[tensor] != made[tensor] and not may_differ(tensor, touched)]
         left = [path.name for path in out.iterdir() if path.name.endswith((".partial", ".tmp"))]
         return f"silent change of {spread[:3]}" if spread else f"left behind: {left}" if left else ""
+
+
+def named(out: Path) -> bool:
+    """Whether provenance.json of a finished output names an error of its source."""
+    problems = json.loads((out / "provenance.json").read_text())["problems"]
+    return any(problem["severity"] == "error" for problem in problems)
 
 
 def judge_all(room: Path, run: Runner, count: int) -> None:

@@ -82,7 +82,7 @@ def test_another_source_is_refused_unless_accepted(source, tmp_path, how, messag
         plan(other, scales)
     assert plan(other, scales, accept=True).quantized == 2 * 12
     quantize_checkpoint(other, tmp_path / "out", K26, ConversionOptions(input_scales=scales, accept_input_scales=True))
-    assert "not bound to this source, accepted with --accept-input-scales" in (tmp_path / "out/README.md").read_text()
+    assert "not bound to this source, accepted with `accept_input_scales`" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path):

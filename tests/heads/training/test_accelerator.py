@@ -104,7 +104,7 @@ def test_a_training_step_reads_the_device_once(
     monkeypatch.setattr(Tensor, "backward", backward)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    with fake_cuda((8, 0)) as transfers:
+    with fake_cuda() as transfers:
         stepper = stepper_for(onto("cuda", model), target, options, False)
         for step in (1, 2):
             stepper.step(step, [[0, 1], [2]])
@@ -127,7 +127,7 @@ def test_the_backward_pass_reads_nothing(
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     model = module_for(target, attention, eagle)
-    with fake_cuda((8, 0)) as transfers:
+    with fake_cuda() as transfers:
         objective = Objective(onto("meta", model), TrainOptions(ttt_steps=3), recompute)
         tokens, counted = (torch.zeros(size, dtype=torch.int64, device="meta") for size in ((2, 14), (3,)))
         places = torch.zeros(20, dtype=torch.int64, device="meta")
