@@ -26,7 +26,7 @@ ZENSICAL = Path(sys.executable).parent / "zensical"
 WIDTHS = (1440, 820, 390)
 SCREENS = ((1440, False), (1440, True), (390, False), (390, True))
 PAPER = ((704, False), (704, True))  # A4 within its margins
-REPORT = ROOT / "docs" / "samples" / "bench-report.html"
+REPORT = ROOT / "docs" / "samples" / "report.html"
 
 pytestmark = [
     pytest.mark.slow,

@@ -87,8 +87,8 @@ def picture_of_report(chromium: str) -> None:
 
     with Browser(chromium) as browser:
         browser.screen(1120, 900)
-        browser.visit((SAMPLES / "bench-report.html").as_uri())
-        browser.screenshot(SAMPLES / "bench-report.png")
+        browser.visit((SAMPLES / "report.html").as_uri())
+        browser.screenshot(SAMPLES / "report.png")
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
             picture_of_first_answer(*urls)
         words = ("prove", "kimi-nano", *head, *PROOF, "-o", str(directory / "proof"), "--port", str(FIRST_PORT))
         subprocess.run([sys.executable, "-m", "trtspec", *words], check=True)
-        shutil.copyfile(directory / "proof" / "report.html", SAMPLES / "bench-report.html")
+        shutil.copyfile(directory / "proof" / "report.html", SAMPLES / "report.html")
     picture_of_report(os.environ["TRTSPEC_CHROMIUM"])
     for path in sorted(SAMPLES.iterdir()):
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
