@@ -270,7 +270,7 @@ def bench_tells_the_engines_counters(results: dict[str, Any], before: Counters, 
     the end of answers; they are the surplus, which no token of an answer accounts for."""
     tokenizer = KimiTokenizer(NANO)
     chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
-    rendered = [list(tokenizer.apply_chat_template(question.first_request()[0])) for question in chosen]
+    rendered = [list(tokenizer.apply_chat_template(*question.first_request())) for question in chosen]
     ours = reference(NANO, HEAD, [GenerationRequest(str(n), ids, BENCH_TOKENS) for n, ids in enumerate(rendered)])
     received = sum(len(answer.token_ids) for answer in ours.answers.values())
     passes, told = [results, *results["categories"].values()], results["concurrency"][0]["throughput"]
