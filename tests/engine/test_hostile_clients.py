@@ -78,7 +78,12 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: body[:40].decode("latin-1"))
 def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30)
+    # Grammars compile at the lowest priority: on a busy machine the server may ask to come again first.
+    for _ in range(10):
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30)
+        if answer.status_code != 503:
+            break
+        time.sleep(float(answer.headers["retry-after"]))
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
 
