@@ -148,7 +148,7 @@ def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator
             out,
             POLICY,
             ConversionOptions(
-                kv_cache=None, input_scales=file, accept_input_scales=True, weight_scales=weights, workers=1
+                kv_cache=None, input_scales=file, accept_input_scales=file is not None, weight_scales=weights, workers=1
             ),
         )
         model = load_target(out, dtype=torch.float32)
