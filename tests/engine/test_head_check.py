@@ -33,12 +33,15 @@ def named(found: list[Trial]) -> str | None:
     return found[0].suspicion.kind if found[0].named else None
 
 
-@pytest.mark.parametrize("fault", [None, "lm-head", "norm-output"])  # other layer ids cost this head less than TELLING
+@pytest.mark.parametrize("fault", [None, "layer-ids", "lm-head", "norm-output"])
 def test_a_planted_fault_is_named_and_a_sound_head_is_not_accused(fault: str | None) -> None:
     head = trained("mla", "3.1", False)
     planted = FAULTS[fault](*head) if fault else head
     assert planted is not None
     found = check(planted, sorted(held_out_prompts(24), key=len)[:16])
+    if fault == "layer-ids":  # they cost this head less than TELLING: not named, but what undoes them is ahead
+        assert found[0].suspicion.spec == head[0] and named(found) in (fault, None)
+        return
     assert named(found) == fault
     assert fault or min(trial.before for trial in found if not trial.suspicion.later) > 0.65
 

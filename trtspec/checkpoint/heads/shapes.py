@@ -171,7 +171,9 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
     if not found:
         return flags
     code = "TS-HEAD-TENSOR-SHAPE" if len(found) == 1 else "TS-HEAD-SHAPE"
-    more = f", and {len(found) - 1} more tensors have another shape" if len(found) > 1 else ""
+    others = [text.partition(" ")[0] for text in found[1:]]
+    rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    more = f"; of another shape too: {', '.join(others[:3])}{rest}" if others else ""
     return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
 
 
