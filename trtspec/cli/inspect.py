@@ -70,9 +70,10 @@ class InspectOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """What a checkpoint was compared with and what that gave: for a head and its target the tensor parallel sizes that
-    divide the head, for a derived checkpoint the comparison with its source, for a draft that is no Eagle3 head
-    and a target nothing."""
+    """What a checkpoint was compared with, and the result.
+
+    A head and its target have the tensor parallel sizes that divide the head; a derived checkpoint has the comparison
+    with its source. Other drafts have neither."""
 
     name: str
     tensor_parallel_sizes: list[int] | None = None

@@ -1,5 +1,5 @@
-"""The one canonical record (HeadSpec) that a head of any dialect becomes, what is taken for a head and is none, and
-whether a converted head is still the one that it was made from.
+"""Reads a head of any dialect into one canonical record (HeadSpec). Recognises drafts that are no Eagle3 heads, and
+compares a converted head with the one that it was made from.
 
 A dimension is what config.json states, or what the first tensor shows where it states nothing. Where the two disagree,
 `read_head` reports a problem.
