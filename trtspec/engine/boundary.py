@@ -86,8 +86,8 @@ def body_limit(max_seq_len: int) -> int:
 
 @dataclass(frozen=True)
 class Boundary:
-    """ASGI middleware. It gives every answer an `X-Request-Id`, the client's own if it sent one, and asks for the API key
-    everywhere but at /health. An exception becomes status 500 without its text, which goes to the log."""
+    """ASGI middleware. It gives every answer an `X-Request-Id`, the client's own if it sent one. It asks for the API
+    key everywhere but at /health. An exception becomes status 500 without its text, which goes to the log."""
 
     app: ASGIApp
     api_key: str | None = None
