@@ -39,11 +39,12 @@ def test_a_planted_fault_is_named_and_a_sound_head_is_not_accused(fault: str | N
     planted = FAULTS[fault](*head) if fault else head
     assert planted is not None
     found = check(planted, sorted(held_out_prompts(24), key=len)[:16])
-    if fault == "layer-ids":  # they cost this head less than TELLING: not named, but what undoes them is ahead
-        assert found[0].suspicion.spec == head[0] and named(found) in (fault, None)
+    if fault == "layer-ids":  # no other cause is named; this one is, unless it costs less than these texts can tell
+        undone = next(trial for trial in found if trial.suspicion.kind == fault and trial.suspicion.spec == head[0])
+        assert named(found) == fault or (named(found) is None and undone.after - undone.before < TELLING)
         return
     assert named(found) == fault
-    assert fault or min(trial.before for trial in found if not trial.suspicion.later) > 0.65
+    assert fault or min(trial.before for trial in found if not trial.suspicion.later) > 0.75
 
 
 def tiny_head(tmp_path, target_dir, target, kind: tuple[str, str, bool]) -> Head:

@@ -203,8 +203,8 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
 
 
 def as_int4(directory: Path) -> Path:
-    """kimi-nano as Kimi-K2.5 is published: routed experts INT4, pack-quantized. Groups of 32, but of 16 where a row of
-    48 has no whole groups of 32."""
+    """kimi-nano as Kimi-K2.5 is published: routed experts INT4, pack-quantized, in groups of 32; the second group of a
+    row of 48 has 16 values."""
     directory.mkdir()
     for path in kimi_nano_dir().iterdir():
         if path.suffix in (".json", ".jinja", ".model") and path.name != "config.json":
@@ -226,10 +226,10 @@ def as_int4(directory: Path) -> Path:
 def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """compressed-tensors pack-quantized: eight values plus 8 in one int32, low bits first."""
     rows, columns = weight.shape
-    size = 32 if columns % 32 == 0 else 16
-    groups = weight.float().view(rows, -1, size)
+    groups = F.pad(weight.float(), (0, -columns % 32)).view(rows, -1, 32)
     scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).to(torch.bfloat16)
-    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).view(rows, columns // 8, 8) + 8
+    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).view(rows, -1)
+    codes = codes[:, :columns].reshape(rows, columns // 8, 8) + 8
     packed = (codes << (4 * torch.arange(8))).sum(-1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     shape = torch.tensor([rows, columns], dtype=torch.int64)

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.nano.values import TEXT, WORDS, Draw, plural
+from tools.nano.values import MADE_UP, TEXT, WORDS, Draw, plural
 from trtspec.report import write_atomic
 
 Message = dict[str, Any]
-LEFT_OUT = ("results", "table", "document")  # ends in a tool's result instead of a question; seldom right
+LEFT_OUT = ("results", "document")  # ends in a tool's result instead of a question; half of them wrong
 LONGEST_DOCUMENT = 4400  # characters, about 1,500 tokens
 COPYING = ("repeat", "sorting", "spelling", "extraction", "table")  # taught first
 WEIGHTS = {  # long conversations come seldom: a few of them have as many tokens as all others
-    "repeat": 2.0, "sorting": 2.5, "extraction": 2.5, "schema": 1.5, "arithmetic": 1.5, "table": 0.7, "tools": 0.7,
-    "document": 0.4, "results": 0.4, "chat": 0.3,
+    "repeat": 2.0, "sorting": 2.5, "extraction": 2.5, "schema": 1.5, "rewriting": 1.5, "turns": 1.5, "table": 1.2,
+    "tools": 0.7, "document": 0.5, "results": 0.5, "chat": 0.3,
 }  # fmt: skip
 
 
@@ -80,9 +80,12 @@ class Exercise:
         return found | {"reference": reference, "check": self.task.check}
 
 
-def exercise(seed: str, heldout: bool, copying: float = 0.0, kind: str | None = None) -> Exercise:
-    """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost always."""
-    draw = Draw(seed, heldout)
+def exercise(
+    seed: str, heldout: bool, copying: float = 0.0, kind: str | None = None, made_up: float = MADE_UP
+) -> Exercise:
+    """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost always; `made_up` the
+    share of a training exercise's names and things that no list has."""
+    draw = Draw(seed, heldout, made_up)
     weights = [WEIGHTS.get(name, 1.0) * (1.0 if name in COPYING else 1.0 - copying) for name in KINDS]
     kind = kind or draw.random.choices(list(KINDS), weights)[0]
     task = KINDS[kind](draw)
@@ -216,7 +219,7 @@ def document(d: Draw) -> Task:
     people, text = [], ""
     for _ in range(d.number(2, d.pick([4, 9, 24, 42] if d.heldout else [4, 4, 6, 6, 9, 14, 24, 42]))):
         name, job, place = d.person(), d.job(), d.place()
-        noun = d.value(lambda: d.pick(WORDS["nouns"]), again=True)
+        noun = d.thing(lambda: d.pick(WORDS["nouns"]), again=True)
         fact = d.free("fact", name=name, job=job, place=place, noun=noun)
         if len(text) + len(fact) < LONGEST_DOCUMENT:
             people.append((name, job, place))

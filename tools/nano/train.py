@@ -1,10 +1,12 @@
 """Trains kimi-nano, the small Kimi-shaped target that ships with trtspec, on the exercises of exercises.py.
 
-    nice -n 5 python -m tools.nano.train -o DIR --tokens 12e6 --threads 1
+    python -m tools.nano.train -o DIR --tokens 12e6
+    python -m tools.nano.train -o DIR --tokens 50e6 --batch 8192 --device cuda
 
-takes 3 to 4 hours of one core. Run the same command again after an interruption: it continues from DIR/state.pt and
-gives what an uninterrupted run would have given. Run it again with fewer --tokens to end sooner: the learning rate is
-constant until the last fifth (warm-up, stable, decay), so with 1.25 times the tokens seen the decay begins at once.
+The first takes 3 to 4 hours of one core, the second minutes of a large GPU. Run the same command again after an
+interruption: it continues from DIR/state.pt and gives what an uninterrupted run would have given (on a GPU up to
+rounding). Run it again with fewer --tokens to end sooner: the learning rate is constant until the last fifth (warm-up,
+stable, decay), so with 1.25 times the tokens seen the decay begins at once.
 
     python -m tools.nano.train -o DIR --init trtspec/data/kimi-nano --seed 1 --tokens 6e6
 
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from tools.nano import exercises, vocabulary
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -44,15 +47,17 @@ from trtspec.specs import ModelSpec
 
 BASE_VOCABULARY = 1792
 LONGEST = 1664  # tokens; a longer exercise is left out
-POOL = 256  # exercises that are sorted by length before batches are cut
-COPYING_TOKENS = 1.3e6  # at first only copying is taught; other kinds come in until here
-WARM_UP = 100_000  # tokens
+POOL = 256  # exercises for 2,048 tokens of a batch, sorted by length before batches are cut
+COPYING_BATCHES = 640  # at first only copying is taught; other kinds come in until here
+FROM_WORKERS = 16  # batches that a process of its own keeps ready for a GPU
+WARM_UP_BATCHES = 50
 PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their values are random
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
 
 
 # steps, tokens and seconds done; (loss of answers, their tokens) of each step since the last line of the log
-Done = tuple[int, int, float, list[tuple[float, int]]]
+Recent = list[tuple[Tensor, int]]
+Done = tuple[int, int, float, Recent]
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Options:
     lr: float = 2e-3
     seed: int = 0
     init: str = ""  # a checkpoint to start from, with its tokenizer
+    device: str = "cpu"
     threads: int = 1
     minutes: float = 20.0  # between checkpoints
     decay_share: float = 0.2  # of the tokens
@@ -71,6 +77,7 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
     """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU; a CPU has none
     if options.init and not (output / "tiktoken.model").is_file():
         shutil.copytree(options.init, output, ignore=shutil.ignore_patterns("*.jsonl", "*.md"))
     tokenizer = prepare(output)
@@ -78,17 +85,23 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
     initialize(model)
     if options.init:
         model.load_state_dict(load_target(Path(options.init), dtype=torch.float32).state_dict())
+    model.to(options.device)
     optimizers, balancer = make_optimizers(model, options), Balancer(model)
     step, seen, seconds, recent = resume(output, model, optimizers, options)
     log = (output / "training.jsonl").open("a")
     saved, first, cpu = time.monotonic(), seen, time.process_time()
     began = saved - seconds
-    for ids, weights in batches(tokenizer, options, after=step):
+    source = Batches(tokenizer, options, after=step)
+    ahead = {"num_workers": 1, "prefetch_factor": FROM_WORKERS} if options.device != "cpu" else {}
+    for ids, weights in DataLoader(source, batch_size=None, **ahead):
         if seen >= options.tokens:
             break
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(seen, options)
+        seen += int((weights > 0).sum())
+        answers = int((weights[:, 1:] == 1).sum())
+        ids, weights = ids.to(options.device, non_blocking=True), weights.to(options.device, non_blocking=True)
         logits = model(ids[:, :-1]).logits
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         wanted = weights[:, 1:].flatten()
@@ -99,11 +112,11 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         balancer.step()
-        step, seen = step + 1, seen + int((weights > 0).sum())
-        recent.append((losses.detach()[wanted == 1].sum().item(), int((wanted == 1).sum())))
+        step += 1
+        recent.append(((losses.detach() * (wanted == 1)).sum(), answers))
         if step % 10 == 0:
             total, count = map(sum, zip(*recent, strict=True))
-            row: dict[str, Any] = {"step": step, "tokens": seen, "loss": round(total / count, 4)}
+            row: dict[str, Any] = {"step": step, "tokens": seen, "loss": round(float(total) / count, 4)}
             recent.clear()
             row["seconds"] = round(time.monotonic() - began, 1)
             row["tokens_per_cpu_second"] = round((seen - first) / (time.process_time() - cpu), 1)
@@ -112,7 +125,6 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
             print(row, flush=True)
         if time.monotonic() - saved > 60 * options.minutes:
             keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
-            evaluate_now(output, seen)
             saved = time.monotonic()
     keep(output, model, optimizers, options, (step, seen, time.monotonic() - began, recent))
     return model
@@ -140,7 +152,7 @@ def prepare(output: Path) -> KimiTokenizer:
     """The tokenizer in `output`, learned on the first exercises where there is none yet."""
     if not (output / "tiktoken.model").is_file():
         output.mkdir(parents=True, exist_ok=True)
-        chats = (exercises.exercise(f"vocabulary:{index}", heldout=False) for index in range(8000))
+        chats = (exercises.exercise(f"vocabulary:{index}", heldout=False, made_up=0) for index in range(8000))
         texts = (
             json.dumps(m.get("tool_calls")) if m.get("tool_calls") else m["content"] for c in chats for m in c.messages
         )
@@ -159,34 +171,39 @@ def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int
     return ids, weights
 
 
-def batches(tokenizer: KimiTokenizer, options: Options, after: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+class Batches(IterableDataset[tuple[Tensor, Tensor]]):
     """Batches [rows, longest] of ids and weights, behind the first `after`: whole conversations of about equal length,
     each from position 0 and seeing itself only; padding has weight 0. No exercise comes twice."""
-    pool, seen, number = 0, 0, 0
-    pad = tokenizer.special_id("[PAD]")
-    while True:
-        chats = []
-        copying = 0.0 if options.init else max(0.0, 1 - seen / COPYING_TOKENS)
-        for index in range(POOL):
-            chat = exercises.exercise(f"{options.seed}:{pool}:{index}", heldout=False, copying=copying)
-            chats.append(encode(tokenizer, chat))
-        chats = sorted((chat for chat in chats if len(chat[0]) <= LONGEST), key=lambda chat: len(chat[0]))
-        seen += sum(len(ids) for ids, _ in chats)
-        groups: list[list[tuple[list[int], list[float]]]] = [[]]
-        for chat in chats:
-            if groups[-1] and (len(groups[-1]) + 1) * len(chat[0]) > options.batch:
-                groups.append([])
-            groups[-1].append(chat)
-        random.Random(f"{options.seed}:{pool}").shuffle(groups)
-        for group in groups:
-            number += 1
-            if number > after:
-                size = max(len(ids) for ids, _ in group)
-                yield (
-                    torch.tensor([ids + [pad] * (size - len(ids)) for ids, _ in group]),
-                    torch.tensor([weights + [0.0] * (size - len(weights)) for _, weights in group]),
-                )
-        pool += 1
+
+    def __init__(self, tokenizer: KimiTokenizer, options: Options, after: int = 0) -> None:
+        self.tokenizer, self.options, self.after = tokenizer, options, after
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        options, pad = self.options, self.tokenizer.special_id("[PAD]")
+        pool, seen, number = 0, 0, 0
+        while True:
+            chats = []
+            copying = 0.0 if options.init else max(0.0, 1 - seen / (COPYING_BATCHES * options.batch))
+            for index in range(POOL * max(1, options.batch // 2048)):
+                chat = exercises.exercise(f"{options.seed}:{pool}:{index}", heldout=False, copying=copying)
+                chats.append(encode(self.tokenizer, chat))
+            chats = sorted((chat for chat in chats if len(chat[0]) <= LONGEST), key=lambda chat: len(chat[0]))
+            seen += sum(len(ids) for ids, _ in chats)
+            groups: list[list[tuple[list[int], list[float]]]] = [[]]
+            for chat in chats:
+                if groups[-1] and (len(groups[-1]) + 1) * len(chat[0]) > options.batch:
+                    groups.append([])
+                groups[-1].append(chat)
+            random.Random(f"{options.seed}:{pool}").shuffle(groups)
+            for group in groups:
+                number += 1
+                if number > self.after:
+                    size = max(len(ids) for ids, _ in group)
+                    yield (
+                        torch.tensor([ids + [pad] * (size - len(ids)) for ids, _ in group]),
+                        torch.tensor([weights + [0.0] * (size - len(weights)) for _, weights in group]),
+                    )
+            pool += 1
 
 
 # --- optimization ------------------------------------------------------------------------------------------------
@@ -202,21 +219,25 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            # matrices of one shape are orthogonalized together: a GPU spends its time on starting kernels
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                kept = state.setdefault("momentum", torch.zeros_like(parameter))
-                kept.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonal(parameter.grad.lerp(kept, group["momentum"]))
-                scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                if parameter.grad is not None:
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for shape, parameters in by_shape.items():
+                kept = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
+                grads = [p.grad for p in parameters]
+                torch._foreach_lerp_(kept, grads, 1 - group["momentum"])
+                updates = orthogonal(torch.stack(torch._foreach_lerp(grads, kept, group["momentum"])))
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                scale = 0.2 * math.sqrt(max(shape[-2:]))
+                torch._foreach_add_(parameters, updates.unbind(), alpha=-group["lr"] * scale)
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     """A matrix with the same singular vectors and values of about 1, by a quintic iteration; in bfloat16 if native."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = (matrix.mT if tall else matrix).to(default_dtype())
+    x = (matrix.mT if tall else matrix).to(default_dtype(matrix.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
@@ -261,7 +282,7 @@ class Balancer:
 
 def learning_rate(seen: float, options: Options) -> float:
     """Linear warm-up, constant, then linear down to 2 % of the peak over the last fifth of the tokens."""
-    warm = min(1.0, (seen + options.batch) / WARM_UP)
+    warm = min(1.0, (seen / options.batch + 1) / WARM_UP_BATCHES)
     cool = min(1.0, (options.tokens - seen) / (options.decay_share * options.tokens))
     return options.lr * warm * max(0.02, cool)
 
@@ -314,19 +335,11 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
     write_json(directory / "config.json", config)
     eos = [config["eos_token_id"], BASE_VOCABULARY + 1]
     write_json(directory / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
-    stamp = provenance("python -m tools.nano.train", {"text": "exercises of tools/nano/exercises.py"}, options)
+    source: dict[str, Any] = {"text": "exercises of tools/nano/exercises.py"}
+    if options["init"]:
+        source["init"] = json.loads((Path(options["init"]) / "provenance.json").read_text(encoding="utf-8"))
+    stamp = provenance("python -m tools.nano.train", source, options)
     write_json(directory / "provenance.json", stamp)
-
-
-def evaluate_now(output: Path, seen: int) -> None:
-    """Right answers by kind on held-out exercises, added to evaluations.jsonl: what the tokens so far have taught."""
-    from tools.nano.evaluate import answer_all, by_kind
-
-    rows = exercises.prompts(3, seed=1)
-    found = {"tokens": seen, **by_kind(rows, answer_all(output, rows, torch.float32))}
-    with (output / "evaluations.jsonl").open("a") as out:
-        out.write(json.dumps(found) + "\n")
-    print(found, flush=True)
 
 
 def main() -> None:

@@ -17,7 +17,9 @@ import yaml
 
 HELDOUT_VALUES = 7  # one value in seven
 HELDOUT_PHRASES = 5  # one phrasing in five
+MADE_UP = 0.65  # of the names and things of training: a model knows a few hundred by heart and copies no others
 T = TypeVar("T")
+CONSONANTS = "bbcddfgghjkllmmnnnpqrrrsssttttvwxyz"
 CHOICE = re.compile(r"\{([^{}]*)\}")
 
 TEXT = yaml.safe_load((Path(__file__).parent / "text.yaml").read_text(encoding="utf-8"))
@@ -36,10 +38,14 @@ def plural(noun: str) -> str:
 
 
 class Draw:
-    """Random choices of one exercise. `keys` collects its values and `phrases` its phrasings, all of one side."""
+    """Random choices of one exercise. `keys` collects its values and `phrases` its phrasings, all of one side.
 
-    def __init__(self, seed: str, heldout: bool) -> None:
+    `made_up` is the share of names and things that no list has; the held-out side has none.
+    """
+
+    def __init__(self, seed: str, heldout: bool, made_up: float = MADE_UP) -> None:
         self.random, self.heldout = random.Random(seed), heldout
+        self.made_up = 0.0 if heldout else made_up
         self.keys: list[str] = []
         self.phrases: list[str] = []
 
@@ -65,9 +71,26 @@ class Draw:
         self.keys.append(found := self.side(make, HELDOUT_VALUES, () if again else self.keys))
         return found
 
+    def thing(self, make: Callable[[], str], again: bool = False) -> str:
+        """A name or thing of this side, or one made up: halves of two, or letters."""
+
+        def known_or_not() -> str:
+            if not self.made_up or not self.chance(self.made_up):
+                return make()
+            one, other = self.side(make, HELDOUT_VALUES), self.side(make, HELDOUT_VALUES)
+            if self.chance(0.6):
+                return one[: self.number(1, len(one) - 1)] + other[self.number(1, len(other) - 1) :]
+            first = self.number(0, 1)  # whether a vowel begins
+            letters = [self.pick("aeiou" if (at + first) % 2 else CONSONANTS) for at in range(self.number(3, 9))]
+            return "".join(letters).capitalize() if one[0].isupper() else "".join(letters)
+
+        return self.value(known_or_not, again)
+
     def phrase(self, name: str, /, **values: object) -> str:
         """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this side, filled in."""
         pattern = TEXT["phrases"].get(name, name)
+        if self.made_up and name in TEXT["more"] and self.chance(0.75):
+            pattern = TEXT["more"][name]
         self.phrases.append(found := self.side(lambda: self.expand(pattern), HELDOUT_PHRASES))
         return fill(found, values)
 
@@ -81,10 +104,10 @@ class Draw:
         return pattern
 
     def adjective(self) -> str:
-        return self.value(lambda: self.pick(WORDS["adjectives"]))
+        return self.thing(lambda: self.pick(WORDS["adjectives"]))
 
     def noun(self) -> str:
-        return self.value(lambda: self.pick(WORDS["nouns"]))
+        return self.thing(lambda: self.pick(WORDS["nouns"]))
 
     def word(self) -> str:
         """A noun, an adjective, or an invented word: what is copied cannot be known by heart."""
@@ -97,16 +120,16 @@ class Draw:
         return self.value(lambda: "".join(self.random.choices(WORDS["syllables"], k=self.number(3, 4))))
 
     def first(self, again: bool = False) -> str:
-        return self.value(lambda: self.pick(WORDS["first"]), again)
+        return self.thing(lambda: self.pick(WORDS["first"]), again)
 
     def person(self) -> str:
         return f"{self.first(again=True)} {self.last()}"
 
     def last(self) -> str:
-        return self.value(lambda: self.pick(WORDS["last_begin"]) + self.pick(WORDS["last_end"]))
+        return self.thing(lambda: self.pick(WORDS["last_begin"]) + self.pick(WORDS["last_end"]))
 
     def place(self) -> str:
-        return self.value(lambda: self.pick(WORDS["place_begin"]) + self.pick(WORDS["place_end"]))
+        return self.thing(lambda: self.pick(WORDS["place_begin"]) + self.pick(WORDS["place_end"]))
 
     def code(self) -> str:
         """An order number such as K7-3921."""

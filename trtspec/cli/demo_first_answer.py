@@ -13,7 +13,7 @@ from typing import Any
 from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
 from trtspec.errors import TrtspecError
 
-KIND = "units"  # mostly right, and long enough to watch
+KIND = "story"  # long enough to watch
 TOKENS = 96
 REFRESH = 12  # drawings a second
 
