@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.inspect_run import rows as run_rows
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, note
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport, TargetFacts
     from trtspec.checkpoint.heads.read import HeadComparison, HeadFacts
     from trtspec.checkpoint.hub import Resolved
-    from trtspec.cli.inspect_run import HeadRun
     from trtspec.quant.verify import CheckpointComparison
 
 COMPARED = 64  # tensors that are compared with a source where nobody says how many
@@ -68,48 +67,13 @@ class InspectOptions:
     json_: JsonOption = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Against:
-    """What a checkpoint was compared with, and the result.
-
-    A head and its target have the tensor parallel sizes that divide the head; a derived checkpoint has the comparison
-    with its source. Other drafts have neither."""
-
-    name: str
-    tensor_parallel_sizes: list[int] | None = None
-    comparison: HeadComparison | CheckpointComparison | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"against": self.name}
-        if self.tensor_parallel_sizes is not None:
-            told["tensor_parallel_sizes"] = self.tensor_parallel_sizes
-        if self.comparison is not None:
-            told["comparison"] = self.comparison.to_dict()
-        return told
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inspected:
-    """All that was found; `checkpoint` has the problems of every part. `drafts` says that --run was given, and `run` is
-    None without it and for a head whose errors kept it from drafting."""
+    """All that was found: `values` by the keys of the JSON contract, without `problems`; `rows` of label and text."""
 
-    checkpoint: CheckpointReport
-    against: Against | None = None
-    drafts: bool = False
-    run: HeadRun | None = None
-
-    @property
-    def problems(self) -> list[Problem]:
-        return self.checkpoint.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON contract."""
-        told = self.checkpoint.to_dict()
-        if self.against is not None:
-            told.update(self.against.to_dict())
-        if self.drafts:
-            told["run"] = self.run.to_dict() if self.run else None
-        return told
+    values: dict[str, Any]
+    problems: list[Problem]
+    rows: list[tuple[str, str]]
 
 
 def inspect(options: InspectOptions) -> Result:
@@ -120,12 +84,12 @@ def inspect(options: InspectOptions) -> Result:
     built-in catalogue. Exits with status 3 when it finds an error.
     """
     found = look(options)
-    values = {key: value for key, value in found.to_dict().items() if key not in ("ok", "problems")}
     errors = sum(problem.severity == "error" for problem in found.problems)
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
     wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
-    table = Table(options.path, (), list(rows(found)), text_columns=frozenset({0, 1}), ruled=False)
-    return Result(values, found.problems, [table], ["", *([] if found.problems else ["no problems found"])], wrong)
+    table = Table(options.path, (), found.rows, text_columns=frozenset({0, 1}), ruled=False)
+    clean = [] if found.problems else ["no problems found"]
+    return Result(found.values, found.problems, [table], ["", *clean], wrong)
 
 
 def look(options: InspectOptions) -> Inspected:
@@ -137,12 +101,20 @@ def look(options: InspectOptions) -> Inspected:
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
     mode = _mode(options, report.kind)
     options = checked(options, mode)
+    values = {key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")}
+    found = Inspected(values, list(report.problems), report_rows(report))
     if options.against is None:
-        return Inspected(checkpoint=report)
+        return found
     other = resolve(options.against, allow_download=False)
-    sample = COMPARED if options.sample is None else options.sample
-    found = compare(resolved, other, report, sample, options)
-    return drafted(options, resolved, other, found) if mode is RUN else found
+    values["against"] = other.name
+    if report.kind == "head" and other.kind == "target":
+        return compare_pair(found, report, resolved, other, options)
+    if mode is RUN:
+        raise UsageError(f"--run drafts for a target, and {other.name} is a head", "name the target: --against TARGET")
+    if report.kind != other.kind:
+        remedy = "turn them around: inspect HEAD --against TARGET"
+        raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
+    return compare_derived(found, report.kind, local(resolved), local(other), options)
 
 
 def _mode(options: InspectOptions, kind: str) -> Mode:
@@ -153,48 +125,11 @@ def _mode(options: InspectOptions, kind: str) -> Mode:
     return RUN if options.run else PAIR
 
 
-def drafted(options: InspectOptions, head: Resolved, target: Resolved, found: Inspected) -> Inspected:
-    """With the run, and its problems behind the others; without one for a head that has errors already."""
-    from trtspec.cli.inspect_run import run_head
-
-    if target.kind != "target":
-        raise UsageError(f"--run drafts for a target, and {target.name} is a head", "name the target: --against TARGET")
-    if has_errors(found.problems):
-        note("not drafted: the head has errors, see below")
-        return replace(found, drafts=True)
-    ran = run_head(
-        head,
-        target,
-        prompts=options.prompts,
-        samples=options.samples,
-        draft_len=options.draft_len,
-        seed=options.seed,
-        device=options.device,
-    )
-    checkpoint = replace(found.checkpoint, problems=found.problems + ran.problems)
-    return replace(found, checkpoint=checkpoint, drafts=True, run=ran)
-
-
-def compare(
-    resolved: Resolved, other: Resolved, report: CheckpointReport, sample: int, options: InspectOptions
+def compare_pair(
+    found: Inspected, report: CheckpointReport, resolved: Resolved, other: Resolved, options: InspectOptions
 ) -> Inspected:
-    """The report with what --against adds, and the problems of both."""
-    from trtspec.checkpoint.heads.read import HeadFacts
-
-    if report.kind == "head" and other.kind == "target":
-        return compare_pair(resolved, other, report, measured=options.run)
-    if report.kind != other.kind:
-        raise UsageError(
-            f"{resolved.name} is a target and {other.name} a head", "turn them around: inspect HEAD --against TARGET"
-        )
-    if isinstance(report.facts, HeadFacts):
-        return compare_derived_head(resolved, other, report)
-    return compare_tensors(resolved, other, report, sample, options.modelopt)
-
-
-def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport, measured: bool) -> Inspected:
-    """Compares a head with its target; a draft of another type has nothing to compare. Layers that look shifted are an
-    error unless they are `measured` afterwards."""
+    """A head against its target, and with --run what it drafts; a draft of another type has nothing to compare. Layers
+    that look shifted are an error unless they are measured."""
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.heads import pairing
     from trtspec.checkpoint.heads.read import read_head
@@ -202,43 +137,56 @@ def compare_pair(resolved: Resolved, other: Resolved, report: CheckpointReport, 
     from trtspec.checkpoint.values import embedding_problems
 
     if report.facts is None:
-        return Inspected(checkpoint=report, against=Against(name=other.name))
+        return found
     target = other.target_spec()
     checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    found = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
-    if not measured:
-        found = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in found]
-    found += pairing.config_problems(resolved.config(), other.config())
-    found += pairing.yarn_problems(head, target) if checkpoint is not None else []
+    more = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
+    if not options.run:
+        more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
+    more += pairing.config_problems(resolved.config(), other.config())
+    more += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
-        found += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
-    against = Against(name=other.name, tensor_parallel_sizes=pairing.tensor_parallel_sizes(head))
-    return Inspected(checkpoint=replace(report, problems=pairing.told_once(report.problems + found)), against=against)
+        more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
+    sizes, problems = pairing.tensor_parallel_sizes(head), pairing.told_once(found.problems + more)
+    found = Inspected(
+        found.values | {"tensor_parallel_sizes": sizes},
+        problems,
+        [*found.rows, ("tensor parallel", f"{sizes} divide the head")],
+    )
+    return drafted(found, resolved, other, options) if options.run else found
 
 
-def compare_derived_head(resolved: Resolved, source: Resolved, report: CheckpointReport) -> Inspected:
-    """A converted head against the head it was made from, all bytes."""
-    from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.read import compare_heads
+def drafted(found: Inspected, head: Resolved, target: Resolved, options: InspectOptions) -> Inspected:
+    """With the run, and its problems behind the others; without one for a head that has errors already."""
+    from trtspec.cli.inspect_run import rows, run_head
 
-    result = compare_heads(Checkpoint.open(local(resolved)), Checkpoint.open(local(source)))
-    checkpoint = replace(report, problems=report.problems + result.problems)
-    return Inspected(checkpoint=checkpoint, against=Against(name=source.name, comparison=result))
+    if has_errors(found.problems):
+        note("not drafted: the head has errors, see below")
+        return replace(found, values=found.values | {"run": None})
+    chosen = {name: getattr(options, name) for name in ("prompts", "samples", "draft_len", "seed", "device")}
+    ran = run_head(head, target, **chosen)
+    return Inspected(found.values | {"run": ran.to_dict()}, found.problems + ran.problems, found.rows + rows(ran))
 
 
-def compare_tensors(
-    resolved: Resolved, source: Resolved, report: CheckpointReport, sample: int, modelopt: bool
-) -> Inspected:
-    """A derived checkpoint against its source, tensor by tensor."""
-    from trtspec.quant.modelopt import packed_by_modelopt
-    from trtspec.quant.verify import compare as compare_checkpoints
+def compare_derived(found: Inspected, kind: str, made: Path, source: Path, options: InspectOptions) -> Inspected:
+    """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
+    tensor."""
+    result: HeadComparison | CheckpointComparison
+    if kind == "head":
+        from trtspec.checkpoint.headers import Checkpoint
+        from trtspec.checkpoint.heads.read import compare_heads
 
-    packs_as = packed_by_modelopt if modelopt else None
-    result = compare_checkpoints(local(resolved), local(source), sample, packs_as)
-    checkpoint = replace(report, problems=report.problems + result.problems)
-    return Inspected(checkpoint=checkpoint, against=Against(name=source.name, comparison=result))
+        result = compare_heads(Checkpoint.open(made), Checkpoint.open(source))
+    else:
+        from trtspec.quant.modelopt import packed_by_modelopt
+        from trtspec.quant.verify import compare
+
+        sample = COMPARED if options.sample is None else options.sample
+        result = compare(made, source, sample, packed_by_modelopt if options.modelopt else None)
+    values = found.values | {"comparison": result.to_dict()}
+    return Inspected(values, found.problems + result.problems, found.rows + comparison_rows(result))
 
 
 def local(resolved: Resolved) -> Path:
@@ -250,9 +198,8 @@ def local(resolved: Resolved) -> Path:
     return resolved.path
 
 
-def rows(found: Inspected) -> list[tuple[str, str]]:
+def report_rows(report: CheckpointReport) -> list[tuple[str, str]]:
     """Label and text of each line; figures that are not known are left out."""
-    report = found.checkpoint
     lines = facts_rows(report.facts)
     if report.parameters:
         lines.append(("parameters", f"{report.parameters:,}"))
@@ -270,12 +217,6 @@ def rows(found: Inspected) -> list[tuple[str, str]]:
         lines.append(("not verified", ", ".join(report.catalogue.unverified) or "nothing"))
     if report.hashes_verified is not None:
         lines.append(("SHA-256", f"{report.hashes_verified} of {report.shards} files are as recorded"))
-    if found.against is not None and found.against.tensor_parallel_sizes is not None:
-        lines.append(("tensor parallel", f"{found.against.tensor_parallel_sizes} divide the head"))
-    if found.against is not None and found.against.comparison is not None:
-        lines += comparison_rows(found.against.comparison)
-    if found.run is not None:
-        lines += run_rows(found.run)
     return lines
 
 
@@ -317,7 +258,8 @@ def comparison_rows(comparison: HeadComparison | CheckpointComparison) -> list[t
         error = f"relative error {found.relative_error:.4f}, worst {found.worst:.4f}, {found.tensors} tensors"
         lines.append((name, error))
     for name, found in comparison.layers.items():
-        bar = "\u2588" * round(200 * found.relative_error)  # one for every half per cent
+        known = math.isfinite(found.relative_error)
+        bar = "\u2588" * round(200 * found.relative_error) if known else ""  # one for every half per cent
         lines.append((f"layer {name}", f"{found.relative_error:.4f} {bar}"))
     if comparison.classes:
         lines.append(("all-zero blocks", f"{comparison.zero_blocks:,}"))

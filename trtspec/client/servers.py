@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
@@ -29,7 +29,6 @@ from trtspec.files import parse_json
 FROM_CHOICE = "spec_decode of each choice"
 FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
-FROM_STREAMS = "usage in the chunks of streams"
 LEAST_AVERAGE = 0.99  # tokens per iteration: each brings one, and an average may be rounded
 SETTLED_S = 1.0  # between two equal readings of settled counters; a step of an engine takes less
 RESTLESS_S = 30.0  # counters that still change after it belong to other users
@@ -100,9 +99,6 @@ class DetectedServer:
     @property
     def adapter(self) -> Adapter:
         return ADAPTERS.get(self.kind, UNKNOWN)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
@@ -310,48 +306,28 @@ def _note(faults: list[str] | None, fault: str) -> None:
         faults.append(fault)
 
 
-def counts_of(
-    question: str, category: str, tokens: int, spec: dict[str, Any] | None, average: float | None
-) -> TurnCounts | None:
-    """Speculation as one answer reports it; None if it reports nothing. `spec`: its `spec_decode`; `average`: its
-    tokens per iteration."""
-    if spec is not None and all(is_count(spec.get(key)) for key in ("steps", "accepted", "drafted")):
-        counts = spec["steps"], spec["accepted"], spec["drafted"], choice_histogram(spec)
-        return TurnCounts(question, category, tokens, *counts, FROM_CHOICE)
+def counts_of(answer: Answer) -> TurnCounts | None:
+    """Speculation as one answer reports it; None if it reports nothing."""
+    spec, average, tokens = answer.spec_decode, answer.tokens_per_iteration, answer.completion_tokens
+    if spec is not None:
+        histogram = tuple(spec["histogram"]) if spec["histogram"] else None
+        counts = spec["steps"], spec["accepted"], spec["drafted"], histogram
+        return TurnCounts(answer.question, answer.category, tokens, *counts, FROM_CHOICE)
     if average is None or average < LEAST_AVERAGE or not tokens:
         return None
     steps = max(1, min(tokens, round(tokens / average)))
-    return TurnCounts(question, category, tokens, steps, tokens - steps, None, None, FROM_AVERAGE, True)
-
-
-def choice_histogram(spec: dict[str, Any] | None) -> tuple[int, ...] | None:
-    """Entry j of a choice's `spec_decode` = steps that accepted j drafts; None if absent or invalid."""
-    found = (spec or {}).get("histogram")
-    return tuple(found) if isinstance(found, (list, tuple)) and found and all(map(is_count, found)) else None
-
-
-def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number that is not negative; a server may send anything."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    counted = steps, tokens - steps, None, None
+    return TurnCounts(answer.question, answer.category, tokens, *counted, FROM_AVERAGE, True)
 
 
 def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> list[TurnCounts]:
-    """`counts_of` for every answer without an error, where it is not None. An invalid average appends its reason to
-    `faults`."""
+    """`counts_of` for every answer without an error, where it is not None. An average below one token per iteration
+    appends its reason to `faults`; 0 comes from a server that did not count."""
     good = [answer for answer in answers if not answer.error]
-    low = next((answer.tokens_per_iteration for answer in good if is_too_low(answer.tokens_per_iteration)), None)
-    if low is not None:
+    averages = [answer.tokens_per_iteration for answer in good if answer.tokens_per_iteration]
+    if low := next((average for average in averages if average < LEAST_AVERAGE), None):
         _note(faults, f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
-    found = (
-        counts_of(one.question, one.category, one.completion_tokens, one.spec_decode, one.tokens_per_iteration)
-        for one in good
-    )
-    return [counts for counts in found if counts is not None]
-
-
-def is_too_low(average: float | None) -> bool:
-    """Whether the average is below one token per iteration; 0 comes from a server that did not count."""
-    return average is not None and 0 < average < LEAST_AVERAGE
+    return [counts for answer in good if (counts := counts_of(answer)) is not None]
 
 
 async def _json(client: httpx.AsyncClient, path: str) -> Any:

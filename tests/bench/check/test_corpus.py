@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.bench.check.toy_server import Toy
+from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, Battery, open_journal, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.client.exchange import Exchange
+from trtspec.client.exchange import Exchange, Score, read_recording
 from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
 
@@ -124,6 +132,14 @@ def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_lo
     assert not any("logprobs" in body for body in other.asked)
 
 
+def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
+    got, plain = honest()
+    sure = Score(chosen=-0.01, best=-0.01, likelier=0.0, same=0.99, total=1.0)
+    certain = [replace(one, scores=(sure,) * len(one.scores)) if one.kind == "sampled" else one for one in got]
+    row = next(row for row in judge(certain, plain, Limits()) if row.name == "sampled")
+    assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
+
+
 def test_exact_takes_no_tie() -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
@@ -166,3 +182,41 @@ def test_an_interrupted_recording_asks_nothing_twice(tmp_path: Path, share: floa
     again = run(second)
     assert len(second.asked) == len(first.asked) - kept
     assert [one.token_ids for one in again] == [one.token_ids for one in whole]
+
+
+@pytest.mark.timeout(300)
+def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(tmp_path: Path) -> None:
+    """`kill -9` of a real process at ten points; what reached the journal is not asked again, the rest is."""
+    server, file = Recorder(), tmp_path / "spec.jsonl"
+    journal = tmp_path / "spec.jsonl.part"
+    command = [sys.executable, "-m", "trtspec", "check", server.url, "--tokenizer", "kimi-nano", "--samples", "4",
+               "--max-tokens", "12", "--context-tokens", "0", "--concurrency", "1", "--record"]  # fmt: skip
+
+    def asked() -> Counter[str]:
+        bodies = (json.loads(line)[2] for line in server.requests)
+        own = ("model", "stream_options")  # what the client adds
+        return counted({key: value for key, value in body.items() if key not in own and value is not False}
+                       for body in bodies)  # fmt: skip
+
+    def counted(bodies: Iterable[dict[str, Any]]) -> Counter[str]:
+        return Counter(json.dumps(body, sort_keys=True) for body in bodies)
+
+    def kept() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]] if journal.is_file() else []
+
+    assert subprocess.run([*command, str(tmp_path / "whole.jsonl")], capture_output=True).returncode == 0
+    whole = asked()
+    server.requests.clear()
+    for point in range(1, 11):
+        with subprocess.Popen([*command, str(file)], stderr=subprocess.PIPE) as process:
+            while len(kept()) < point * whole.total() // 12:
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                time.sleep(0.005)
+            process.kill()
+    answered = counted(one["body"] for one in kept())
+    server.requests.clear()
+    assert subprocess.run([*command, str(file)], capture_output=True).returncode == 0
+    server.shutdown()
+    assert asked() + answered == whole and answered.total() > whole.total() // 2
+    both = [[(one.name, one.content) for one in read_recording(path)] for path in (file, tmp_path / "whole.jsonl")]
+    assert both[0] == both[1] and not journal.exists()

@@ -23,6 +23,7 @@ CITIES = ("Paris", "Rome")
 FORM = '{"name": "chair", "count": 4}'
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm"}
 Body = dict[str, Any]
+OPENINGS: set[tuple[int, ...]] = set()  # prompts that any toy was asked
 
 
 class Chunks(httpx.AsyncByteStream):
@@ -208,6 +209,8 @@ class Toy:
             raise Refused(500, "an illegal memory access was encountered")
         if fault == "parameters-refused" and any(key.endswith("_penalty") for key in body):
             raise Refused(400, "penalties are not supported under speculation")
+        if "logprobs" not in body:
+            OPENINGS.add(tuple(prompt))
         made = self.generate(prompt, body)
         if "logprobs" in body:  # of one continuation
             begin = self.begin(prompt)
@@ -231,8 +234,10 @@ class Toy:
         return httpx.Response(200, json={"choices": [{"text": "", "finish_reason": "length", "logprobs": logprobs}]})
 
     def begin(self, prompt: list[int]) -> int:
-        """Where the answer in a prompt begins: behind the last mark of the chat template."""
-        return len(prompt) - prompt[::-1].index(self.tokenizer.special_tokens["</think>"])
+        """Where the answer begins: behind the last mark of the chat template, or behind a prompt that was asked."""
+        if (mark := self.tokenizer.special_tokens["</think>"]) in prompt:
+            return len(prompt) - prompt[::-1].index(mark)
+        return next(size for size in range(len(prompt), 0, -1) if tuple(prompt[:size]) in OPENINGS)
 
     def sent(self, body: Body, raw: bool, prompt: list[int], made: Made) -> httpx.Response:
         fault, streamed = self.fault, body.get("stream", False)

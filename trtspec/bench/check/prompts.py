@@ -75,7 +75,11 @@ class Prompts:
             yield self.chat(f"text {index}", "text", messages, "chat")
         for index, messages in enumerate(plain[: 2 * self.samples]):  # one answer a prompt: they are independent
             drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": index}
-            yield self.raw(f"sampled {index}", "sampled", messages, **drawn)
+            asked = self.raw(f"sampled {index}", "sampled", messages, **drawn)
+            # A target that is sure of its answers shows no sampler. It is less sure of what a user asks.
+            yield replace(
+                asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])} if index % 2 else asked.body
+            )
         for index, messages in enumerate(self._long(text, few)):
             yield self.raw(f"long {index}", "long", messages)
         for index, (messages, tools) in enumerate(self._calls(few)):
@@ -170,6 +174,13 @@ class Prompts:
             words = (corpus[start:] + corpus * (1 + self.context // len(corpus)))[: self.context]
             document = f"Notes, part {index + 1}.\n\n{self.tokenizer.decode(words)}"
             yield [_user(f"{document}\n\n{texts[index % len(texts)][-1]['content']}")]
+
+    def _opening(self, prompt: list[int]) -> list[int]:
+        """A prompt up to the first quarter of the last user's words, for the target to write on."""
+        end, begin = (self.tokenizer.special_tokens[mark] for mark in ("<|im_end|>", "<|im_middle|>"))
+        last = len(prompt) - prompt[::-1].index(end) - 1
+        first = last - prompt[:last][::-1].index(begin)
+        return prompt[: first + (last - first) // 4]
 
     def _parameters(self, known: dict[str, Exchange]) -> Iterator[Exchange]:
         """Requests whose answer shows whether a parameter was honoured (`rows.honoured`)."""

@@ -218,6 +218,9 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row
     if theirs > math.log(1 / ALPHA):
         return Row(name="sampled", of=len(asked), why="the server without speculation does not sample exactly either")
     tokens = sum(len(one.scores) for one in scored)
+    if scored and mine <= math.log(1 / ALPHA) and log_e(scored, greedily=True) <= math.log(1 / ALPHA):
+        why = f"the target is so sure of these {tokens} tokens that an ignored temperature would not show: ask more"
+        return Row(name="sampled", of=len(asked), why=why)
     if not why:
         why = f"log e {mine:.1f} over {tokens} tokens, without speculation {theirs:.1f}" if scored else "no scores"
     faults: tuple[str, ...] = ()
@@ -233,11 +236,13 @@ BETS = tuple(
 )
 
 
-def log_e(exchanges: Sequence[Exchange]) -> float:
+def log_e(exchanges: Sequence[Exchange], greedily: bool = False) -> float:
     """Logarithm of a mixture of betting martingales over the tokens' places in the target's distribution, which are
-    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most."""
+    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most. `greedily`: what it would be if
+    each token had been the best one."""
     dice = random.Random(0)
-    places = [_place(score, dice.random()) for one in exchanges for score in one.scores]
+    scores = [score for one in exchanges for score in one.scores]
+    places = [dice.random() * math.exp(score.best) if greedily else _place(score, dice.random()) for score in scores]
     logs = [sum(math.log1p(size * shape(place)) for place in places) for shape, size in BETS]
     most = max(logs)
     return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
@@ -434,7 +439,8 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
     faults = [f"{length:.2f} tokens per step, {floor:g} wanted"] if floor and length < floor else []
     if not speculates(told) and not faults:
         return Row(name="acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
-    faults += _constant(told)
+    sizes = Counter(b - a for one in told for a, b in zip(one.counted, one.counted[1:-1], strict=False))
+    faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
     compared = [fall for run in ("warm", "crowd", "later") for fall in _fallen(got, run)] + _collapsed(got, length)
     faults += [fault for fault in compared if fault]
     return Row(
@@ -449,13 +455,12 @@ def speculates(exchanges: Sequence[Exchange]) -> bool:
     return steps > 0 and tokens > SPECULATES * steps
 
 
-def _constant(told: Sequence[Exchange]) -> list[str]:
-    """Acceptance that a server makes up; the end of an answer cuts a step."""
-    sizes = Counter(b - a for one in told for a, b in zip(one.counted, one.counted[1:-1], strict=False))
-    common = {size for size, count in sizes.items() if count >= RARE * sizes.total()}
-    if sizes.total() >= MIN_STEPS and 1 not in common and len(common) <= 2:
-        return [f"every step brought {' or '.join(map(str, sorted(common)))} tokens: forced acceptance"]
-    return []
+def forced_sizes(sizes: Counter[int]) -> str:
+    """`2 or 3` where steps brought no other number of tokens, never one alone; "" for a drafter that drafts. The end of
+    an answer cuts a step, so that rare sizes do not count."""
+    common = {size for size, count in sizes.items() if count >= max(1, RARE * sizes.total())}
+    forced = sizes.total() >= MIN_STEPS and 1 not in common and len(common) <= 2
+    return " or ".join(map(str, sorted(common))) if forced else ""
 
 
 def _fallen(got: Sequence[Exchange], run: str) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from trtspec.bench.check.rows import forced_sizes
+from trtspec.bench.check.thresholds import MIN_STEPS, TOKENS_PER_ARRIVAL
 from trtspec.bench.load.loops import Round
 from trtspec.bench.statistics import AcceptanceSummary, add_histograms, per_question, ratio
 from trtspec.client.client import Answer
@@ -14,11 +17,7 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
 RequestLimits = Mapping[str, Sequence[str]]
-ENOUGH_STEPS = 50
-SAME_SHARE = 0.98  # of steps with the same number of accepted drafts: the last step of an answer may be cut short
-LONG = 32  # tokens from which the arrival of an answer says something
-TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step
-ENOUGH_ANSWERS = 4
+ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
 WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
 AIM = 0.05
 SHOWN = 3
@@ -104,7 +103,7 @@ def no_acceptance(
 def nothing_accepted(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:
     steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
-    if drafted < max(steps, ENOUGH_STEPS) or any(count.accepted for count in counts):
+    if drafted < max(steps, MIN_STEPS) or any(count.accepted for count in counts):
         return []
     message = (
         f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is served "
@@ -114,14 +113,12 @@ def nothing_accepted(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:
 
 
 def forced_acceptance(name: str, counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> list[Problem]:
-    """The same number of accepted drafts in every step, which no drafter yields but on a loop."""
-    histogram = add_histograms(count.histogram for count in counts)
-    if not histogram or judge_run([answer.text for answer in answers if not answer.error]).degenerate:
+    """Acceptance that a server makes up, which no drafter yields but on a loop."""
+    histogram = add_histograms(count.histogram for count in counts) or []
+    sizes = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
+    if not sizes or judge_run([answer.text for answer in answers if not answer.error]).degenerate:
         return []
-    steps, most = sum(histogram), max(histogram)
-    if steps < ENOUGH_STEPS or most < SAME_SHARE * steps or most == histogram[0]:
-        return []
-    message = f"every step accepted the same number of drafts over {steps} steps: the output is corrupt, the speed too"
+    message = f"every step brought {sizes} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
     remedy = "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent) and start the server again"
     return [Problem("TS-BENCH-FORCED-ACCEPTANCE", "error", name, message, remedy)]
 
@@ -145,15 +142,15 @@ def counters_disagree(name: str, counts: Sequence[TurnCounts]) -> list[Problem]:
 
 
 def buffered(name: str, answers: Sequence[Answer]) -> list[Problem]:
-    """A warning where most answers came at once or in large pieces: what is between server and user holds them back."""
-    long = [a for a in answers if not a.error and a.completion_tokens >= LONG and a.first_token is not None]
-    per_arrival = [answer.completion_tokens / len({when for when, _ in answer.chunks}) for answer in long]
-    if len(long) < ENOUGH_ANSWERS or median(per_arrival) <= TOKENS_PER_ARRIVAL:
+    """A warning where every long answer comes at once or in large chunks: a proxy between server and user holds them
+    back."""
+    long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
+    sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
+    if not long or min(sizes) <= TOKENS_PER_ARRIVAL:
         return []
-    waited = median([(a.first_token - a.started) / max(a.finished - a.started, 1e-9) for a in long])  # type: ignore[operator]
     message = (
-        f"answers arrive in chunks of {median(per_arrival):.0f} tokens (median of {len(long)}), the first after "
-        f"{100 * waited:.0f} % of the time: time to first token and between tokens are not the server's"
+        f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between tokens "
+        "are not the server's"
     )
     remedy = "turn buffering off in the proxy (nginx: proxy_buffering off), or lower the server's stream_interval"
     return [Problem("TS-BENCH-BUFFERED", "warning", name, message, remedy)]
@@ -163,7 +160,7 @@ def overloaded(name: str, rounds: Sequence[Round]) -> list[Problem]:
     """A warning for a request rate that the server cannot keep: waiting grows with the length of the run."""
     for run in rounds:
         ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)
-        if run.rate is None or len(ordered) < 4 * ENOUGH_ANSWERS:
+        if run.rate is None or len(ordered) < ENOUGH_ANSWERS:
             continue
         waits = [a.first_token - a.started for a in ordered]  # type: ignore[operator]
         quarter = len(ordered) // 4

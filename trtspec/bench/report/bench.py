@@ -80,7 +80,6 @@ def sections(results: BenchResults) -> list[Section]:
             tables=[
                 *(tables.acceptance_table(results, endpoint) for endpoint in speculating),
                 tables.position_table(results, speculating),
-                tables.side_by_side_table(results, speculating),
             ],
         ),
         Section(title="Draft length", tables=[tables.draft_table(results, choice) if choice else None]),

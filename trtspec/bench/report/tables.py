@@ -102,20 +102,6 @@ def position_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -
     return Table(f"Acceptance by draft position, {condition(results)}", columns, rows, "", frozenset({0, 1}))
 
 
-def side_by_side_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -> Table | None:
-    """Acceptance length of two or more heads by category, the first over the second."""
-    if len(endpoints) < 2:
-        return None
-    rows = []
-    for name in results.groups:
-        groups = [None if e.degenerate(name) else e.groups.get(name) for e in endpoints]
-        lengths = [group.acceptance_length if group else None for group in groups]
-        ratio = lengths[0] / lengths[1] if lengths[0] and lengths[1] else None
-        rows.append([name, *map(number, lengths), number(ratio, 2, "x")])
-    columns = ["category", *(e.name for e in endpoints), f"{endpoints[0].name} over {endpoints[1].name}"]
-    return Table(f"Acceptance length side by side, {condition(results)}", columns, rows)
-
-
 def speed_table(results: BenchResults) -> Table:
     rows = []
     for endpoint in results.all:
