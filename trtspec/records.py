@@ -77,7 +77,7 @@ JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
 RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
-OUTPUT = ("output", "markdown", "junit", "dry_run", "restart", "force", "verbose", "json_")  # a panel of their own
+OUTPUT = ("output", "dry_run", "restart", "force", "verbose", "json_")  # a panel of their own
 
 
 @dataclass(frozen=True)

@@ -144,14 +144,6 @@ def models() -> dict[str, Any]:
     return {"object": "list", "data": [{"id": "stand-in", "object": "model", "owned_by": owner}]}
 
 
-@app.get("/server_info")
-def server_info() -> Any:
-    if SETTINGS["kind"] != "sglang":
-        return JSONResponse({"detail": "Not Found"}, status_code=404)
-    mean = 1 + state["accepted"] / max(1, state["drafts"])
-    return {"internal_states": [{"avg_spec_accept_length": mean if state["drafts"] else None}]}
-
-
 @app.get("/metrics")
 def metrics() -> Any:
     if SETTINGS["kind"] != "vllm":

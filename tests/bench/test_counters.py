@@ -17,7 +17,6 @@ import pytest
 from trtspec.bench.load import assemble
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import BenchWorkload, Progress, measure
-from trtspec.bench.questions.conditions import parse
 from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
 from trtspec.client import servers
@@ -154,17 +153,6 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
     assert results.acceptance_length == server.truth(prompts()) and results.surplus and not codes(results)
     told = {name: found.acceptance_length for name, found in results.categories.items()}
     assert told == {name: server.truth(prompts(name)) for name in ("code", "prose")}
-
-
-def test_a_condition_is_measured_with_the_prompts_that_the_load_asked() -> None:
-    """Acceptance by category is counted in a pass of its own, which asked for the short questions."""
-    server = CountingServer()
-    results = server.run(lambda url: bench(url, conditions=tuple(parse(["context=200"]))))
-    long = [prompt for prompt in dict.fromkeys(server.asked) if len(prompt.split()) > 20]
-    short = [prompt for prompt in dict.fromkeys(server.asked) if prompt not in long]
-    assert len(long) == len(short) == 8 and all(server.asked.count(prompt) == 2 for prompt in long + short)
-    told = {name: found.acceptance_length for name, found in results.categories.items()}
-    assert told == {"as they are": server.truth(short), "context of 200": server.truth(long)}
 
 
 def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:

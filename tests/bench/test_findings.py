@@ -1,22 +1,19 @@
-"""What a measurement cannot say is named, and an honest one is left alone; what CI reads of a run."""
+"""What a measurement cannot say is named, and an honest one is left alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from trtspec.bench.load import findings
 from trtspec.bench.load.loops import Round
-from trtspec.bench.report import ci
 from trtspec.bench.statistics import summarize, without_surplus
 from trtspec.client import servers
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 from trtspec.errors import Problem
-from trtspec.report import Table
 
 WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
 
@@ -114,21 +111,3 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
         codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0].message
     )
     assert not findings.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
-
-
-def test_markdown_and_annotations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("t", ["name", "a|b"], [["x", "1"], ["y", "2"]], "note")
-    assert ci.markdown_table(table)[:3] == ["| name | a\\|b |", "| :-- | --: |", "| x | 1 |"]
-    lines = ci.problem_annotations([Problem("TS-BENCH-ERRORS", "error", "e", "100 % failed\nall", "look")])
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    ci.annotate(lines)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    ci.annotate(lines)
-    assert capsys.readouterr().err == "::error title=TS-BENCH-ERRORS::e: 100 %25 failed%0Aall -> look\n"
-
-
-def test_junit_is_xml_with_a_failure_per_error() -> None:
-    case = ci.JunitCase("e", "fail", "bad \x00 byte", "TS-BENCH-ERRORS", "look")
-    root = ElementTree.fromstring(ci.junit_xml("trtspec bench", [case]).encode())
-    assert root.find(".//failure").get("type") == "TS-BENCH-ERRORS"  # type: ignore[union-attr]

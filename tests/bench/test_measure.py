@@ -58,14 +58,6 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
     assert set(counters["categories"]) == set(exact["categories"]) == {"code", "docs", "list"}
 
 
-def test_sglang_tells_a_mean_and_nothing_else(stand_in: Start, dataset: Path) -> None:
-    exact = run({"e": stand_in(kind="reference")}, dataset)
-    running = run({"e": stand_in(kind="sglang")}, dataset)
-    assert running["source"] == servers.FROM_SGLANG
-    assert running["acceptance_length"] == pytest.approx(exact["acceptance_length"], rel=0.05)  # warm-up included
-    assert running["histogram"] is None and running["drafted"] is None
-
-
 def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, dataset: Path) -> None:
     results = run({"e": stand_in(kind="reference")}, dataset, concurrency=(2,), samples=(36,))
     level = results["concurrency"][0]

@@ -121,15 +121,6 @@ def test_what_is_missing_is_left_out() -> None:
     assert 'class="figures"' not in render("t", "s", [None], [])
 
 
-def test_data_sets_stand_beside_each_other_and_published_figures_apart(results: BenchResults) -> None:
-    other = replace(results, workload=replace(results.workload, dataset="mt-bench", thinking="on"))
-    table = tables.data_sets_table([results, other])
-    assert [row[0] for row in table.rows] == ["questions.jsonl", "mt-bench"] and "thinking on" in table.rows[1][3]
-    page = parsed(bench_html(results, [other]))
-    assert "Published figures" in page and "Source: " in page
-    assert not any("nvidia/" in table.title for table in all_tables(results, [other]))
-
-
 def test_plots_hold_their_values_and_intervals() -> None:
     drawn = bars([Bars("a", {"code & co": (2.5, 2.0, 3.0)}), Bars("b", {"code & co": (1.5, None, None)})], baseline=1.0)
     assert "2.50" in drawn and "1.50" in drawn and "code &amp; co" in drawn and drawn.count("<line") == 1

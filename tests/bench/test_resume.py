@@ -22,19 +22,21 @@ Start = Callable[..., str]
 
 
 def test_answers_of_another_server_are_not_continued(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
-    """Another URL, another system prompt; and the same command goes on where the journal ends."""
+    """Another URL, another temperature; and the same command goes on where the journal ends."""
     url, other, out = stand_in(), stand_in(accept_nothing=True), tmp_path / "out"
     common = ["--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out]
-    first = trtspec("bench", url, *common, "--under", "system=Be brief.")
+    first = trtspec("bench", url, *common)
     assert first.status == 0, first.stderr
     journal = out / "raw.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:4]))  # as a kill leaves it
-    for place, words in ((other, "system=Be brief."), (url, "system=Be kind.")):
-        refused = trtspec("bench", place, *common, "--under", words, "--resume")
+    for place, words in ((other, ()), (url, ("--temperature", 0.5))):
+        refused = trtspec("bench", place, *common, *words, "--resume")
         assert refused.status == 2 and "begun with something else" in refused.stderr
-        assert (f'now "{other}"' if place == other else "Be kind.") in refused.stderr, refused.stderr
+        assert (f'now "{other}"' if place == other else "temperature was 0.0, now 0.5") in refused.stderr, (
+            refused.stderr
+        )
         assert "--force" in refused.stderr
-    again = trtspec("bench", url, *common, "--under", "system=Be brief.", "--resume")
+    again = trtspec("bench", url, *common, "--resume")
     assert again.status == 0, again.stderr
 
 
@@ -75,12 +77,10 @@ def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
 
 
 def test_resume_overwrites_only_what_it_continues(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
-    url, out, page = stand_in(), tmp_path / "out", tmp_path / "notes.md"
+    url, out = stand_in(), tmp_path / "out"
     common = ["--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 16]
     out.mkdir()
     (out / "report.html").write_text("mine")
-    page.write_text("mine")
-    for options in (["-o", out], ["-o", tmp_path / "new", "--markdown", page]):
-        refused = trtspec("bench", url, *common, *options, "--resume")
-        assert refused.status == 2 and "would be overwritten" in refused.stderr, refused.stderr
-    assert page.read_text() == (out / "report.html").read_text() == "mine" and not (tmp_path / "new").exists()
+    refused = trtspec("bench", url, *common, "-o", out, "--resume")
+    assert refused.status == 2 and "would be overwritten" in refused.stderr, refused.stderr
+    assert (out / "report.html").read_text() == "mine"

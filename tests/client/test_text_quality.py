@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 import textwrap
 
 import pytest
@@ -44,12 +43,3 @@ def test_run_is_degenerate_only_above_the_share() -> None:
     good, loop = CODE, "no no " * 40
     assert not quality.judge_run([good] * 19 + [loop]).degenerate
     assert quality.judge_run([good] * 8 + [loop] * 2).degenerate
-
-
-def test_random_token_prompts_are_told_from_prompts() -> None:
-    rng = random.Random(5)
-    vocabulary = sorted({word for word in CODE.split()} | {f"tok{i}" for i in range(3000)})
-    assert quality.looks_random(" ".join(rng.sample(vocabulary, 200)))
-    assert quality.looks_random("dieГenль ofเa在re piоn tиhe ыcat mнo do гиve lаы кpz qы жr tд")
-    for prompt in (PROSE, CODE, CHINESE, "Write a haiku about GPUs.", "Explain naïve Bayes to a 10-year-old."):
-        assert not quality.looks_random(prompt)

@@ -10,20 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.bench.results import (
-    ALL,
-    BenchResults,
-    ComparedFigure,
-    Comparison,
-    LevelResult,
-    Workload,
-    speed_ratio,
-)
+from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload, speed_ratio
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
-from trtspec.client.servers import TurnCounts
 from trtspec.errors import Problem, UsageError
 
-SAME = ("dataset_sha256", "questions_sha256", "under", "temperature", "max_tokens", "thinking", "extra_body")
+SAME = ("dataset_sha256", "questions_sha256", "temperature", "max_tokens", "thinking", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 SOUGHT = 0.05  # the fall that a comparison should find
 REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "no change found", "not judged"
@@ -51,93 +42,70 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     paired. With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error."""
     old, allowed = earlier[0], max_regression or 0.0
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
-    levels = [level for level in new.concurrency if level.label in everywhere]
+    levels = [level.label for level in new.concurrency if level.label in everywhere]
     confidence = 1 - 2 * ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))  # one of its ends is a regression
-    figures = [acceptance_figure(new, earlier, confidence, allowed)]
-    figures += [speed_figure(new, earlier, level, confidence, allowed) for level in levels]
-    for name in new.categories:
-        if name in old.categories and name != ALL and not (new.degenerate(name) or old.degenerate(name)):
-            figures.append(category_figure(new, old, name, confidence))
-    found = [figure for figure in figures if figure]
+    found = [acceptance_figure(new, earlier, ALL, confidence, allowed)]
+    found += [speed_figure(new, earlier, label, confidence, allowed) for label in levels]
+    shown = [name for name in new.categories if not (new.degenerate(name) or old.degenerate(name))]
+    found += [acceptance_figure(new, earlier, name, confidence, allowed) for name in shown]
+    figures = [figure for figure in found if figure]
     return Comparison(
         old={"name": old.name, "url": old.url, "model": old.server.model, "version": old.server.version},
         runs=len(earlier),
         max_regression=allowed,
         confidence=round(confidence, 5),
-        figures=found,
-        problems=[*not_judged(found, [new, *earlier], max_regression is not None), *found_problems(found, allowed)],
+        figures=figures,
+        problems=[*not_judged(figures, [new, *earlier], max_regression is not None), *found_problems(figures, allowed)],
     )
 
 
 def acceptance_figure(
-    new: BenchResults, earlier: Sequence[BenchResults], confidence: float, allowed: float
+    new: BenchResults, earlier: Sequence[BenchResults], category: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
-    """Over all questions. None where a run does not report acceptance; nothing is judged of degenerate output."""
-    lengths = [run.acceptance_length for run in (new, *earlier)]
+    """Tokens per step, paired by the questions that both answered, or where answers were counted together against
+    several runs. None if a run does not report it. One category is shown alone, and so is degenerate output."""
+    runs = (new, *earlier)
+    lengths = [run.groups[category].acceptance_length if category in run.groups else None for run in runs]
     if None in lengths[:2]:
         return None
-    sound = not any(run.degenerate() for run in (new, *earlier))
-    pairs = question_ratio(new.turns_detail, earlier[0].turns_detail, confidence)
-    if pairs is None and None not in lengths:
-        return _figure(f"acceptance, {ALL}", _predicted(lengths, confidence), _plain(lengths), allowed, sound, RUN)  # type: ignore[arg-type]
-    return _figure(f"acceptance, {ALL}", pairs, _plain(lengths), allowed, sound)  # type: ignore[arg-type]
-
-
-def category_figure(new: BenchResults, old: BenchResults, name: str, confidence: float) -> ComparedFigure | None:
-    sides = [[turn for turn in run.turns_detail if turn.category == name] for run in (new, old)]
-    lengths = [run.categories[name].acceptance_length for run in (new, old)]
-    if None in lengths:
-        return None
-    return _figure(f"acceptance, {name}", question_ratio(sides[0], sides[1], confidence), _plain(lengths), judged=False)  # type: ignore[arg-type]
-
-
-def question_ratio(new: Sequence[TurnCounts], old: Sequence[TurnCounts], confidence: float) -> Ratio | None:
-    """Tokens per step over tokens per step, of the questions that both answered; None where answers were counted
-    together."""
-    first, second = per_question(new), per_question(old)
-    common = [question for question in first if question in second]
-    sides = [([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common]) for side in (first, second)]
-    return paired_ratio(sides[0], sides[1], confidence)
+    sides = [per_question([turn for turn in run.turns_detail if category in (ALL, turn.category)]) for run in runs[:2]]
+    common = [question for question in sides[0] if question in sides[1]]
+    pairs = [([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common]) for side in sides]
+    test, by = paired_ratio(pairs[0], pairs[1], confidence), "question"
+    if test is None and category == ALL and None not in lengths:
+        test, by = next_ratio(lengths[0], lengths[1:], confidence), RUN  # type: ignore[arg-type]
+    judged = category == ALL and not any(run.degenerate() for run in runs)
+    return _figure(f"acceptance, {category}", test, lengths, allowed, judged, by)  # type: ignore[arg-type]
 
 
 def speed_figure(
-    new: BenchResults, earlier: Sequence[BenchResults], level: LevelResult, confidence: float, allowed: float
+    new: BenchResults, earlier: Sequence[BenchResults], label: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
     """Output tokens per second of one level: the mean of its rounds against earlier runs, or with too few of these the
     ratio to the first, not judged."""
-    found = [run.at(level.label) for run in (new, *earlier)]
+    found = [run.at(label) for run in (new, *earlier)]
     rates = [sum(at.rounds) / len(at.rounds) if at and at.rounds else 0.0 for at in found]
     if not all(rates[:2]):
         return None
+    test, name = next_ratio(rates[0], rates[1:], confidence), f"tokens/s at {label}"
+    if test is None:
+        return _figure(name, speed_ratio(new, earlier[0], label, confidence), rates, allowed, False, "question")
     sound = not any(at is None or at.degeneration.degenerate for at in found)
-    test = _predicted(rates, confidence) if all(rates) else None
-    name = f"tokens/s at {level.label}"
-    if test:
-        return _figure(name, test, _plain(rates), allowed, sound, RUN)
-    return _figure(name, speed_ratio(new, earlier[0], level.label, confidence), _plain(rates), judged=False)
-
-
-def _plain(values: Sequence[float]) -> float:
-    return values[0] / values[1]
-
-
-def _predicted(values: Sequence[float], confidence: float) -> Ratio | None:
-    """Of this run's value and those of the earlier ones."""
-    return next_ratio(values[0], values[1:], confidence)
+    return _figure(name, test, rates, allowed, sound, RUN)
 
 
 def _figure(
-    name: str, test: Ratio | None, plain: float, allowed: float = 0.0, judged: bool = True, by: str = "question"
+    name: str, test: Ratio | None, values: Sequence[float], allowed: float, judged: bool, by: str
 ) -> ComparedFigure:
+    """`values`: of this run and the first earlier one, whose ratio is shown where nothing can be tested."""
     if test is None:
-        return ComparedFigure(figure=name, ratio=round(plain, 4))
-    low, high = test.low, test.high
-    verdict = REGRESSION if high < 1 - allowed else IMPROVEMENT if low > 1 else NO_CHANGE
+        return ComparedFigure(figure=name, ratio=round(values[0] / values[1], 4))
+    verdict = REGRESSION if test.high < 1 - allowed else IMPROVEMENT if test.low > 1 else NO_CHANGE
     return ComparedFigure(
         figure=name,
         ratio=round(test.value, 4),
-        low=round(low, 4),
-        high=round(high, 4),
+        low=round(test.low, 4),
+        high=round(test.high, 4),
         units=test.units,
         paired_by=by,
         verdict=verdict if judged else NOT_JUDGED,

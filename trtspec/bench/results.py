@@ -68,8 +68,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What was asked: a figure without it is no measurement. `under`: labels of the conditions; `extra_body`: what was
-    merged into every request."""
+    """What was asked: a figure without it is no measurement. `extra_body`: what was merged into every request."""
 
     dataset: str
     dataset_sha256: str
@@ -86,7 +85,6 @@ class Workload:
     max_tokens: Count
     temperature: NotNegative
     seed: int
-    under: list[str] = field(default_factory=list)
     limit_s: float | None = None
     promise: str | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)

@@ -192,7 +192,7 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     if drop <= significant:
         why = f"{why}; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
         return Verdict("unmeasured", drop, significant, why, f"{MORE}; or measure a longer baseline")
-    remedy = "trtspec check URL --against RECORDING; trtspec inspect HEAD --against TARGET"
+    remedy = "trtspec check URL --against PLAIN_URL; trtspec inspect HEAD --against TARGET"
     return Verdict("fail", drop, significant, f"{why}; at most {100 * max_drop:g} % are allowed", remedy)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
-from trtspec.cli.junit import failure_in, is_failure
 from trtspec.cli.options import (
     CountList,
     IntList,
@@ -46,7 +45,6 @@ class BenchOptions:
         ),
     ] = "nano"
     split: Annotated[str | None, option("Split of a hub data set.", default="the data set's own, or train")] = None
-    limit: Annotated[int | None, option("Read only the first N rows of the data set.", min=1)] = None
     samples: Annotated[CountList, option("Questions to ask: one number, or one per load; 0 asks all of them.")] = (
         CountList((0,))
     )
@@ -62,13 +60,6 @@ class BenchOptions:
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
     thinking: ThinkingOption = None
-    under: Annotated[
-        tuple[str, ...],
-        option(
-            "Ask everything again under a condition: context=TOKENS, template=none, system=TEXT|FILE; repeatable.",
-            metavar="CONDITION",
-        ),
-    ] = ()
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
@@ -120,13 +111,6 @@ class BenchOptions:
     resume: Annotated[
         bool, option("Continue an interrupted run in --output; failed answers are asked again."), Needs("output")
     ] = False
-    beside: Annotated[
-        tuple[Path, ...],
-        option("Results of runs on other data sets, to show in the same report; repeatable."),
-        Needs("output", "markdown"),
-    ] = ()
-    markdown: Annotated[Path | None, option("Also write the tables to this Markdown file.")] = None
-    junit: Annotated[Path | None, option("Also write the findings to this JUnit XML file.")] = None
     force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
@@ -143,16 +127,13 @@ def bench(options: BenchOptions) -> report.Result:
 
     _refuse_overwrite(options)
     earlier = {str(path): read_results(path) for path in options.compare}
-    others = [read_results(path) for path in options.beside]
-    named, stored = served_at(options.at)
-    urls, lengths = measured(endpoints(options.url, options.against_url), named)
-    with failure_in(options.junit, "bench"):
-        work = workload(options, urls)
-        choose_draft.refuse_stored(stored, work.describe())
-        refuse_different(work.describe(), list(earlier.values()), "--compare")
-        servers = {f"--at {length}": found.server for length, found in stored.items()}
-        servers |= {f"--compare {path}": found.server for path, found in earlier.items()}
-        results, answers = run(urls, work, options, servers)
+    urls, lengths, stored = endpoints(options)
+    work = workload(options, urls)
+    choose_draft.refuse_stored(stored, work.describe())
+    refuse_different(work.describe(), list(earlier.values()), "--compare")
+    servers = {f"--at {length}": found.server for length, found in stored.items()}
+    servers |= {f"--compare {path}": found.server for path, found in earlier.items()}
+    results, answers = run(urls, work, options, servers)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
@@ -166,8 +147,9 @@ def bench(options: BenchOptions) -> report.Result:
     if failure is None and has_errors(results.problems):
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
         failure = CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
-    write(options, results, answers, others)
-    return shown(results, others, failure)
+    if options.output is not None:
+        write(options.output, results, answers)
+    return shown(results, failure)
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
@@ -175,23 +157,18 @@ def _refuse_overwrite(options: BenchOptions) -> None:
     from trtspec.bench.load.journal import RAW_FILE
 
     begun = options.output is not None and (options.output / RAW_FILE).is_file()
-    resumed = options.resume and begun
-    if options.output is not None and not resumed:
+    if options.output is not None and not (options.resume and begun):
         try:
             report.refuse_overwrite(options.output, options.force)
         except UsageError as error:
             more = "; --resume continues an interrupted run" if begun else ""
             raise UsageError(error.message, error.remedy + more) from None
-    for path in (options.markdown, options.junit):
-        if path is not None and not is_failure(path):
-            report.refuse_overwrite(path, options.force or resumed)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     """What the options ask of these servers; UsageError names the first option that cannot be."""
     from trtspec.bench.load.loops import ServiceLevel
     from trtspec.bench.load.measure import BenchWorkload
-    from trtspec.bench.questions import conditions
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
 
@@ -204,7 +181,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         except ValueError as error:
             remedy = "write --goodput ttft:500,tpot:20,e2el:5000"
             raise UsageError(f"--goodput {options.goodput} is not a service level: {error}", remedy) from None
-    dataset = load_dataset(options.dataset, split=options.split, limit=options.limit)
+    dataset = load_dataset(options.dataset, split=options.split)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
     return BenchWorkload(
@@ -219,7 +196,6 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         warmup=options.warmup,
         limit_s=options.timeout,
         promise=promise,
-        conditions=tuple(conditions.parse(options.under)),
     )
 
 
@@ -270,75 +246,18 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def served_at(entries: Sequence[str]) -> tuple[dict[str, tuple[int, str]], dict[int, BenchResults]]:
-    """`--at`: endpoints to measure by name (with their draft length and URL), and stored results by draft length."""
-    from trtspec.bench.results import read_results
-    from trtspec.client.addresses import shown
-
-    named: dict[str, tuple[int, str]] = {}
-    stored: dict[int, BenchResults] = {}
-    for entry in entries:
-        length, _, place = entry.partition("=")
-        if not length.isdigit() or not place:
-            raise UsageError(f"--at {shown(entry)} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
-        if int(length) in {*stored, *(drafts for drafts, _ in named.values())}:
-            raise UsageError(f"--at {shown(entry)}: {length} drafts are given twice", "name each length once")
-        if Path(place).exists():
-            stored[int(length)] = read_results(Path(place))
-        elif "://" not in place and not re.match(r"[^/]+:\d", place):
-            raise UsageError(
-                f"--at {shown(entry)}: there is no such file or directory",
-                "pass what bench -o wrote, or the URL of a server, such as http://127.0.0.1:8003",
-            )
-        else:
-            named[f"draft-{length}"] = (int(length), place)
-    return named, stored
-
-
-def measured(urls: dict[str, str], named: dict[str, tuple[int, str]]) -> tuple[dict[str, str], dict[str, int]]:
-    """(endpoints to measure, draft lengths by name). `--at` of a URL that is measured anyway only says its length.
-
-    Raises UsageError where two lengths are given for one URL."""
-    from trtspec.client.addresses import server_url
-
-    found = dict(urls)
-    lengths: dict[str, int] = {}
-    for name, (length, url) in named.items():
-        address = server_url(url, f"--at {length}:")
-        known = next((other for other, place in found.items() if place == address), None)
-        if known in lengths:
-            raise UsageError(f"--at {length}={url}: it is also given {lengths[known]} drafts", "name what it serves")
-        if known is None and name in found:
-            raise UsageError(f"the name {name} is given twice", "give each endpoint its own name")
-        found.setdefault(known or name, address)
-        lengths[known or name] = length
-    return found, lengths
-
-
-def write(
-    options: BenchOptions, results: BenchResults, answers: list[dict[str, Any]], others: Sequence[BenchResults]
-) -> None:
-    """results.json, answers.jsonl (with the texts) and report.html, and what a CI job reads."""
-    from trtspec.bench.report import ci
+def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:
+    """results.json, answers.jsonl (with the texts) and report.html."""
     from trtspec.bench.report.bench import bench_html
 
-    directory = options.output
-    if directory is not None:
-        lines = "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
-        report.write_json(directory / "results.json", results.to_dict())
-        report.write_atomic(directory / "answers.jsonl", lines)
-        report.write_atomic(directory / "report.html", bench_html(results, others))
-        report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
-    if options.markdown is not None:
-        report.write_atomic(options.markdown, ci.markdown(results, others))
-    if options.junit is not None:
-        report.write_atomic(options.junit, ci.bench_xml(results))
-    ci.annotate(ci.problem_annotations(results.problems))
+    lines = "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
+    report.write_json(directory / "results.json", results.to_dict())
+    report.write_atomic(directory / "answers.jsonl", lines)
+    report.write_atomic(directory / "report.html", bench_html(results))
+    report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
 
 
-def shown(
-    results: BenchResults, others: Sequence[BenchResults] = (), failure: TrtspecError | None = None
-) -> report.Result:
+def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:
     """The results without the figures of single answers, their tables, and below these the result in a sentence."""
     from trtspec.bench.report import bench as page
     from trtspec.bench.report import tables
@@ -347,25 +266,47 @@ def shown(
     return report.Result(
         {key: value for key, value in results.to_dict().items() if key not in left},
         results.problems,
-        page.all_tables(results, others),
+        page.all_tables(results),
         [tables.quality_line(results), page.sentence(results)],
         failure,
     )
 
 
-def endpoints(url: NamedUrl, others: Sequence[NamedUrl]) -> dict[str, str]:
-    """NAME -> base URL; the first is the one the results are about."""
+def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int], dict[int, BenchResults]]:
+    """Base URLs by name, the first being the one that the results are about; with --at draft lengths by name, and
+    stored results by draft length. --at of a URL that is measured anyway only says its length."""
+    from trtspec.bench.results import read_results
     from trtspec.client.addresses import server_url, shown
 
-    found = {url.name or "endpoint": server_url(url.url, "the URL")}
-    for other in others:
+    found = {options.url.name or "endpoint": server_url(options.url.url, "the URL")}
+    lengths: dict[str, int] = {}
+    stored: dict[int, BenchResults] = {}
+    for other in options.against_url:
         if not other.name:
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
             raise UsageError(f"--against-url {shown(other.url)} has no name", remedy)
         if other.name in found:
             raise UsageError(f"the name {other.name} is given twice", "give each endpoint its own name")
         found[other.name] = server_url(other.url, f"--against-url {other.name}:")
-    return found
+    for entry in options.at:
+        digits, _, place = entry.partition("=")
+        if not digits.isdigit() or not place:
+            raise UsageError(f"--at {shown(entry)} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
+        length = int(digits)
+        if length in {*stored, *lengths.values()}:
+            raise UsageError(f"--at {shown(entry)}: {length} drafts are given twice", "name each length once")
+        if Path(place).exists():
+            stored[length] = read_results(Path(place))
+            continue
+        if "://" not in place and not re.match(r"[^/]+:\d", place):
+            remedy = "pass what bench -o wrote, or the URL of a server, such as http://127.0.0.1:8003"
+            raise UsageError(f"--at {shown(entry)}: there is no such file or directory", remedy)
+        address = server_url(place, f"--at {length}:")
+        name = next((name for name, url in found.items() if url == address), f"draft-{length}")
+        if name in lengths or found.setdefault(name, address) != address:
+            raise UsageError(f"--at {entry}: {name} is given twice", "give each server one length and one name")
+        lengths[name] = length
+    return found, lengths, stored
 
 
 def samples_per_level(samples: CountList, levels: int) -> tuple[int | None, ...]:

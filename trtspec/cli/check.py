@@ -41,7 +41,7 @@ class CheckOptions:
         Path | None, option("Judge this recording of the speculating server; URL serves the model without speculation.")
     ] = None
     against: Annotated[
-        str | None, option("The model without speculation: a URL that scores, or a recording of it."), Modes(ALONE)
+        str | None, option("URL that serves the model without speculation and scores at once."), Modes(ALONE)
     ] = None
     min_acceptance: Annotated[float | None, option("Minimum tokens per step.")] = None
     exact: Annotated[
@@ -76,10 +76,10 @@ def check(options: CheckOptions) -> Result:
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
         raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
-    if options.against and "://" in options.against:
+    if options.against:
         server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
-        if options.record in (options.score, Path(options.against or "")):
+        if options.record == options.score:
             raise UsageError(f"--record {options.record} is also read", "give --record another file")
         report.refuse_overwrite(options.record, options.force)
     return asyncio.run(_check(options))
@@ -91,9 +91,8 @@ async def _check(options: CheckOptions) -> Result:
     from trtspec.bench.check.rows import Limits, Verdict, judge
 
     began = time.monotonic()
-    recorded = _recorded(options)
     with report.progress_bar("asking", None, "requests") as bar:
-        got, plain, askers = await (_scored(options, bar) if options.score else _asked(options, recorded, bar))
+        got, plain, askers = await (_scored(options, bar) if options.score else _asked(options, bar))
     cost = {
         "requests": sum(asker.requests for asker in askers),
         "tokens": sum(asker.tokens for asker in askers),
@@ -118,29 +117,13 @@ async def _check(options: CheckOptions) -> Result:
     return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
 
 
-def _recorded(options: CheckOptions) -> list[Exchange] | None:
-    """The recording that --against names, None for a URL."""
-    from trtspec.client.exchange import read_recording
-
-    if options.against is None or "://" in options.against:
-        return None
-    if not Path(options.against).is_file():
-        from trtspec.client.addresses import shown
-
-        raise UsageError(
-            f"--against {shown(options.against)} is neither a file nor a URL",
-            "pass a file written by --record, or http://HOST:PORT",
-        )
-    return read_recording(Path(options.against))
-
-
 Asked = tuple["list[Exchange]", "list[Exchange] | None", "list[Asker]"]
 
 
-async def _asked(options: CheckOptions, recorded: list[Exchange] | None, bar: report.Bar) -> Asked:
+async def _asked(options: CheckOptions, bar: report.Bar) -> Asked:
     """The exchanges of `url`, and of the server without speculation, where there is one."""
     from trtspec.bench.check.asking import Battery, record
-    from trtspec.bench.check.scoring import score_answers, score_by_recording
+    from trtspec.bench.check.scoring import score_answers
     from trtspec.bench.questions.datasets import load_dataset
 
     asker = await _connect(options, options.url, "the URL", bar)
@@ -150,8 +133,6 @@ async def _asked(options: CheckOptions, recorded: list[Exchange] | None, bar: re
         withheld=frozenset(request_limits_of(asker.server).get("end_engine", ())),
     )  # fmt: skip
     got = await _written(options, asker, lambda: record(asker, battery))
-    if recorded is not None:
-        return score_by_recording(got, recorded, asker.tokenizer), recorded, [asker]
     if options.against is None:
         return got, None, [asker]
     other = await _connect(options, options.against, "--against", bar)

@@ -5,7 +5,7 @@
 | trtspec reference | `spec_decode` on each choice | steps in /prometheus/metrics |
 | vLLM | counters around the run, which must be alone on the server | steps in /metrics |
 | TensorRT-LLM | `avg_decoded_tokens_per_iter` on each choice, prefill included | see below |
-| SGLang | `avg_spec_accept_length` of /server_info, a mean since its start | a mean in /metrics with --enable-metrics |
+| SGLang | nothing | a mean in /metrics with --enable-metrics |
 
 TensorRT-LLM counts steps in the JSON of /metrics with enable_iter_perf_stats, each record for one reader only, and
 draft tokens in /prometheus/metrics with return_perf_metrics.
@@ -23,14 +23,13 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Field
 
-from trtspec.client.client import Answer, RequestFailed, fetch, finite, first_model, token_count
+from trtspec.client.client import Answer, RequestFailed, fetch, first_model, token_count
 from trtspec.files import parse_json
 
 FROM_CHOICE = "spec_decode of each choice"
 FROM_AVERAGE = "avg_decoded_tokens_per_iter of each choice (prefill counted as a step)"
 FROM_COUNTERS = "vllm:spec_decode_num_* counters around the run"
 FROM_STREAMS = "usage in the chunks of streams"
-FROM_SGLANG = "avg_spec_accept_length of /server_info (mean since the server's start)"
 LEAST_AVERAGE = 0.99  # tokens per iteration: each brings one, and an average may be rounded
 SETTLED_S = 1.0  # between two equal readings of settled counters; a step of an engine takes less
 RESTLESS_S = 30.0  # counters that still change after it belong to other users
@@ -48,8 +47,7 @@ class Adapter:
     names a gauge of tokens per step in place of counters. `around_runs`: bench reads the counters around a run, because
     answers say nothing.
 
-    `mean_paths`: where it reports its mean acceptance length since its start. `dated`: what it does with request
-    parameters under speculation is known by release.
+    `dated`: what it does with request parameters under speculation is known by release.
 
     `ids`: request fields by which it returns token ids. `scores`: how check gets the probability of given tokens: by
     `echo` of a prompt, by `continuations` of one token, or not at all."""
@@ -64,7 +62,6 @@ class Adapter:
     first: int = 0
     mean: str = ""
     around_runs: bool = False
-    mean_paths: tuple[str, ...] = ()
     dated: bool = False
     ids: Mapping[str, bool] = field(default_factory=dict)
     scores: str = ""
@@ -86,10 +83,7 @@ TRTLLM = Adapter(
     scores="continuations", drafted="trtllm_spec_decode_num_draft_tokens",
     accepted="trtllm_spec_decode_num_accepted_tokens",
 )  # fmt: skip
-SGLANG = Adapter(
-    name="sglang", owner="sglang", prefix="sglang:", mean="sglang:spec_accept_length",
-    mean_paths=("/server_info", "/get_server_info"),  # the second is the older one
-)  # fmt: skip
+SGLANG = Adapter(name="sglang", owner="sglang", prefix="sglang:", mean="sglang:spec_accept_length")
 ADAPTERS = {adapter.name: adapter for adapter in (REFERENCE, VLLM, TRTLLM, SGLANG)}
 UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scores="echo")
 
@@ -358,28 +352,6 @@ def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> li
 def is_too_low(average: float | None) -> bool:
     """Whether the average is below one token per iteration; 0 comes from a server that did not count."""
     return average is not None and 0 < average < LEAST_AVERAGE
-
-
-async def running_mean(
-    client: httpx.AsyncClient, server: DetectedServer, tokens: int, faults: list[str] | None = None
-) -> list[TurnCounts]:
-    """One entry from the server's mean since its start; [] if it has none. An invalid mean appends its reason to
-    `faults`."""
-    info: Any = None
-    for path in server.adapter.mean_paths:
-        info = info or await _json(client, path)
-    try:
-        mean = info["internal_states"][0]["avg_spec_accept_length"]
-    except (LookupError, TypeError):
-        return []
-    if not mean or not tokens:
-        return []
-    length = finite(mean)
-    if length is None or not 1 <= length <= tokens:
-        _note(faults, f"its avg_spec_accept_length is {str(mean)[:40]!r}, which cannot be a mean over {tokens} tokens")
-        return []
-    steps = max(1, round(tokens / length))
-    return [TurnCounts("all", "all", tokens, steps, tokens - steps, None, None, FROM_SGLANG)]
 
 
 async def _json(client: httpx.AsyncClient, path: str) -> Any:

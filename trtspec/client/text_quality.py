@@ -1,4 +1,4 @@
-"""Whether acceptance may be measured on a text: finds loops, empty answers, noise and random-token prompts.
+"""Whether acceptance may be measured on a text: finds loops, empty answers and noise.
 
 Speculation is easy on a loop (every draft is right) and hopeless on random ids, so a figure from either says nothing
 about a head. All functions are pure and need no tokenizer: units are words and punctuation marks.
@@ -18,7 +18,6 @@ MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
 NOISE_SHARE = 0.1  # of the characters of an answer
 RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
-LONG_PROMPT = 60  # words from which the share of distinct words tells language from random ids
 
 
 def units(text: str) -> list[str]:
@@ -100,21 +99,3 @@ def judge_run(texts: Sequence[str]) -> OutputQuality:
         distinct_4gram_ratio=None if ratio is None else round(ratio, 4),
         degenerate=bool(texts) and bad / len(texts) > RUN_SHARE,
     )
-
-
-def looks_random(prompt: str) -> bool:
-    """Whether a prompt reads like decoded random ids: scripts mixed inside words, or long text that repeats no word."""
-    words = re.findall(r"\w+", prompt)
-    if noise_share(prompt) > 0.02:
-        return True
-    if len(words) < 8:
-        return False
-    mixed = sum(1 for word in words if len(_scripts(word)) > 1)
-    if mixed / len(words) > 0.1:
-        return True
-    spaced = len(prompt.split())  # Chinese and Thai do not space words: the repetition test is not for them
-    return spaced >= LONG_PROMPT and len({w.lower() for w in words}) / len(words) > 0.93
-
-
-def _scripts(word: str) -> set[str]:
-    return {unicodedata.name(c, "?").split(" ")[0] for c in word if c.isalpha()} - {"MODIFIER", "FULLWIDTH"}

@@ -13,7 +13,7 @@ import pytest
 from tests.bench.check.toy_server import Toy
 from trtspec.bench.check.asking import Asker, Battery, open_journal, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
-from trtspec.bench.check.scoring import score_answers, score_by_recording
+from trtspec.bench.check.scoring import score_answers
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange
@@ -122,15 +122,6 @@ def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_lo
     verdict = Verdict(rows=tuple(judge(got, plain, Limits())))
     assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
     assert not any("logprobs" in body for body in other.asked)
-
-
-def test_a_recording_of_the_plain_server_judges_up_to_the_first_difference() -> None:
-    plain = recorded(Toy(TOKENIZER, drafts=0))
-    for fault, expected in (("", set()), ("cross-talk", {"greedy"})):
-        got = score_by_recording(recorded(Toy(TOKENIZER, fault)), plain, TOKENIZER)
-        rows = judge(got, plain, Limits())
-        assert failed(rows).keys() == expected
-        assert next(row for row in rows if row.name == "sampled").status == "unmeasured"
 
 
 def test_exact_takes_no_tie() -> None:

@@ -31,7 +31,6 @@ from trtspec.client.exchange import Exchange, Score
 
 Status = Literal["pass", "fail", "unmeasured"]
 Name = tuple[str, str]
-UNKNOWN = 1.01 * NEAR  # nats of a difference whose gap is not known: many of them fail, one does not
 GREEDY = ("text", "long", "turn-2", "call", "follow-up", "prompt", "stop")
 
 
@@ -170,7 +169,7 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
     """No token of a greedy answer is further behind the target's best than rounding explains."""
     asked = greedy_answers(got)
     scored = {(one.key, one.token_ids): one for one in asked if one.scores}
-    own = {(one.key, one.token_ids): regret(one) for one in greedy_answers(plain) if one.scores} or _repeated(plain)
+    own = {(one.key, one.token_ids): regret(one) for one in greedy_answers(plain) if one.scores}
     limit = EXACT if exact else min(CERTAIN[1], max(CERTAIN[0], 2 * max(own.values(), default=0.0)))
     regrets = {key: regret(one) for key, one in scored.items()}
     wrong = [key for key, value in regrets.items() if value > limit]
@@ -185,14 +184,6 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
             f"at most {max(regrets.values()):.3f} nats behind, without speculation {max(own.values(), default=0.0):.3f}"
         )
     return Row(name="greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
-
-
-def _repeated(plain: Sequence[Exchange]) -> dict[Any, float]:
-    """Of a recording without scores: by key that it answered twice, whether its own answers differ."""
-    found: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for one in greedy_answers(plain):
-        found[one.key].append(one.token_ids)
-    return {key: UNKNOWN if len({*ids}) > 1 else 0.0 for key, ids in found.items() if len(ids) > 1}
 
 
 def regret(one: Exchange) -> float:

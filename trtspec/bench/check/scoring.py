@@ -1,8 +1,5 @@
-"""The target scores what was said: the server without speculation says how likely each token of an answer was.
-
-`score_answers` asks it; `score_by_recording` reads from its recorded answers what they tell: each greedy answer up to
-its first difference. A server that speculates is never asked for log-probabilities: some releases die of it.
-"""
+"""The target scores what was said: the server without speculation says how likely each token of an answer was. A server
+that speculates is never asked for log-probabilities: some releases die of it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.prompts import request_of
-from trtspec.bench.check.rows import UNKNOWN, faulty, greedy_answers, sampled_answers, speculates
+from trtspec.bench.check.rows import faulty, greedy_answers, sampled_answers, speculates
 from trtspec.bench.check.thresholds import CERTAIN
 from trtspec.client.client import Endpoint, RequestFailed, complete, finite
 from trtspec.client.exchange import Exchange, Score
@@ -24,6 +21,7 @@ TOP = 20  # alternatives that are asked for
 SAME = 1e-6  # nats within which two tokens are as likely
 BEHIND, DRAWN = 8, 8  # places that are scored one by one: behind a difference, and of a sampled answer
 OTHER_SEEDS = 100_000
+EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
 async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
@@ -125,41 +123,6 @@ def _score(chosen: Any, top: Any) -> Score | None:
         listed=listed,
         near=near if len(near) > 1 else {},
     )
-
-
-EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
-
-
-def score_by_recording(got: Sequence[Exchange], plain: Sequence[Exchange], tokenizer: Any) -> list[Exchange]:
-    """`got` with scores of its greedy answers up to their first difference from the recorded ones. A difference whose
-    gap the recording does not tell is one that rounding may explain: many of them fail, one does not."""
-    known: dict[tuple[str, Any], list[Exchange]] = {}
-    for one in plain:
-        if one.token_ids and one.answered:
-            known.setdefault((one.key, _prompt(one)), []).append(one)
-    judged = {id(one) for one in greedy_answers(got)}
-
-    def scored(one: Exchange) -> Exchange:
-        same = known.get((one.key, _prompt(one)), []) if id(one) in judged else []
-        if not same:
-            return one
-        best = max(same, key=lambda other: _common(one, other))
-        place = _common(one, best)
-        equal = (EQUAL,) * place
-        if place == len(one.token_ids) or (place == len(best.token_ids) and best.finish == "length"):
-            return replace(one, scores=equal or (EQUAL,))
-        gap = UNKNOWN
-        if place < len(best.scores):
-            name = tokenizer.decode([one.token_ids[place]])
-            gap = best.scores[place].near.get(name, CERTAIN[1] + 1)
-        return replace(one, scores=(*equal, replace(EQUAL, chosen=-gap)))
-
-    return [scored(one) for one in got]
-
-
-def _common(one: Exchange, other: Exchange) -> int:
-    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one.token_ids), len(other.token_ids)))
 
 
 def _prompt(one: Exchange) -> tuple[int, ...]:

@@ -29,13 +29,9 @@ from trtspec.client.text_quality import OutputQuality, judge_run
 from trtspec.errors import Problem
 
 
-def assemble(
-    targets: Sequence[MeasuredEndpoint], workload: BenchWorkload, problems: Sequence[Problem] = ()
-) -> BenchResults:
+def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> BenchResults:
     """The first endpoint is the one that the results are about."""
-    found = [*workload.dataset.problems, *problems]
-    for target in targets:
-        found += find_problems(target, workload)
+    found = [problem for target in targets for problem in find_problems(target, workload)]
     described = [describe_target(target, workload) for target in targets]
     return BenchResults(
         **vars(described[0]),

@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
@@ -100,9 +100,6 @@ async def converse(
     """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of which
     `said` holds the first; stops at the first error."""
     messages: list[dict] = []
-    if question.raw:
-        body = {key: value for key, value in endpoint.extra_body.items() if key != "chat_template_kwargs"}
-        endpoint = replace(endpoint, api="completions", extra_body=body)
     for turn in range(question.requests):
         messages += question.request(turn)
         if turn < len(said):

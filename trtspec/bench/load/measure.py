@@ -17,14 +17,13 @@ import httpx
 from trtspec.bench.load import findings
 from trtspec.bench.load.journal import PartName, RunJournal, good
 from trtspec.bench.load.loops import Ask, Load, Round, ServiceLevel, closed_loop, open_loop
-from trtspec.bench.questions.conditions import Condition, calibration_text, left_out_problems, under, with_context
 from trtspec.bench.questions.datasets import Dataset, Question, spread
 from trtspec.bench.results import Workload, level_label
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
 from trtspec.client.client import OWNED, Answer, Endpoint, RequestSampling, new_client, refuse_owned
 from trtspec.client.servers import TurnCounts
-from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.errors import UsageError
 
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
@@ -68,7 +67,6 @@ class BenchWorkload:
     warmup: int | None = None
     limit_s: float | None = None
     promise: ServiceLevel | None = None
-    conditions: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_owned(self.extra_body, owned_keys(self.extra_body, self.thinking))
@@ -85,7 +83,7 @@ class BenchWorkload:
         return 1 if self.rates else max(self.concurrency)
 
     def questions(self, level: int) -> list[Question]:
-        return under(spread(list(self.dataset.questions), self.samples[level]), self.conditions)
+        return spread(list(self.dataset.questions), self.samples[level])
 
     def answers(self) -> int:
         """Answers asked of one endpoint over all levels."""
@@ -117,7 +115,6 @@ class BenchWorkload:
             rates=list(self.rates),
             rounds=self.rounds,
             **asdict(self.sampling),
-            under=[condition.label for condition in self.conditions],
             limit_s=self.limit_s,
             promise=self.promise.words() if self.promise else None,
             extra_body=self.body(),
@@ -188,12 +185,11 @@ async def measure(
     progress: Progress | None = None,
     limits: Callable[[servers.DetectedServer], findings.RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
-) -> tuple[list[MeasuredEndpoint], BenchWorkload, list[Problem]]:
+) -> tuple[list[MeasuredEndpoint], BenchWorkload]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
     `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run is shown
-    with. Returns what was measured, of what, and what was left out. Raises TrtspecError when a server does not answer
-    or refuses every request.
+    with. Raises TrtspecError when a server does not answer or refuses every request.
     """
     progress = progress or Progress()
     async with AsyncExitStack() as stack:
@@ -214,7 +210,7 @@ async def measure(
         for target in targets:
             progress.say(f"{target.name}: warming up")
             await warm_up(target, workload)
-        asked = await in_context(targets[0], workload)
+        asked = [workload.questions(number) for number in range(len(workload.levels))]
         if kept := progress.journal.kept():
             progress.say(f"{kept} answers of the interrupted run are kept")
         for level, questions in zip(workload.levels, asked, strict=True):
@@ -223,7 +219,7 @@ async def measure(
         for target in targets:
             findings.refuse_all_failed(target.name, target.answers())
             await count_outside(target, workload, asked[0], progress)
-    return targets, workload, left_out_problems(workload.dataset.questions, workload.conditions)
+    return targets, workload
 
 
 def refuse_other_server(
@@ -247,21 +243,6 @@ async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
     short = replace(workload.sampling, max_tokens=min(WARMUP_TOKENS, workload.sampling.max_tokens))
     run = await closed_loop(Load(target.client, target.endpoint, short), asked, workload.most)
     target.restless |= any(answer.error for answer in run.answers)
-
-
-async def in_context(target: MeasuredEndpoint, workload: BenchWorkload) -> list[list[Question]]:
-    """The questions of each level, those of a long context filled to its length by the server's own count of tokens."""
-    asked = [workload.questions(number) for number in range(len(workload.levels))]
-    if not any(condition.context for condition in workload.conditions):
-        return asked
-    text = calibration_text(asked[0])
-    load = Load(target.client, target.endpoint, RequestSampling(max_tokens=1))
-    await load.hold(0, Question("calibration", "", (text,)))
-    counted = load.answers[0].prompt_tokens
-    if not counted:
-        why = load.answers[0].error or "it reports no prompt tokens"
-        raise TrtspecError(f"{target.name} does not say how long a prompt is: {why}", "leave `under` context=N out")
-    return [with_context(questions, workload.conditions, len(text) / counted) for questions in asked]
 
 
 async def run_level(
@@ -374,13 +355,7 @@ async def count_outside(
     target: MeasuredEndpoint, workload: BenchWorkload, questions: Sequence[Question], progress: Progress
 ) -> None:
     """Categories of servers that keep only totals: vLLM is asked the `questions` of the first load once more, category
-    by category; SGLang keeps a running mean."""
-    answers = good(target.answers())
-    if not any(target.counts.values()):
-        tokens = sum(answer.completion_tokens for answer in answers)
-        mean = await servers.running_mean(target.client, target.server, tokens, target.unmeasured)
-        different = len({answer.question for answer in answers})
-        target.category_counts += [replace(count, answers=len(answers), questions=different) for count in mean]
+    by category."""
     if not any(c.source == servers.FROM_COUNTERS for counts in target.counts.values() for c in counts):
         return
     asked = list(enumerate(questions))

@@ -6,19 +6,17 @@ A question is asked turn by turn, each with the model's own earlier answers.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
 from trtspec.bench.questions.rows import DatasetSource, locate, rows_of, without_pictures
 from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
-from trtspec.client import text_quality
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import UsageError
 from trtspec.report import file_sha256
 
 NANO = "nano"
@@ -29,7 +27,7 @@ Message = dict[str, Any]
 class Question:
     """One conversation to hold: `opening` messages are sent with the first of `turns`; each turn is a user message.
 
-    `parts[i]` are pictures sent with turn i, `tools` the functions offered. `raw` asks without a chat template.
+    `parts[i]` are pictures sent with turn i, `tools` the functions offered.
     """
 
     id: str
@@ -38,7 +36,6 @@ class Question:
     opening: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
     parts: tuple[tuple[Message, ...], ...] = ()
-    raw: bool = False
 
     @property
     def requests(self) -> int:
@@ -48,12 +45,6 @@ class Question:
     @property
     def has_pictures(self) -> bool:
         return any(self.parts) or any(isinstance(message["content"], list) for message in self.opening)
-
-    @property
-    def beyond_text(self) -> bool:
-        """Whether it has tools, pictures, recorded calls or reasoning, which only a chat request can hold."""
-        recorded = any(message.get(key) for message in self.opening for key in ("tool_calls", "reasoning_content"))
-        return bool(self.tools) or self.has_pictures or recorded
 
     @property
     def first_turn(self) -> Question:
@@ -81,46 +72,42 @@ class Dataset:
     name: str
     sha256: str
     questions: tuple[Question, ...]
-    problems: tuple[Problem, ...] = field(default=())
     licence: str | None = None
     source: str | None = None
     asked_sha256: str | None = None
 
 
-def load_dataset(
-    name: str, samples: int | None = None, *, split: str | None = None, limit: int | None = None
-) -> Dataset:
+def load_dataset(name: str, samples: int | None = None, *, split: str | None = None) -> Dataset:
     """Reads `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or directory, or a hub id:
-    its first `limit` rows, and `samples` of their questions spread over categories.
+    all its questions, or `samples` of them spread over categories.
 
     Raises UsageError naming the row that cannot be asked."""
     built_in = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
     source = DatasetSource(label=NANO, file=str(built_in)) if name == NANO else locate(name)
-    questions = read_questions(source, split, limit)
+    questions = read_questions(source, split)
     if not questions:
         raise UsageError(
             f"the dataset {source.file or name} holds no prompt",
             "each line is one JSON object with turns, messages or prompt",
         )
     chosen = spread(questions, samples)
-    known, where = source.known, source.file or source.label
+    known = source.known
     path = Path(source.file) if source.file else None
     return Dataset(
         name=source.label,
         sha256=file_sha256(path) if path and path.is_file() else questions_sha256(questions),
         questions=tuple(chosen),
-        problems=(*random_prompt_problems(chosen, where), *([] if limit else size_problems(questions, source))),
         licence=known.licence if known else None,
         source=known.source if known else None,
         asked_sha256=questions_sha256(chosen),
     )
 
 
-def read_questions(source: DatasetSource, split: str | None = None, limit: int | None = None) -> list[Question]:
+def read_questions(source: DatasetSource, split: str | None = None) -> list[Question]:
     """Every question of a source, in order. Ids are made unique: two rows of one id are two questions."""
     unread: Counter[str] = Counter()
     found: list[Question] = []
-    for index, row in enumerate(itertools.islice(rows_of(source, split), limit)):
+    for index, row in enumerate(rows_of(source, split)):
         plain, pictures = without_pictures(row)
         found.append(question_of(conversation(plain, unread), index, pictures))
     note_unread(source.file or source.label, unread)
@@ -231,47 +218,3 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
         chosen += row[: samples - len(chosen)]
         depth += 1
     return chosen
-
-
-def size_problems(questions: list[Question], source: DatasetSource) -> list[Problem]:
-    """A warning where a known set is not whole: its figures do not compare with published ones."""
-    known = source.known
-    if known is None or (source.config and (source.config not in known.configs or len(known.configs) > 1)):
-        return []
-    categories = len({question.category for question in questions})
-    wrong = [
-        f"{got} {what} instead of {want}"
-        for what, got, want in (
-            ("questions", len(questions), known.questions),
-            ("categories", categories, known.categories),
-            (
-                "questions of another number of turns",
-                sum(1 for question in questions if known.turns_each not in (None, question.requests)),
-                0,
-            ),
-        )
-        if want is not None and got != want
-    ]
-    if not wrong:
-        return []
-    message = f"{known.title} has {', '.join(wrong)}: figures on it do not compare with published ones"
-    remedy = f"take the whole set from {known.source}"
-    return [Problem("TS-BENCH-DATASET-SIZE", "warning", source.file or source.label, message, remedy)]
-
-
-def random_prompt_problems(questions: list[Question], where: str) -> list[Problem]:
-    """A warning when prompts read like decoded random token ids."""
-    suspects = [q.id for q in questions if any(text_quality.looks_random(turn) for turn in q.turns)]
-    if len(suspects) * 10 <= len(questions):
-        return []
-    shown = ", ".join(suspects[:5])
-    return [
-        Problem(
-            "TS-BENCH-RANDOM-PROMPTS",
-            "warning",
-            where,
-            f"{len(suspects)} of {len(questions)} prompts read like random tokens (for example {shown}); "
-            "acceptance on them says nothing about real traffic",
-            "use prompts that somebody wrote",
-        )
-    ]

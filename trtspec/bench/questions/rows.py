@@ -42,9 +42,6 @@ class NamedSet:
     others: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     category: str = ""
-    questions: int | None = None
-    turns_each: int | None = None
-    categories: int | None = None
     placeholder: str = ""
     prepare: str = ""
 

@@ -1,4 +1,4 @@
-"""The report of `bench`: its sentence, its figures and its sections, for the page, the terminal and Markdown."""
+"""The report of `bench`: its sentence, its figures and its sections, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ def figures(results: BenchResults) -> list[Figure | None]:
     ]
 
 
-def sections(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Section]:
-    """`others` are runs on other data sets, whose acceptance is shown with this one's."""
+def sections(results: BenchResults) -> list[Section]:
     speculating = [endpoint for endpoint in results.all if endpoint.speculates]
     condition = tables.condition(results)
     comparison, choice = results.comparison, results.draft_choice
@@ -82,7 +81,6 @@ def sections(results: BenchResults, others: Sequence[BenchResults] = ()) -> list
                 *(tables.acceptance_table(results, endpoint) for endpoint in speculating),
                 tables.position_table(results, speculating),
                 tables.side_by_side_table(results, speculating),
-                tables.data_sets_table([results, *others]) if others else None,
             ],
         ),
         Section(title="Draft length", tables=[tables.draft_table(results, choice) if choice else None]),
@@ -91,22 +89,17 @@ def sections(results: BenchResults, others: Sequence[BenchResults] = ()) -> list
     ]
 
 
-def all_tables(results: BenchResults, others: Sequence[BenchResults] = ()) -> list[Table]:
-    """Those of the sections, for the terminal and Markdown."""
-    return [table for section in sections(results, others) for table in section.tables if table and table.rows]
+def all_tables(results: BenchResults) -> list[Table]:
+    """Those of the sections, for the terminal."""
+    return [table for section in sections(results) for table in section.tables if table and table.rows]
 
 
-def bench_html(results: BenchResults, others: Sequence[BenchResults] = ()) -> str:
-    published = Section(
-        title="Published figures",
-        text="Measured by others, on other hardware, models and prompts.",
-        tables=tables.published_tables([results, *others]),
-    )
+def bench_html(results: BenchResults) -> str:
     return render(
         f"trtspec bench: {results.server.model} on {results.server.kind}",
         sentence(results),
         figures(results),
-        [*sections(results, others), *([published] if published.tables else [])],
+        sections(results),
         about=tables.workload_line(results),
         created=results.created,
         versions=results.versions,

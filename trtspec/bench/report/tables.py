@@ -1,6 +1,6 @@
-"""What `bench` found, as rows of text: terminal, page and Markdown show the same tables, each within 80 columns.
+"""What `bench` found, as rows of text: terminal and page show the same tables, each within 80 columns.
 
-Acceptance on degenerate output is blank, and no speed-up is made of it. What others published has tables of its own.
+Acceptance on degenerate output is blank, and no speed-up is made of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 from trtspec.bench.results import BenchResults, Comparison, EndpointResult, LatencySpread, SpeedUp, user_speed
 from trtspec.bench.statistics import LEAST_RUNS
-from trtspec.data_files import load_yaml
 from trtspec.report import Table
 
 BLANK = ""
@@ -225,40 +224,3 @@ def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
     )
     columns = ["concurrency", "drafts", "length", "per user", "over the fastest", ""]
     return Table(f"Draft length by load, {condition(results)}", columns, rows, note.strip(), frozenset({5}))
-
-
-def data_sets_table(runs: Sequence[BenchResults]) -> Table:
-    """accept_length by data set with N, each with the condition that it was measured under."""
-    rows = [
-        [
-            run.workload.dataset,
-            str(run.questions),
-            BLANK if run.degenerate() else interval(run.acceptance_length, run.acceptance_length_interval),
-            condition(run),
-        ]
-        for run in runs
-    ]
-    columns = ["data set", "N", "acceptance length", "measured at"]
-    return Table("Acceptance by data set", columns, rows, "Blank: degenerate output.", frozenset({0, 3}))
-
-
-def published_tables(runs: Sequence[BenchResults]) -> list[Table]:
-    """What others published on the data sets of these runs, each with its source."""
-    names = {run.workload.dataset.partition(":")[0] for run in runs}
-    entries: list[dict[str, Any]] = load_yaml("published_acceptance.yaml")["tables"]
-    return [
-        Table(
-            entry["title"],
-            [str(name) for name in entry["columns"]],
-            [[_cell(value) for value in row] for row in entry["rows"]],
-            f"{entry['note']}. Source: {entry['source']}.",
-        )
-        for entry in entries
-        if entry["data_set"] in names or (names - {"nano"} and not entry["data_set"])
-    ]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return BLANK
-    return f"{value:.2f}" if isinstance(value, float) and round(value, 2) == value else str(value)
