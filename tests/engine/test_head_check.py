@@ -39,9 +39,8 @@ def test_a_planted_fault_is_named_and_a_sound_head_is_not_accused(fault: str | N
     planted = FAULTS[fault](*head) if fault else head
     assert planted is not None
     found = check(planted, sorted(held_out_prompts(24), key=len)[:16])
-    if fault == "layer-ids":  # no other cause is named; this one is, unless it costs less than these texts can tell
-        undone = next(trial for trial in found if trial.suspicion.kind == fault and trial.suspicion.spec == head[0])
-        assert named(found) == fault or (named(found) is None and undone.after - undone.before < TELLING)
+    if fault == "layer-ids" and named(found) is None:  # it may cost less than these texts can tell
+        assert next(one.after - one.before for one in found if one.suspicion.spec == head[0]) < TELLING
         return
     assert named(found) == fault
     assert fault or min(trial.before for trial in found if not trial.suspicion.later) > 0.75
