@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
+from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption, argument, option
 from trtspec.report import OutputOptions, Result, progress_bar
 
@@ -53,7 +53,7 @@ def calibrate(options: CalibrateOptions) -> Result:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    path = source_directory(options.source)
+    path = directory_of(options.source)
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -69,11 +70,20 @@ def doctor(options: DoctorOptions) -> Result:
 
 def examine() -> dict[str, Any]:
     """Everything that doctor reports; no key of it holds a secret."""
+    from huggingface_hub import constants, get_token
+
+    from trtspec.launch.preflight import read_gpus
     from trtspec.trtllm.deployment import installed_version
     from trtspec.vllm import installed_vllm
 
     extras, wrong = package_state()
-    gpus = query_gpus()
+    gpus = [
+        {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
+         "compute_capability": gpu.capability}
+        for gpu in read_gpus() or ()
+    ]  # fmt: skip
+    cache = Path(constants.HF_HUB_CACHE)
+    places = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -84,8 +94,13 @@ def examine() -> dict[str, Any]:
         "trtllm_version": installed_version(),
         "vllm": {"path": shutil.which("vllm"), "version": installed_vllm()},
         "gpus": gpus,
-        "hub": hub_state(),
-        "disk": disk_state(),
+        "hub": {
+            "cache": str(cache),
+            "cache_exists": cache.is_dir(),
+            "offline": bool(constants.HF_HUB_OFFLINE),
+            "token": "set" if get_token() else "not set",
+        },
+        "disk": {name: machine.free_disk(place) for name, place in places.items()},
         "problems": wrong + environment_problems(gpus),
     }
 
@@ -98,28 +113,18 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
     problems = []
     for line in metadata.requires("trtspec") or []:
         requirement = Requirement(line)
-        extra = _extra(line)
+        extra = line.partition("extra ==")[2].strip().strip("'\" ")
         if requirement.name == "trtspec" or extra == "dev":
             continue
-        version = _version(requirement.name)
+        version = None
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(requirement.name)
         extras.setdefault(extra, {})[requirement.name] = version
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             message = f"{requirement.name} {version} is installed, trtspec needs {requirement.specifier}"
             remedy = "install with -c constraints.txt, or in an environment of its own"
             problems.append(Problem("TS-DOCTOR-VERSION", "error", requirement.name, message, remedy))
     return extras, problems
-
-
-def _extra(requirement: str) -> str:
-    marker = requirement.partition("extra ==")[2].strip()
-    return marker.strip("'\" ") if marker else ""
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool) -> dict[str, Any]:
@@ -130,39 +135,6 @@ def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
     install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
     return {"ready": not missing, "missing": missing, "install": install}
-
-
-def query_gpus() -> list[dict[str, str]]:
-    """What nvidia-smi reports; empty where there is no driver."""
-    from trtspec.launch.preflight import read_gpus
-
-    return [
-        {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
-         "compute_capability": gpu.capability}
-        for gpu in read_gpus() or ()
-    ]  # fmt: skip
-
-
-def hub_state() -> dict[str, Any]:
-    from huggingface_hub import constants, get_token
-
-    return {
-        "cache": constants.HF_HUB_CACHE,
-        "cache_exists": Path(constants.HF_HUB_CACHE).is_dir(),
-        "offline": bool(constants.HF_HUB_OFFLINE),
-        "token": "set" if get_token() else "not set",
-    }
-
-
-def disk_state() -> dict[str, int]:
-    """Free bytes where outputs, the hub cache and shared memory lie."""
-    from huggingface_hub import constants
-
-    places = {"here": Path.cwd(), "hub_cache": Path(constants.HF_HUB_CACHE), "shared_memory": Path("/dev/shm")}
-    free = {}
-    for name, place in places.items():
-        free[name] = machine.free_disk(place)
-    return free
 
 
 def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:

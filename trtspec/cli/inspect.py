@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, note
@@ -114,7 +115,7 @@ def look(options: InspectOptions) -> Inspected:
     if report.kind != other.kind:
         remedy = "turn them around: inspect HEAD --against TARGET"
         raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
-    return compare_derived(found, report.kind, local(resolved), local(other), options)
+    return compare_derived(found, report.kind, directory_of(resolved), directory_of(other), options)
 
 
 def _mode(options: InspectOptions, kind: str) -> Mode:
@@ -187,15 +188,6 @@ def compare_derived(found: Inspected, kind: str, made: Path, source: Path, optio
         result = compare(made, source, sample, packed_by_modelopt if options.modelopt else None)
     values = found.values | {"comparison": result.to_dict()}
     return Inspected(values, found.problems + result.problems, found.rows + comparison_rows(result))
-
-
-def local(resolved: Resolved) -> Path:
-    if resolved.path is None:
-        raise UsageError(
-            f"comparing tensors needs {resolved.name} on this machine",
-            f"run `hf download {resolved.hub_id}` and pass its directory",
-        )
-    return resolved.path
 
 
 def report_rows(report: CheckpointReport) -> list[tuple[str, str]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtspec import files, report
+from trtspec.cli.options import directory_of
 from trtspec.errors import MissingDependency, Problem, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run_head(
     from trtspec.models.precision import default_dtype, dtype_name
     from trtspec.models.weights import load_target
 
-    head_path, target_path = _local(head), _local(target)
+    head_path, target_path = directory_of(head), directory_of(target)
     check_device(device)
     shape, dtype = target.target_spec(), default_dtype(device)
     checkpoint, spec = open_head(head_path, shape)
@@ -114,15 +114,6 @@ def run_head(
         verdict, len(done), prompts or "kimi-nano's held-out prompts", ANSWER_TOKENS, draft_len,
         seed, device, dtype_name(dtype), acceptance, expected, tried, problems,
     )  # fmt: skip
-
-
-def _local(resolved: Resolved) -> Path:
-    if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
-        raise UsageError(
-            f"--run needs the weights of {resolved.name} on this machine",
-            f"run `hf download {resolved.hub_id or resolved.name}` and pass its directory",
-        )
-    return resolved.path
 
 
 def _prompts(tokenizer: Any, prompts: str | None, samples: int, seed: int) -> tuple[list[str], list[list[int]]]:

@@ -15,6 +15,7 @@ from trtspec.records import argument, option
 
 if TYPE_CHECKING:
     from trtspec.bench.load.findings import RequestLimits
+    from trtspec.checkpoint.hub import Resolved
     from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy
 
@@ -69,14 +70,6 @@ class IntList:
 
     def __str__(self) -> str:
         return ",".join(map(str, self.values)) or "0"
-
-
-class IntListOrNone(IntList):
-    """`0` is an empty list."""
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        return cls(()) if text == "0" else super().parse(text)
 
 
 class RateList(IntList):
@@ -174,14 +167,15 @@ class NamedUrl:
         return f"{self.name}={self.url}" if self.name else self.url
 
 
-def source_directory(source: str) -> Path:
-    """Of a checkpoint whose tensors are to be read. Raises UsageError where only its name is known."""
+def directory_of(checkpoint: str | Resolved) -> Path:
+    """Of a checkpoint whose tensors are to be read; a hub id is fetched. Raises UsageError where no tensors are."""
     from trtspec.checkpoint.hub import resolve
 
-    path = resolve(source).path
-    if path is None:
-        raise UsageError(f"{source} is not on this machine", f"run `hf download {source}` and pass its directory")
-    return path
+    found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
+    if found.path is None or (found.hub_id and not any(found.path.glob("*.safetensors"))):
+        remedy = f"run `hf download {found.hub_id or found.name}` and pass its directory"
+        raise UsageError(f"the weights of {found.name} are not on this machine", remedy)
+    return found.path
 
 
 def policy_of(name: str | None, source: str, path: Path) -> Policy:

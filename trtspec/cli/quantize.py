@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli.options import PolicyOption, SourceArgument, policy_of, source_directory
+from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
 from trtspec.report import OutputOptions, Result, Table, progress_bar
@@ -99,7 +99,7 @@ def quantize(options: QuantizeOptions) -> Result:
 def _source(options: QuantizeOptions) -> Path | Checkpoint:
     """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
     if not options.dry_run:
-        return source_directory(options.source)
+        return directory_of(options.source)
     from trtspec.checkpoint.remote import open_headers
 
     return open_headers(options.source)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.records import words
@@ -149,6 +150,4 @@ def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | 
 
     resolved = resolve(name)
     require(resolved)
-    if resolved.path is None:
-        raise UsageError(f"{name} is not on this machine", "pass its directory")
-    return resolved.path, resolved.hub_id
+    return directory_of(resolved), resolved.hub_id

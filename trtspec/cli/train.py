@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from trtspec.cli.options import CountList, Duration, Gpu
-from trtspec.errors import Interrupted, TrtspecError, UsageError
+from trtspec.cli.options import CountList, Duration, Gpu, directory_of
+from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
     BestBy,
@@ -322,22 +322,19 @@ def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
     """Plans, trains and measures; the record of the run, empty in all processes but the main one."""
     # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import joined
 
-    resolved = resolve(request.target)
-    if resolved.path is None:
-        raise TrtspecError(f"{request.target} is not on this machine", f"run `hf download {resolved.hub_id}`")
-    request = replace(request, run=replace(request.run, target_dir=resolved.path))
+    target = directory_of(request.target)
+    request = replace(request, run=replace(request.run, target_dir=target))
     with joined(request.run.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
         check_trackers(request.run.log_with)
         options = options.for_device(request.run.device)
-        spec = require_target(resolved.path).spec
-        plan = make_plan(resolved.path, spec, request.data, options, request.features)
+        spec = require_target(target).spec
+        plan = make_plan(target, spec, request.data, options, request.features)
         return _train_and_measure(request, plan, options, world)
 
 

@@ -35,9 +35,12 @@ def wrong_residual() -> None:
 
 def one_draft_too_many() -> None:
     exact = sampling.accept_greedy
-    engine.accept_greedy = lambda best, drafts, counts=None: (  # type: ignore[attr-defined]
-        exact(best, drafts, counts) + 1
-    ).clamp(max=drafts.shape[1])
+
+    def more(best: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+        most = torch.full((len(drafts),), drafts.shape[1]) if counts is None else counts
+        return torch.minimum(exact(best, drafts, counts) + 1, most)
+
+    engine.accept_greedy = more  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from trtspec.bench.check.thresholds import (
     NEAR,
     RARE,
     SPECULATES,
+    SURE,
     TOKENS_PER_ARRIVAL,
 )  # fmt: skip
 from trtspec.checkpoint.chat_parser import parse_reply
@@ -243,7 +244,10 @@ def log_e(exchanges: Sequence[Exchange], greedily: bool = False) -> float:
     dice = random.Random(0)
     scores = [score for one in exchanges for score in one.scores]
     places = [dice.random() * math.exp(score.best) if greedily else _place(score, dice.random()) for score in scores]
-    logs = [sum(math.log1p(size * shape(place)) for place in places) for shape, size in BETS]
+    # where the target is sure, every sampler is right: half of the stake is on the other tokens alone
+    unsure = [place for place, score in zip(places, scores, strict=True) if math.exp(score.best) < SURE]
+    bets = [(places, *bet) for bet in BETS] + [(unsure, *bet) for bet in BETS]
+    logs = [sum(math.log1p(size * shape(place)) for place in chosen) for chosen, shape, size in bets]
     most = max(logs)
     return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
 

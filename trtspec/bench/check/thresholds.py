@@ -6,6 +6,7 @@ NEAR = 0.25  # nats behind the best token from which an answer counts as differe
 CERTAIN = (1.0, 2.0)  # nats: at least (bfloat16 moved an honest answer by 0.8), and at most, where one answer fails
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
+SURE = 0.9  # probability of the best token from which a token says little about the sampler
 FALL = 0.8  # accepted drafts per step over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 MIN_STEPS = 50  # below, acceptance says nothing
