@@ -50,9 +50,9 @@ class DraftChoice:
         return asdict(self)
 
 
-def choose(served: Mapping[int, EndpointResult], apart: Sequence[int] = ()) -> DraftChoice:
-    """The proposal among `served`, by draft length; `apart` are lengths that come from another run. Raises UsageError
-    where nothing can be chosen between, and for degenerate output, on which every draft is right."""
+def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
+    """The proposal among `served`, by draft length. Raises UsageError where nothing can be chosen between, and for
+    degenerate output, on which every draft is right."""
     if not any(served) or len(served) < 2:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
     for drafts, endpoint in served.items():
@@ -65,14 +65,7 @@ def choose(served: Mapping[int, EndpointResult], apart: Sequence[int] = ()) -> D
 
     alike = {load.best for load in loads}
     drafts = alike.pop() if len(alike) == 1 else max(served, key=lambda length: (worst(length), -length))
-    notes = []
-    if drafts == 0:
-        notes.append("no drafts at all are fastest: serve without the head")
-    if apart:
-        lengths = ", ".join(map(str, sorted(apart)))
-        notes.append(
-            f"{lengths} drafts were measured in another run: how the machine differed then is in their figures"
-        )
+    notes = ["no drafts at all are fastest: serve without the head"] if drafts == 0 else []
     return DraftChoice(loads=loads, draft_len=drafts, options=["--draft-len", str(drafts)], notes=notes)
 
 

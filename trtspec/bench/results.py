@@ -62,7 +62,6 @@ class Throughput:
     requests_per_s: float | None = None
     prompt_tokens: LatencySpread | None = None
     answer_tokens: LatencySpread | None = None
-    cached_prompt_tokens: int | None = None
     goodput: Goodput | None = None
 
 

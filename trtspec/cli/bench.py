@@ -141,7 +141,7 @@ def bench(options: BenchOptions) -> report.Result:
     if options.choose_draft:
         try:
             served = choose_draft.served_by(results.all, lengths, stored)
-            results = replace(results, draft_choice=choose_draft.choose(served, list(stored)).to_dict())
+            results = replace(results, draft_choice=choose_draft.choose(served).to_dict())
         except UsageError as error:
             failure = error  # what was measured is written and shown before
     if failure is None and has_errors(results.problems):

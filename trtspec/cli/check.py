@@ -122,17 +122,15 @@ Asked = tuple["list[Exchange]", "list[Exchange] | None", "list[Asker]"]
 
 async def _asked(options: CheckOptions, bar: report.Bar) -> Asked:
     """The exchanges of `url`, and of the server without speculation, where there is one."""
-    from trtspec.bench.check.asking import Battery, record
+    from trtspec.bench.check.asking import record
     from trtspec.bench.check.scoring import score_answers
     from trtspec.bench.questions.datasets import load_dataset
 
     asker = await _connect(options, options.url, "the URL", bar)
     questions = load_dataset(options.dataset).questions
-    battery = Battery(
-        questions=questions, samples=options.samples, max_tokens=options.max_tokens, context=options.context_tokens,
-        withheld=frozenset(request_limits_of(asker.server).get("end_engine", ())),
-    )  # fmt: skip
-    got = await _written(options, asker, lambda: record(asker, battery))
+    withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
+    sizes = {"samples": options.samples, "max_tokens": options.max_tokens, "context": options.context_tokens}
+    got = await _written(options, asker, lambda: record(asker, questions, **sizes, withheld=withheld))
     if options.against is None:
         return got, None, [asker]
     other = await _connect(options, options.against, "--against", bar)

@@ -14,8 +14,7 @@ from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem
-    from trtspec.planning.decision import Decision, Targets
-    from trtspec.planning.layout import Layout
+    from trtspec.planning.decision import Decision
     from trtspec.planning.points import Setting
     from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
@@ -74,11 +73,6 @@ class PlanOptions:
     force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
-    @property
-    def fixed(self) -> bool:
-        """Whether one layout was asked for."""
-        return self.tp_size is not None or self.ep_size is not None or self.attention_dp
-
 
 def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
@@ -105,18 +99,24 @@ def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tu
     from trtspec.data_files import gpu_spec
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import Targets, decide
-    from trtspec.planning.points import Setting, Workload
+    from trtspec.planning.layout import layout_of
+    from trtspec.planning.points import Setting, Workload, layouts
 
     gpu, targets = gpu_spec(options.gpu), Targets(options.ttft, options.tpot)
     if options.moe_backend is not None:
         _check_kernels(options.moe_backend, model, gpu)
-    workload = Workload(options.isl, options.osl, _concurrencies(options, targets))
+    searched = options.concurrency is None and targets.any  # every concurrency is then tried
+    concurrency = () if searched else tuple(sorted((options.concurrency or CONCURRENCY).values))
+    workload = Workload(options.isl, options.osl, concurrency)
     acceptance = None
     if options.head is not None and head is not None:
         given = options.acceptance
         acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
     setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
-    return decide(model, head, _layouts(options, model), setting, targets), setting
+    # the layout that was asked for, else every layout of these GPUs, tensor parallel first
+    first = layout_of(model, options.gpus, options.tp_size, options.ep_size, options.attention_dp)
+    fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
+    return decide(model, head, [first] if fixed else layouts(model, first.gpus), setting, targets), setting
 
 
 def _doubts(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
@@ -129,22 +129,6 @@ def _doubts(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setti
     pair = pair_problems(head, model, head_id=options.head, target_id=options.target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, options.target) if setting.acceptance else [])
-
-
-def _concurrencies(options: PlanOptions, targets: Targets) -> tuple[int, ...]:
-    """Empty where a target is to be searched for."""
-    if options.concurrency is None and targets.any:
-        return ()
-    return tuple(sorted((options.concurrency or CONCURRENCY).values))
-
-
-def _layouts(options: PlanOptions, model: ModelSpec) -> list[Layout]:
-    """The layout that was asked for, else every layout of these GPUs, tensor parallel first."""
-    from trtspec.planning.layout import layout_of
-    from trtspec.planning.points import layouts
-
-    first = layout_of(model, options.gpus, options.tp_size, options.ep_size, options.attention_dp)
-    return [first] if options.fixed else layouts(model, first.gpus)
 
 
 def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:

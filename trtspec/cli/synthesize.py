@@ -94,10 +94,23 @@ def synthesize(options: SynthesizeOptions) -> Result:
         journal.unlink(missing_ok=True)
     outcome = _answer(chosen, output, endpoint, sampling, journal)
     quality, bad = judge_answers(outcome.rows)
-    summary = _summary(outcome, output, len(chosen)) | {"quality": quality}
+    summary = {
+        "output": str(output),
+        "prompts": len(chosen),
+        "answered": outcome.answered,
+        "resumed": outcome.resumed,
+        "failed": len(outcome.failed),
+        "completion_tokens": outcome.tokens,
+        "seconds": round(outcome.seconds, 2),
+        "quality": quality,
+    }
     _record(options, chosen, sampling, summary | {"degenerate_rows": bad})
-    failure = _failure(outcome, len(chosen))
-    if failure is None:
+    failure = None
+    if outcome.failed:
+        name, reason = next(iter(outcome.failed.items()))
+        message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; {name}: {reason}"
+        failure = TrtspecError(message, "run the same command again to ask only these")
+    else:
         journal.unlink(missing_ok=True)
     line = f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed"
     return Result(summary | {"errors": outcome.failed}, lines=[line], failure=failure, messages=_warnings(quality))
@@ -122,9 +135,11 @@ def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, re
 def _record(
     options: SynthesizeOptions, chosen: list[Prompt], sampling: AnswerSampling, summary: dict[str, Any]
 ) -> None:
-    """The data set's provenance, beside it."""
-    digest = _digest(options.prompts, chosen)
-    source = {"prompts": Path(options.prompts).name, "prompts_sha256": digest, "endpoint": options.base_url}
+    """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
+    ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
+    file = Path(options.prompts)
+    digest = file_sha256(file) if file.is_file() else ids
+    source = {"prompts": file.name, "prompts_sha256": digest, "endpoint": options.base_url}
     used = {"sampling": sampling.__dict__, "split": options.split, "samples": options.samples, "shard": options.shard}
     path = options.output.with_name(f"{options.output.name}.provenance.json")
     write_json(path, provenance("synthesize", source, used, **summary))
@@ -149,18 +164,6 @@ def _answer(
         )  # fmt: skip
 
 
-def _summary(outcome: Outcome, output: Path, prompts: int) -> dict[str, Any]:
-    return {
-        "output": str(output),
-        "prompts": prompts,
-        "answered": outcome.answered,
-        "resumed": outcome.resumed,
-        "failed": len(outcome.failed),
-        "completion_tokens": outcome.tokens,
-        "seconds": round(outcome.seconds, 2),
-    }
-
-
 def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
     """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
     that the token limit cut off."""
@@ -182,18 +185,3 @@ def _warnings(quality: dict[str, int]) -> list[str]:
     counts = ", ".join(f"{count} {name}" for name, count in bad.items())
     advice = "; raise --max-tokens" if bad.get("cut off") else ""
     return [f"Of {quality['answers']} answers {counts} (by row in the provenance file){advice}"] if bad else []
-
-
-def _digest(source: str, chosen: list[Prompt]) -> str:
-    """Of the file; of the prompts' ids where they come from a directory or a hub data set."""
-    if Path(source).is_file():
-        return file_sha256(Path(source))
-    return hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
-
-
-def _failure(outcome: Outcome, prompts: int) -> TrtspecError | None:
-    if not outcome.failed:
-        return None
-    name, reason = next(iter(outcome.failed.items()))
-    message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {prompts} prompts have no answer; {name}: {reason}"
-    return TrtspecError(message, "run the same command again to ask only these")

@@ -89,7 +89,6 @@ class Answer:
     reasoning: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None
     finish_reason: str | None = None
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
@@ -324,9 +323,6 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
     if usage:
         answer.prompt_tokens = token_count(usage.get("prompt_tokens") or 0)
         answer.completion_tokens = token_count(usage.get("completion_tokens") or 0)
-        details = usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
-        answer.cached_tokens = answer.cached_tokens if cached is None else token_count(cached)
         if not answer.token_ids:
             answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:

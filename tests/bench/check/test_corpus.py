@@ -19,7 +19,7 @@ import pytest
 
 from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
-from trtspec.bench.check.asking import Asker, Battery, open_journal, record
+from trtspec.bench.check.asking import Asker, open_journal, record
 from trtspec.bench.check.rows import Limits, Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers
 from trtspec.bench.questions.datasets import Question
@@ -30,7 +30,7 @@ from trtspec.data_files import kimi_nano_dir
 
 TOKENIZER = KimiTokenizer(kimi_nano_dir())
 QUESTIONS = [Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",)) for n in range(24)]
-BATTERY = Battery(questions=QUESTIONS, samples=12, max_tokens=48, context=300)
+SIZES = {"samples": 12, "max_tokens": 48, "context": 300}
 FAULTS = {
     "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
                 "follow-up-refused"),
@@ -53,7 +53,7 @@ async def asker(toy: Toy) -> Asker:
 
 def recorded(toy: Toy) -> list[Exchange]:
     async def run() -> list[Exchange]:
-        return await record(await asker(toy), BATTERY)
+        return await record(await asker(toy), QUESTIONS, **SIZES)
 
     return asyncio.run(run())
 
@@ -162,14 +162,13 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_an_interrupted_recording_asks_nothing_twice(tmp_path: Path, share: float) -> None:
     """The journal is cut anywhere, also within a line."""
-    battery = replace(BATTERY, samples=4, context=0)
 
     def run(toy: Toy) -> list[Exchange]:
         async def asked() -> list[Exchange]:
             found = await asker(toy)
             found.journal, found.known = open_journal(tmp_path / "spec.jsonl.part")
             with found.journal:
-                return await record(found, battery)
+                return await record(found, QUESTIONS, samples=4, max_tokens=48, context=0)
 
         return asyncio.run(asked())
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import httpx
 
-from trtspec.bench.check.prompts import Asked, Prompts, raw_text, request_of
+from trtspec.bench.check.prompts import Prompts, raw_text, request_of
 from trtspec.client.client import new_client
 from trtspec.client.exchange import Exchange, ask, read_recording, to_line
 from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.report import Bar
 
 if TYPE_CHECKING:
+    from trtspec.bench.questions.datasets import Question
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 END_OF_TURN = "<|im_end|>"
@@ -98,23 +99,19 @@ async def connect(
         raise
 
 
-@dataclass(frozen=True, kw_only=True)
-class Battery:
-    """What is asked: `samples` questions, answers of `max_tokens`, long prompts of `context` tokens."""
-
-    questions: Sequence[Asked]
-    samples: int
-    max_tokens: int
-    context: int
-    withheld: Set[str] = frozenset()
-
-
-async def record(asker: Asker, battery: Battery) -> list[Exchange]:
-    """Asks everything of one server."""
+async def record(
+    asker: Asker,
+    questions: Sequence[Question],
+    *,
+    samples: int,
+    max_tokens: int,
+    context: int,
+    withheld: Set[str] = frozenset(),
+) -> list[Exchange]:
+    """Asks everything of one server: `samples` questions, answers of `max_tokens`, long prompts of `context` tokens."""
     prompts = Prompts(
-        tokenizer=asker.tokenizer, questions=battery.questions, samples=battery.samples, max_tokens=battery.max_tokens,
-        context=battery.context, crowd_size=CROWD * asker.concurrency, ids=dict(asker.server.adapter.ids),
-        withheld=battery.withheld,
+        tokenizer=asker.tokenizer, questions=questions, samples=samples, max_tokens=max_tokens, context=context,
+        crowd_size=CROWD * asker.concurrency, ids=dict(asker.server.adapter.ids), withheld=withheld,
     )  # fmt: skip
     first = list(prompts.first())
     asker.bar.show(0, len(first))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.chat_parser import THINK, THINK_END, parse_reply
 from trtspec.client.exchange import Exchange
 
 if TYPE_CHECKING:
+    from trtspec.bench.questions.datasets import Question
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 Message = dict[str, Any]
@@ -39,23 +40,13 @@ SYSTEM = ("You are a helpful assistant.", "You answer in one short paragraph and
 THINKING_TOKENS = 2048  # of calls, JSON and stops where the template cannot turn thinking off
 
 
-class Asked(Protocol):
-    """A question of a data set."""
-
-    @property
-    def tools(self) -> tuple[Message, ...]: ...
-    @property
-    def has_pictures(self) -> bool: ...
-    def first_request(self) -> tuple[list[Message], list[Message]]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Makes the exchanges of one check. `ids` are the request fields by which the server returns token ids, `withheld`
     the parameters that would end an engine of its release."""
 
     tokenizer: KimiTokenizer
-    questions: Sequence[Asked]
+    questions: Sequence[Question]
     samples: int
     max_tokens: int
     context: int

@@ -106,7 +106,6 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
     asked = [answer for run in rounds for answer in run.answers]
     answers, wall = good(asked), sum(run.seconds for run in rounds)
     tokens = sum(answer.completion_tokens for answer in answers)
-    cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     waited = [(answer, answer.finished - answer.started) for answer in answers]
     times = [[when for when, _ in answer.chunks] for answer in answers]
     return Throughput(
@@ -123,7 +122,6 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
         requests_per_s=round(len(answers) / wall, 4) if wall else None,
         prompt_tokens=spread_of([float(a.prompt_tokens) for a in answers if a.prompt_tokens]),
         answer_tokens=spread_of([float(a.completion_tokens) for a in answers]),
-        cached_prompt_tokens=sum(cached) if cached else None,
         goodput=goodput(asked, wall, promise) if promise else None,
     )
 
