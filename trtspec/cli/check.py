@@ -88,7 +88,7 @@ def check(options: CheckOptions) -> Result:
 async def _check(options: CheckOptions) -> Result:
     import time
 
-    from trtspec.bench.check.rows import Limits, Verdict, judge
+    from trtspec.bench.check.rows import Verdict, judge
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
@@ -106,7 +106,7 @@ async def _check(options: CheckOptions) -> Result:
             f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation",
         ]
         return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
-    rows = judge(got, plain, Limits(min_acceptance=options.min_acceptance, exact=options.exact))
+    rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     problems = [_problem(row) for row in verdict.rows if row.faults]
     results = [row.to_dict() for row in verdict.rows]

@@ -20,7 +20,7 @@ import pytest
 from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, open_journal, record
-from trtspec.bench.check.rows import Limits, Row, Verdict, judge
+from trtspec.bench.check.rows import Row, Verdict, judge
 from trtspec.bench.check.scoring import score_answers
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -70,9 +70,9 @@ def honest() -> tuple[list[Exchange], list[Exchange]]:
     return scored(recorded(Toy(TOKENIZER)), Toy(TOKENIZER, drafts=0))
 
 
-def check(fault: str, kind: str = "reference", limits: Limits = Limits()) -> list[Row]:
+def check(fault: str, kind: str = "reference", **limits: Any) -> list[Row]:
     got, plain = scored(recorded(Toy(TOKENIZER, fault, kind=kind)), Toy(TOKENIZER, drafts=0, kind=kind))
-    return judge(got, plain, limits)
+    return judge(got, plain, **limits)
 
 
 def failed(rows: list[Row]) -> dict[str, tuple[str, ...]]:
@@ -111,14 +111,14 @@ def test_what_is_refused_by_name_is_no_fault() -> None:
 @pytest.mark.parametrize("fault", ["finish-wrong", "call-dropped", "other-template", "long-errors", "usage-inflated"])
 def test_a_fault_of_the_plain_server_as_well_does_not_count(fault: str) -> None:
     got, plain = scored(recorded(Toy(TOKENIZER, fault)), Toy(TOKENIZER, fault, drafts=0))
-    assert not failed(judge(got, plain, Limits()))
+    assert not failed(judge(got, plain))
 
 
 def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     got, plain = honest()
-    assert failed(judge(got, plain, Limits(min_acceptance=3.9))).keys() == {"acceptance"}
-    assert "acceptance" in failed(check("collapse", limits=Limits(min_acceptance=1.5)))
-    rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)), Limits())
+    assert failed(judge(got, plain, min_acceptance=3.9)).keys() == {"acceptance"}
+    assert "acceptance" in failed(check("collapse", min_acceptance=1.5))
+    rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)))
     verdict = Verdict(rows=tuple(rows))
     assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
     assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
@@ -127,7 +127,7 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
 def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> None:
     other = Toy(TOKENIZER)
     got, plain = scored(recorded(Toy(TOKENIZER)), other)
-    verdict = Verdict(rows=tuple(judge(got, plain, Limits())))
+    verdict = Verdict(rows=tuple(judge(got, plain)))
     assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
     assert not any("logprobs" in body for body in other.asked)
 
@@ -136,7 +136,7 @@ def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
     got, plain = honest()
     sure = Score(chosen=-0.01, best=-0.01, likelier=0.0, same=0.99, total=1.0)
     certain = [replace(one, scores=(sure,) * len(one.scores)) if one.kind == "sampled" else one for one in got]
-    row = next(row for row in judge(certain, plain, Limits()) if row.name == "sampled")
+    row = next(row for row in judge(certain, plain) if row.name == "sampled")
     assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
 
 
@@ -145,9 +145,7 @@ def test_exact_takes_no_tie() -> None:
     one = next(one for one in got if one.kind == "text" and one.scores)
     tied = (replace(one.scores[0], chosen=one.scores[0].best - 0.1), *one.scores[1:])
     near = [replace(each, scores=tied) if each.key == one.key else each for each in got]
-    assert not failed(judge(near, plain, Limits())) and failed(judge(near, plain, Limits(exact=True))).keys() == {
-        "greedy"
-    }
+    assert not failed(judge(near, plain)) and failed(judge(near, plain, exact=True)).keys() == {"greedy"}
 
 
 def test_resampled_honest_checks_raise_no_alarm() -> None:
@@ -156,7 +154,7 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
     for _ in range(150):
         keys = {*dice.sample(sorted({one.key for one in got}), 40)}
         chosen = [one for one in got if one.key in keys]
-        assert not failed(judge(chosen, plain, Limits()))
+        assert not failed(judge(chosen, plain))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

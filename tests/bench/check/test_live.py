@@ -20,7 +20,7 @@ import pytest
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec.bench.check.asking import connect
-from trtspec.bench.check.rows import Limits, judge, log_e, sampled_answers
+from trtspec.bench.check.rows import judge, log_e, sampled_answers
 from trtspec.bench.check.scoring import score_answers
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.client import wait_ready
@@ -122,7 +122,7 @@ def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, 
     dice, alarms = random.Random(1), []
     for number in range(150):
         chosen = {str(index) for index in dice.sample(range(24), 8)}
-        rows = judge([one for one in got if one.key.split()[-1] in chosen], own, Limits())
+        rows = judge([one for one in got if one.key.split()[-1] in chosen], own)
         alarms += [(number, row) for row in rows if row.faults]
     drawn = sampled_answers(got)
     print(f"\n{len(alarms)} alarms in 150 checks; log e of {len(drawn)} sampled answers {log_e(drawn):.1f}")

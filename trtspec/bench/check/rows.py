@@ -54,16 +54,15 @@ class Row:
                 "faults": list(self.faults), "why": self.why}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """`exact`: both servers compute in float32, so every difference fails."""
-
-    min_acceptance: float | None = None
-    exact: bool = False
-
-
-def judge(got: Sequence[Exchange], plain: Sequence[Exchange] | None, limits: Limits) -> list[Row]:
-    """The seven rows. `plain`: exchanges of the server without speculation, None where there is none."""
+def judge(
+    got: Sequence[Exchange],
+    plain: Sequence[Exchange] | None,
+    *,
+    min_acceptance: float | None = None,
+    exact: bool = False,
+) -> list[Row]:
+    """The seven rows. `plain`: exchanges of the server without speculation, None where there is none. `exact`: both
+    servers compute in float32, so every difference fails."""
     theirs = plain or []
     if plain and speculates(plain):
         why = "the server named as plain speculates: it brings several tokens in one step"
@@ -71,7 +70,7 @@ def judge(got: Sequence[Exchange], plain: Sequence[Exchange] | None, limits: Lim
         theirs = []
     else:
         why = "" if plain else "needs the server without speculation (`score`, `against`)"
-        first = greedy(got, theirs, limits.exact, why)
+        first = greedy(got, theirs, exact, why)
         if first.faults:  # one cause, one row
             unknown = [
                 first,
@@ -80,7 +79,7 @@ def judge(got: Sequence[Exchange], plain: Sequence[Exchange] | None, limits: Lim
         else:
             unknown = [first, sampled(got, theirs, why), parameters(got, theirs, why)]
     return [answers(got, theirs), prompts(got, theirs), *unknown[:2], transport(got, theirs), unknown[2],
-            acceptance(got, limits.min_acceptance)]  # fmt: skip
+            acceptance(got, min_acceptance)]  # fmt: skip
 
 
 def faulty(got: Sequence[Exchange]) -> set[Name]:

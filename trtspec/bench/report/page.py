@@ -17,8 +17,6 @@ import jinja2
 from trtspec.errors import Problem
 from trtspec.report import Table
 
-MARKS = {"pass": "pass", "fail": "fail", "unmeasured": "unmeasured"}  # cells that have a class of their own
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -81,7 +79,6 @@ def render(
             verdict=verdict,
             created=created,
             versions=versions or {},
-            marks=MARKS,
         )
     )
 
