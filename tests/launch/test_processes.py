@@ -24,7 +24,7 @@ def test_a_command_leaves_its_output_and_its_messages(tmp_path: Path) -> None:
     shown: list[int] = []
     status = run_trtspec(["--version"], tmp_path / "out", tmp_path / "log", lambda: shown.append(1))
     assert status == 0 and (tmp_path / "out").read_text().startswith("trtspec ") and shown
-    status = run_trtspec(["check", "127.0.0.1:9", "--against", "nowhere"], tmp_path / "out", tmp_path / "log")
+    status = run_trtspec(["check", "127.0.0.1:9", "--score", "nowhere"], tmp_path / "out", tmp_path / "log")
     assert status == 2 and "nowhere" in (tmp_path / "log").read_text()
 
 
