@@ -166,8 +166,6 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
         given = []
     if verb in ("serve", "prove") and "--dry-run" not in made:
         given = ["--dry-run"]
-    if verb == "inspect" and "--run" in made:
-        given = ["--samples", "16"]
     writes = verb != "prove" and {"-o", "--output", "--record"} & set(made)
     if writes and "--force" not in made:
         given = [*given, "--force"]

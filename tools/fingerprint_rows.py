@@ -365,8 +365,6 @@ def reports(side: Side) -> None:
     for source in ("int4", "flat"):
         words = ("inspect", side.work / "out" / "quantized", "--against", f"IN/targets/{source}", "--sample", 0)
         side.command(f"inspect quantized --against {source}", *words, "--json")
-    words = ("inspect", "IN/nano-heads/shipped", "--against", "IN/nano", "--run", "--samples", 16, "--json")
-    side.command("inspect --run", *words)
     for name in (*PUBLISHED, *{head for heads in PUBLISHED.values() for head in heads}):
         side.command(f"inspect {name}", "inspect", name, "--json", values=False)
     for (target, heads), gpu in itertools.product(PUBLISHED.items(), ("b200", "h200")):
@@ -450,7 +448,7 @@ UNKNOWN = (
     "check http://127.0.0.1:9 --against IN/missing --json", "watch http://127.0.0.1:9 --once --json",
     "prove IN/missing --json", "synthesize IN/missing -o x --json",
     "synthesize IN/data/prompts.jsonl -o x --base-url http://127.0.0.1:9/v1 --json",
-    "inspect IN/nano --against IN/nano-heads/shipped --json", "inspect IN/nano --run --json", "demo -o IN/nano --json",
+    "inspect IN/nano --against IN/nano-heads/shipped --json", "demo -o IN/nano --json",
 )  # fmt: skip
 
 AREAS = {

@@ -73,12 +73,6 @@ def inspect(
     against: str | Path | None = None,
     sample: int | None = None,
     modelopt: bool = False,
-    run: bool = False,
-    prompts: str | Path | None = None,
-    samples: int = 64,
-    draft_len: int = 3,
-    seed: int = 0,
-    device: str | Path = 'cpu',
     hashes: bool = False,
 ) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it."""

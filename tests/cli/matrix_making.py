@@ -138,15 +138,6 @@ CHECKED = effects(
     tokenizer="--tokenizer {missing}",
     json_="--json",
 )
-RUN = line("inspect {head} --against {target} --run --prompts {questions} --samples 16")
-DRAFTED = effects(
-    hashes="--hashes",
-    samples="--samples 20",
-    draft_len="--draft-len 2",
-    seed="--seed 3",
-    device="--device cuda",
-    json_="--json",
-)
 MAKING: dict[str, dict[str, Situation]] = {
     "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
         code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
@@ -190,16 +181,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 hashes="--hashes",
                 json_="--json",
             ),
-        ),
-        "`inspect HEAD --against ... --run`": Situation(
-            RUN,
-            DRAFTED | effects(
-                path=Effect(instead=tuple(word.replace("{head}", "{mla}") for word in RUN)),
-                against=Effect(instead=tuple(word.replace("{target}", "{wide}") for word in RUN)),
-                sample=Effect(line("--sample 0"), base=tuple(word.replace("{head}", "{broken}") for word in RUN)),
-                prompts="--prompts {others}",
-            ),
-            cheap=line("inspect {head} --against {missing} --run"),
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),

@@ -206,7 +206,6 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
-    monkeypatch.setattr("trtspec.cli.inspect_run.ANSWER_TOKENS", 8)  # what an option changes shows in short answers
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 

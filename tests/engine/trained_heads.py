@@ -1,4 +1,4 @@
-"""Small heads of every kind that really draft for kimi-nano, and the faults that no header shows, planted into them.
+"""Small heads of every kind that really draft for kimi-nano.
 
 The shipped head is MLA and EAGLE-3.1; the others begin with what they share with it and are trained within a minute or
 two by the plainest loop there is: cross entropy against the target's choices on the first two drafts. A pruned head
@@ -8,8 +8,7 @@ keeps the rows of lm_head that are used most.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,21 +17,28 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.engine.head_check import Answer, HeadTensors, read_again
 from trtspec.heads.training.options import new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import assemble, layout, open_head, read_tensors
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
-from trtspec.specs import HeadSpec, RopeSpec
+from trtspec.specs import HeadSpec
 
 SHIPPED = DATA / "kimi-nano-eagle3"
 STEPS, TEXTS, LENGTH, BATCH = 200, 256, 96, 8
 PRUNED = 1024  # of 2048 tokens
-KINDS = [
-    (attention, eagle, pruned) for attention in ("mla", "mha") for eagle in ("3.1", "3") for pruned in (False, True)
-]
+HeadTensors = dict[str, Tensor]
 Head = tuple[HeadSpec, HeadTensors]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Row t of each tensor belongs to position t. tokens int64 [S]; choices int64 [S]: the target's likeliest token
+    after each position; states: layer outputs [S, n * H], those of the default layers side by side."""
+
+    tokens: Tensor
+    choices: Tensor
+    states: Tensor
 
 
 @cache
@@ -66,14 +72,13 @@ def training_tokens() -> list[list[int]]:
 
 
 @cache
-def training_texts() -> list[Answer]:
-    long = [ids[:LENGTH] for ids in training_tokens() if len(ids) >= LENGTH]
-    return [read_again(nano(), ids, 1, nano().spec.default_aux_layers) for ids in long]
-
-
-def aux(text: Answer, layers: tuple[int, ...]) -> Tensor:
-    """The states of `layers` side by side, [S, n * Ht]: what a head's fc reads."""
-    return torch.cat([text.states[layer] for layer in layers], -1)
+@torch.inference_mode()
+def training_texts() -> list[Text]:
+    found = []
+    for ids in (ids[:LENGTH] for ids in training_tokens() if len(ids) >= LENGTH):
+        output = nano()(torch.tensor([ids]), aux_layers=nano().spec.default_aux_layers)
+        found.append(Text(torch.tensor(ids), output.logits[0].argmax(-1), output.aux[0]))
+    return found
 
 
 def train(spec: HeadSpec) -> HeadTensors:
@@ -114,15 +119,15 @@ def shipped_parameters() -> dict[str, Tensor]:
 
 def mean_norms() -> Tensor:
     """[n_aux * Ht]: what the shipped head's norms multiply the captured states by, on average."""
-    states = torch.cat([aux(text, nano().spec.default_aux_layers) for text in training_texts()[:16]])
+    states = torch.cat([text.states for text in training_texts()[:16]])
     sizes = states.unflatten(-1, (3, -1)).square().mean((0, 2)).sqrt()
     return (shipped_parameters()["fc_norm"] / sizes[:, None]).flatten()
 
 
-def two_drafts(head: Eagle3Head, batch: list[Answer]) -> Tensor:
+def two_drafts(head: Eagle3Head, batch: list[Text]) -> Tensor:
     tokens = torch.stack([text.tokens for text in batch])
     choices = torch.stack([text.choices for text in batch])
-    states = torch.stack([aux(text, head.spec.aux_layers or ()) for text in batch])
+    states = torch.stack([text.states for text in batch])
     feedback, normed = head(head.fuse(states[:, :-1]), tokens[:, 1:], None, None)
     first = F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 1:].flatten())
     _, normed = head(feedback[:, :-1], tokens[:, 2:], None, None)
@@ -151,34 +156,3 @@ def prune(spec: HeadSpec, tensors: HeadTensors) -> Head:
     spec = replace(spec, draft_vocab_size=PRUNED, has_d2t=True)
     rows = tensors["lm_head.weight"][ids]
     return spec, tensors | {"lm_head.weight": rows, "d2t": ids - torch.arange(PRUNED)}
-
-
-def rope(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    """A config that reached a reader without its rope: theta falls to 10000 and the scaling is gone, or, where there
-    was none, YaRN was injected at export."""
-    if spec.attention == "mla":
-        return replace(spec, rope=RopeSpec(theta=10000.0)), tensors
-    injected = RopeSpec(spec.rope.theta, "yarn", 32.0, 2048, mscale=1.0, mscale_all_dim=0.0)
-    return replace(spec, rope=injected), tensors
-
-
-def layer_ids(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    return replace(spec, aux_layers=tuple(layer + 1 for layer in spec.aux_layers or ())), tensors
-
-
-def norm_output(spec: HeadSpec, tensors: HeadTensors) -> Head | None:
-    """A reader that does not know `norm_output`."""
-    return (replace(spec, norm_output=False), tensors) if spec.norm_output else None
-
-
-def lm_head(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    """An export with rows of lm_head that are not the target's."""
-    return spec, tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(1, 0)}
-
-
-FAULTS: dict[str, Callable[[HeadSpec, HeadTensors], Head | None]] = {
-    "rope": rope,
-    "layer-ids": layer_ids,
-    "lm-head": lm_head,
-    "norm-output": norm_output,
-}

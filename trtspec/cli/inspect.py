@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.cli.options import directory_of
-from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
-from trtspec.report import Result, Table, note
+from trtspec.report import Result, Table
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport, TargetFacts
@@ -25,7 +25,6 @@ TARGET = Mode("`inspect TARGET`", "`inspect TARGET`")
 HEAD = Mode("`inspect HEAD`", "`inspect HEAD`")
 PAIR = Mode("`inspect HEAD --against ...`", "`inspect HEAD --against TARGET`")
 DERIVED = Mode("`inspect TARGET --against SOURCE`", "`inspect TARGET --against SOURCE`")
-RUN = Mode("`inspect HEAD --against ... --run`", "`inspect HEAD --against TARGET --run`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +46,6 @@ class InspectOptions:
     modelopt: Annotated[bool, option("Also compare the packed bytes with ModelOpt's own packing."), Modes(DERIVED)] = (
         False
     )
-    run: Annotated[bool, option("Let the head draft for its target, and judge it by what is accepted."), Modes(RUN)] = (
-        False
-    )
-    prompts: Annotated[
-        str | None,
-        option(
-            "Prompts to draft on: a data set of text, as for --dataset of `bench`.",
-            default="kimi-nano's held-out prompts",
-        ),
-        Modes(RUN),
-    ] = None
-    samples: Annotated[int, option("Number of prompts.", min=16), Modes(RUN)] = 64
-    draft_len: Annotated[int, option("Draft tokens per step.", min=1, max=16), Modes(RUN)] = 3
-    seed: Annotated[int, option("Draws the prompts."), Modes(RUN)] = 0
-    device: Annotated[str, option("Device to draft on, for example cuda."), Modes(RUN)] = "cpu"
     hashes: Annotated[
         bool, option("Read every byte and compare the files' SHA-256 with provenance.json or the hub's records.")
     ] = False
@@ -109,9 +93,7 @@ def look(options: InspectOptions) -> Inspected:
     other = resolve(options.against, allow_download=False)
     values["against"] = other.name
     if report.kind == "head" and other.kind == "target":
-        return compare_pair(found, report, resolved, other, options)
-    if mode is RUN:
-        raise UsageError(f"--run drafts for a target, and {other.name} is a head", "name the target: --against TARGET")
+        return compare_pair(found, report, resolved, other)
     if report.kind != other.kind:
         remedy = "turn them around: inspect HEAD --against TARGET"
         raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
@@ -123,14 +105,12 @@ def _mode(options: InspectOptions, kind: str) -> Mode:
         return TARGET if options.against is None else DERIVED
     if options.against is None:
         return HEAD
-    return RUN if options.run else PAIR
+    return PAIR
 
 
-def compare_pair(
-    found: Inspected, report: CheckpointReport, resolved: Resolved, other: Resolved, options: InspectOptions
-) -> Inspected:
-    """A head against its target, and with --run what it drafts; a draft of another type has nothing to compare. Layers
-    that look shifted are an error unless they are measured."""
+def compare_pair(found: Inspected, report: CheckpointReport, resolved: Resolved, other: Resolved) -> Inspected:
+    """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
+    error."""
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.heads import pairing
     from trtspec.checkpoint.heads.read import read_head
@@ -143,32 +123,18 @@ def compare_pair(
     checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     more = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
-    if not options.run:
-        more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
+    more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
     more += pairing.config_problems(resolved.config(), other.config())
     more += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes, problems = pairing.tensor_parallel_sizes(head), pairing.told_once(found.problems + more)
-    found = Inspected(
+    return Inspected(
         found.values | {"tensor_parallel_sizes": sizes},
         problems,
         [*found.rows, ("tensor parallel", f"{sizes} divide the head")],
     )
-    return drafted(found, resolved, other, options) if options.run else found
-
-
-def drafted(found: Inspected, head: Resolved, target: Resolved, options: InspectOptions) -> Inspected:
-    """With the run, and its problems behind the others; without one for a head that has errors already."""
-    from trtspec.cli.inspect_run import rows, run_head
-
-    if has_errors(found.problems):
-        note("not drafted: the head has errors, see below")
-        return replace(found, values=found.values | {"run": None})
-    chosen = {name: getattr(options, name) for name in ("prompts", "samples", "draft_len", "seed", "device")}
-    ran = run_head(head, target, **chosen)
-    return Inspected(found.values | {"run": ran.to_dict()}, found.problems + ran.problems, found.rows + rows(ran))
 
 
 def compare_derived(found: Inspected, kind: str, made: Path, source: Path, options: InspectOptions) -> Inspected:

@@ -142,7 +142,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             )
             return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, "ask the head's author")]
         message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
-        remedy = "right for every published Kimi head; `trtspec inspect HEAD --against TARGET --run` measures it"
+        remedy = "right for every published Kimi head; else acceptance is near 1.0, as `trtspec bench` shows"
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     outside = [layer for layer in layers if not -1 <= layer < last]
     if outside:
@@ -152,7 +152,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         return []
     if tuple(layer - 1 for layer in layers) == default:
         message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
-        remedy = f"if so, store {list(default)}; `trtspec inspect HEAD --against TARGET --run` measures which is right"
+        remedy = f"if so, store {list(default)}; `trtspec bench` shows acceptance near 1.0 with the wrong ids"
         return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
     message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
     remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
