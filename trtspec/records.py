@@ -47,9 +47,6 @@ Origin = Literal["flag", "variable"]
 # of the running command: its name, its record, and where each option came from that the user set; None where none runs
 _typed: ContextVar[tuple[str, type, dict[str, Origin]] | None] = ContextVar("typed", default=None)
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
-# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
-LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
-LINK_NAME = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
@@ -437,18 +434,6 @@ def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     return sorted(name for name in environ if name.startswith(prefix) and name not in known)
-
-
-def ignore_service_links(command: TyperCommand, environ: Mapping[str, str]) -> list[str]:
-    """The variables that Kubernetes sets in every pod for a Service called like the command, such as
-    TRTSPEC_SERVE_PORT=tcp://10.0.0.1:8000 for `trtspec-serve`; the options of `command` no longer read them."""
-    prefix = variable(str(command.name), "")
-    own = {name: value for name, value in environ.items() if name.startswith(prefix)}
-    links = {name for name, value in own.items() if LINK_VALUE.fullmatch(value) or LINK_NAME.search(name)}
-    for parameter in command.params:
-        if parameter.envvar:
-            parameter.envvar = [name for name in parameter.envvar if name not in links]
-    return sorted(links)
 
 
 def parsed(kind: Any, text: str, name: str) -> Any:

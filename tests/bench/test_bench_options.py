@@ -54,7 +54,7 @@ def test_an_empty_option_is_not_one_that_was_left_out(option: str) -> None:
 
 def test_an_empty_limit_of_regression_is_refused(tmp_path: Path) -> None:
     done = trtspec(*NOWHERE, "--max-regression=", "--compare", tmp_path)
-    assert done.status == 2 and "--max-regression is empty" in done.stderr
+    assert done.status == 2 and "Invalid value for '--max-regression'" in done.stderr
 
 
 REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (

@@ -320,7 +320,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 thinking="--thinking off",
                 warmup="--warmup 3",
                 goodput="--goodput ttft:500,e2el:5000",
-                max_regression=Effect(line("--max-regression 5%"), base=(*BENCH, "--compare", "{drafted}")),
+                max_regression=Effect(line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
                 at=Effect(line("--at 2={middling}"), base=CHOOSING),
                 timeout=Effect(line("--timeout 0.2"), base=SLOWLY),

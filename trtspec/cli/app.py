@@ -15,7 +15,6 @@ from trtspec.errors import Interrupted, MissingDependency, TrtspecError, Unexpec
 from trtspec.records import (
     CLICK_ERROR,
     click_command,
-    ignore_service_links,
     ready,
     record_of,
     unknown_variables,
@@ -83,12 +82,7 @@ class LazyCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = self.load()
-        links = ignore_service_links(command, os.environ)
-        if links:
-            report.note(
-                f"{', '.join(links)}: set by Kubernetes for a Service of this name, not options of trtspec; ignored"
-            )
-        for name in sorted(set(unknown_variables(command, os.environ)) - set(links)):
+        for name in unknown_variables(command, os.environ):
             report.note(f"{name} is set, and trtspec {self.name} has no such option")
         return command.make_context(info_name, args, parent, **extra)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +16,6 @@ from trtspec.cli.options import (
     JsonObject,
     NamedUrl,
     RateList,
-    Share,
     ThinkingOption,
     request_limits_of,
 )
@@ -81,10 +78,12 @@ class BenchOptions:
         ),
     ] = ()
     max_regression: Annotated[
-        Share | None,
+        float | None,
         option(
-            "Largest fall that --compare accepts, such as 5% or 0.05; what cannot be compared is then an error.",
+            "Largest fall that --compare accepts, such as 0.05; what cannot be compared is then an error.",
             default="0",
+            min=0,
+            max=0.99,
         ),
         Needs("compare"),
     ] = None
@@ -210,6 +209,7 @@ def run(
     from trtspec.bench.load.journal import RAW_FILE, RunJournal
     from trtspec.client.addresses import key_header
     from trtspec.client.client import wait_ready
+    from trtspec.launch.processes import termination_as_interrupt
     from trtspec.report import progress_bar
 
     key_header()  # a key that cannot be sent is refused before anything is written
@@ -221,7 +221,7 @@ def run(
     with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
         progress = measure.Progress(bar.say, bar.show, journal=journal)
         try:
-            with interrupted_by_sigterm():
+            with termination_as_interrupt():
                 found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of, servers))
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
@@ -230,20 +230,6 @@ def run(
         results, answers = assemble.assemble(*found), assemble.answer_records(found[0])
     stamp = report.provenance("bench", {"endpoints": urls}, stated)
     return replace(results, created=stamp["created"], versions=stamp["versions"]), answers
-
-
-@contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM, with which a scheduler ends a job, unwinds like Ctrl-C."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:

@@ -92,23 +92,6 @@ class CountList(IntList):
         return cls(tuple(map(int, text.split(","))))
 
 
-class Share(float):
-    """From 0 up to, but not including, 1."""
-
-    what = "a share below 100 %"
-    example = "5%"
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        try:
-            share = cls(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
-        except ValueError:
-            raise ValueError from None
-        if not 0 <= share < 1:
-            raise ValueError
-        return share
-
-
 @dataclass(frozen=True)
 class Duration:
     """Of `90m`, `1h30m`, `3600`, `2d` or Slurm's `1-12:00:00`."""

@@ -50,14 +50,17 @@ from trtspec.report import Result, json_text, progress_bar, say, sparkline
 from trtspec.specs import Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
+    from trtspec.heads.training.samples import Sample
+    from trtspec.models.kimi import KimiModel
 
 
+ACCEPTANCE_TOKENS, DRAFTS = 64, 3  # of an answer, and per step, when acceptance is measured at the end
 CURVE, RUN = TrainOptions(), TrainingRun(Path(), "", Path())  # their defaults
 
 
@@ -352,8 +355,7 @@ def _train_and_measure(
             raise UsageError(text, "give --eval-data, a larger --held-out or more data; or --acceptance-prompts 0")
         say(text)
 
-    from trtspec.cli.train_measure import measure_acceptance  # only now: importing ModelOpt takes many seconds
-    from trtspec.heads.training.run import open_target, run_training, write_record
+    from trtspec.heads.training.run import open_target, run_training, write_record  # ModelOpt takes many seconds
 
     target_dir = request.run.target_dir
     model, whole = open_target(target_dir, plan, options.dtype, world.device(request.run.device))
@@ -367,11 +369,52 @@ def _train_and_measure(
     if not whole:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
     elif record["held_out"]:
-        record["acceptance"] = measure_acceptance(
-            target_dir, model, request.run.output, plan, record["held_out"], request.acceptance_prompts
-        )
+        held = [sample for sample in plan.samples if sample.id in set(record["held_out"]) and sample.prompt > 0]
+        record["acceptance"] = measure_acceptance(model, request.run, held[: request.acceptance_prompts])
         write_record(request.run.output, plan.spec, record)
     return record
+
+
+def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the new head, drafting freely for greedy answers, has accepted on prompts that training never saw."""
+    from trtspec.bench.statistics import acceptance_length, by_category, summarize
+    from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.client.servers import TurnCounts
+    from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
+    from trtspec.models.head_weights import load_head
+    from trtspec.models.precision import dtype_name
+
+    say(f"Measuring acceptance on {len(samples)} held-out prompts")
+    head = load_head(run.output, model, dtype=model.dtype, device=str(model.embed.weight.device))
+    longest = max((sample.prompt for sample in samples), default=0) + ACCEPTANCE_TOKENS
+    sizes = EngineOptions(DRAFTS, max_batch_size=8, max_seq_len=longest + DRAFTS)
+    engine = Engine(model, head, sizes, tokenizer=KimiTokenizer(run.target_dir))
+    done = engine.generate([
+        GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), ACCEPTANCE_TOKENS) for sample in samples
+    ])  # fmt: skip
+    counts = []
+    for sample in samples:
+        answer = done[sample.id]
+        stats, tokens = answer.stats, len(answer.token_ids)
+        told = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
+        counts.append(TurnCounts(sample.id, sample.category or "", tokens, *told, "the reference engine"))
+    groups = {"all": summarize(counts)} | by_category(
+        sorted((one for one in counts if one.category), key=lambda one: one.category)
+    )
+    rows = [
+        {
+            "category": name,
+            "prompts": group.turns,
+            "steps": group.steps or 0,
+            "accepted": group.accepted or 0,
+            "histogram": group.histogram or [],
+            "acceptance_length": acceptance_length(group.steps or 0, group.accepted or 0) or 1.0,
+            "by_position": group.cumulative or [],
+        }
+        for name, group in groups.items()
+    ]
+    about = {"draft_len": DRAFTS, "temperature": 0.0, "max_tokens": ACCEPTANCE_TOKENS}
+    return {**about, "dtype": dtype_name(model.dtype), "prompts": len(samples), "rows": rows}
 
 
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
