@@ -13,7 +13,7 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir --no-compile --index-url "${TORCH_INDEX}" -c constraints.txt "torch==${TORCH_VERSION}"
 COPY LICENSE NOTICE README.md pyproject.toml ./
 COPY trtspec trtspec
-RUN pip install --no-cache-dir --no-compile -c constraints.txt ".[modelopt,report]"
+RUN pip install --no-cache-dir --no-compile -c constraints.txt ".[modelopt]"
 
 FROM build AS sbom
 ARG CYCLONEDX_VERSION=7.5.0

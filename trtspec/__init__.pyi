@@ -72,7 +72,6 @@ def inspect(
     *,
     against: str | Path | None = None,
     sample: int | None = None,
-    modelopt: bool = False,
     hashes: bool = False,
 ) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it."""
@@ -95,9 +94,7 @@ def plan(
     max_draft: int = 8,
     kv_fraction: float | None = None,
     moe_backend: Literal['TRTLLM', 'CUTLASS', 'DEEPGEMM', 'MARLIN'] | None = None,
-    output: str | Path | None = None,
     verbose: bool = False,
-    force: bool = False,
 ) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config"""
 

@@ -188,7 +188,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 path=Effect(instead=line("inspect {other} --against {target}")),
                 against=Effect(instead=line("inspect {nvfp4} --against {other}")),
                 sample="--sample 3",
-                modelopt=Effect(line("--modelopt"), slow=True),
                 hashes="--hashes",
                 json_="--json",
             ),

@@ -14,16 +14,6 @@ from tests.cli.matrix import Effect, Situation, effects
 from tests.cli.matrix_making import a_file, journal, line
 from trtspec.bench.statistics import summarize
 
-
-def beside(suffix: str) -> Any:
-    """A file of the user's with the output's name and this suffix."""
-
-    def write(out: Path) -> None:
-        out.with_suffix(suffix).write_text("mine")
-
-    return write
-
-
 TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 PLAN = ("plan", TARGET, "--head", HEAD)
 SIZED = effects(
@@ -41,9 +31,7 @@ SIZED = effects(
     tpot="--tpot 20",
     kv_fraction="--kv-fraction 0.5",
     moe_backend="--moe-backend CUTLASS",
-    output="--output {out}.svg",
     verbose="--verbose",
-    force=Effect(line("--force"), base=("plan", TARGET, "-o", "{out}.svg"), before=beside(".svg")),
     json_="--json",
 )
 SERVER = ("build-config", TARGET)

@@ -122,7 +122,7 @@ def test_the_quantize_image_imports_and_quantizes(debian_base: Buildah) -> None:
     debian_base.build("docker/quantize.Dockerfile", "trtspec:quantize", *PYPI)
     print(f"\nbuilt in {time.monotonic() - started:.0f} s")
     try:
-        imports = "import modelopt.torch.quantization, modelopt.torch.speculative, accelerate, datasets, matplotlib"
+        imports = "import modelopt.torch.quantization, modelopt.torch.speculative, accelerate, datasets"
         debian_base.run("trtspec:quantize", "python3", "-c", imports)
         nano = "from trtspec.data_files import DATA; print(DATA / 'kimi-nano')"
         source = debian_base.run("trtspec:quantize", "python3", "-c", nano).splitlines()[-1]

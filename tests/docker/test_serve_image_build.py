@@ -42,7 +42,7 @@ for module in pkgutil.walk_packages(trtspec.__path__, "trtspec."):
         importlib.import_module(module.name); count += 1
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "transformers", "fastapi", "uvicorn", "llguidance",
-            "prometheus_client", "matplotlib", "modelopt", "safetensors.torch", "numba", "datasets", "starlette"):
+            "prometheus_client", "modelopt", "safetensors.torch", "numba", "datasets", "starlette"):
             failed.append(f"{module.name}: {error}")
     except Exception as error:
         failed.append(f"{module.name}: {error!r}")

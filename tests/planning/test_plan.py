@@ -236,9 +236,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(done, capture_output=True, text=True)
 
 
-def test_the_command_keeps_its_contract(tmp_path: Path) -> None:
-    plot = tmp_path / "plan.svg"
-    done = command(TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json", "-o", str(plot))
+def test_the_command_keeps_its_contract() -> None:
+    done = command(TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {"fits", "per_gpu", "kv_tokens", "points", "recommended"} <= set(report)
@@ -249,7 +248,6 @@ def test_the_command_keeps_its_contract(tmp_path: Path) -> None:
     assert point["speedup"] == pytest.approx(point["acceptance_length"] / point["cost_ratio"], rel=1e-3)
     assert report["fits"] and set(report["recommended"]) == {"1", "16"} and len(report["sensitivity"]["1"]) >= 5
     assert report["best"]["command"].startswith("trtspec build-config ")
-    assert "<svg" in plot.read_text()
 
 
 def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
@@ -288,8 +286,6 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
         ((TARGET, "--gpu", "a100"), 2, "is not one of"),
         ((TARGET, "--moe-backend", "DEEPGEMM"), 2, "TRTLLM, CUTLASS"),
         ((TARGET, "--concurrency", "100000"), 3, "holds that many requests"),
-        ((TARGET, "-o", "plan.txt"), 2, "a plot is one of"),
-        ((TARGET, "--gpus", "16", "-o", "plan.svg"), 3, "no plot was drawn"),
         ((MLA,), 2, "is a draft head"),
         (("moonshotai/Kimi-K3",), 1, "kimi_k3"),
     ],

@@ -55,7 +55,7 @@ COMMANDS = {
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
     "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
-    "requests": "modelopt", "matplotlib": "report",
+    "requests": "modelopt",
 }  # fmt: skip
 # words of a model card's trtllm-serve command, and what to type in their place
 PASTED = {

@@ -33,7 +33,7 @@ NEEDS = {
     "serve --backend reference": ("reference",),
     "serve --backend trtllm": ("trtllm-serve", GPU),
     "serve --backend vllm": ("vllm",),
-    "bench": ("report",),
+    "bench": (),
     "bench --dataset HUB_ID": ("modelopt",),  # parquet and .zst too, and wherever data sets are read
     "check": (),
     "prove": ("trtllm-serve", GPU),
@@ -46,7 +46,7 @@ PROGRAMS = {
     GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
 }
 # commands that do part of their work without what they lack
-WITHOUT = {"bench": "no plots in the report", "prove": "only --backend vllm and --backend reference"}
+WITHOUT = {"prove": "only --backend vllm and --backend reference"}
 PLACES = {"here": "here", "hub_cache": "in the hub cache", "shared_memory": "in shared memory"}
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 

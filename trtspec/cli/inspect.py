@@ -43,9 +43,6 @@ class InspectOptions:
         ),
         Modes(TARGET, DERIVED, value="[!0]*"),
     ] = None
-    modelopt: Annotated[bool, option("Also compare the packed bytes with ModelOpt's own packing."), Modes(DERIVED)] = (
-        False
-    )
     hashes: Annotated[
         bool, option("Read every byte and compare the files' SHA-256 with provenance.json or the hub's records.")
     ] = False
@@ -147,11 +144,9 @@ def compare_derived(found: Inspected, kind: str, made: Path, source: Path, optio
 
         result = compare_heads(Checkpoint.open(made), Checkpoint.open(source))
     else:
-        from trtspec.quant.modelopt import packed_by_modelopt
         from trtspec.quant.verify import compare
 
-        sample = COMPARED if options.sample is None else options.sample
-        result = compare(made, source, sample, packed_by_modelopt if options.modelopt else None)
+        result = compare(made, source, COMPARED if options.sample is None else options.sample)
     values = found.values | {"comparison": result.to_dict()}
     return Inspected(values, found.problems + result.problems, found.rows + comparison_rows(result))
 
@@ -223,6 +218,4 @@ def comparison_rows(comparison: HeadComparison | CheckpointComparison) -> list[t
         lines.append(("all-zero blocks", f"{comparison.zero_blocks:,}"))
     if comparison.repacked_alike:
         lines.append(("packed again", f"{comparison.repacked_alike} tensors are what the source gives, to the bit"))
-    if comparison.packed_alike is not None:
-        lines.append(("ModelOpt's bytes", f"{comparison.packed_alike} tensors packed alike"))
     return lines

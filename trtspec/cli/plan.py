@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import Gpu, IntList
 from trtspec.errors import CheckFailed
 from trtspec.planning.layout import LONGEST_DRAFT
-from trtspec.records import Excludes, ForceOption, HeadOption, JsonOption, Needs, TargetArgument, option
+from trtspec.records import Excludes, HeadOption, JsonOption, Needs, TargetArgument, option
 from trtspec.report import Result
 
 if TYPE_CHECKING:
@@ -64,13 +63,11 @@ class PlanOptions:
     moe_backend: Annotated[
         MoeKernel | None, option("MoE kernels to plan with.", default="the fastest measured for the format")
     ] = None
-    output: Annotated[Path | None, option("Also draw a plot: .png, .svg or .pdf.", "-o")] = None
     verbose: Annotated[
         bool,
         option("Also print every draft length, the assumptions and the sources.", "-v"),
         Excludes("json_", why="which holds everything"),
     ] = False
-    force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
 
 
@@ -78,17 +75,12 @@ def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.planning.report import draw, text, to_dict
+    from trtspec.planning.report import text, to_dict
 
-    if options.output is not None:
-        _check_output(options.output, options.force)
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)
     names = (options.target, options.head)
-    chosen = decision.best.plan if decision.best else decision.plans[0]
-    if options.output is not None and chosen.points:
-        draw(chosen, f"{options.target}, {chosen.layout.name}, {setting.gpu.name.upper()}", options.output)
     lines = text(decision, model, names, setting, head=head, verbose=options.verbose).splitlines()
     problems = _doubts(options, model, head, setting)
     return Result(to_dict(decision, model, names, setting), problems, (), lines, _failure(decision, setting, options))
@@ -143,7 +135,7 @@ def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
 
 
 def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:
-    """Why nothing was recommended (it does not fit, does not run, or misses the targets), or drawn."""
+    """Why nothing was recommended (it does not fit, does not run, or misses the targets)."""
     where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
     more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
@@ -155,20 +147,4 @@ def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> Chec
         return CheckFailed(f"nothing on {where} meets the targets", remedy)
     if decision.best is None and not decision.able:
         return CheckFailed(f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}")
-    if options.output is not None and not (decision.best or decision.able[0]).plan.points:
-        layout = (decision.best.plan if decision.best else decision.plans[0]).layout.name
-        return CheckFailed(f"no plot was drawn: the speed of {layout} is not known", "leave `output` out")
     return None
-
-
-def _check_output(path: Path, force: bool) -> None:
-    from importlib.util import find_spec
-
-    from trtspec.errors import MissingDependency
-    from trtspec.planning.report import check_format
-    from trtspec.report import refuse_overwrite
-
-    check_format(path)
-    refuse_overwrite(path, force)
-    if find_spec("matplotlib") is None:
-        raise MissingDependency("a plot needs matplotlib", 'pip install "trtspec[report]"')

@@ -1,12 +1,10 @@
-"""A decision as JSON, as text and as a plot: the ranked table and the command; the sweep and what it rests on on
-request. Only the plot needs matplotlib (the `report` extra)."""
+"""A decision as JSON and as text: the ranked table and the command; the sweep and what it rests on on request."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem
 from trtspec.planning.acceptance import EXAMPLE
 from trtspec.planning.decision import Decision, Row, command, remedies
 from trtspec.planning.points import LayoutPlan, Point, Setting, sensitivity
@@ -26,7 +24,6 @@ ASSUMES = (
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
 HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
-PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def to_dict(decision: Decision, model: ModelSpec, names: tuple[str, str | None], setting: Setting) -> dict[str, Any]:
@@ -344,33 +341,3 @@ def workload_lines(plan: LayoutPlan) -> list[str]:
             cells.append(f"{concurrency}: draft {best.draft_len}, {best.speedup:.2f}x")
         lines.append(f"    {name}: " + "; ".join(cells))
     return ["  by category of your measurement, best draft length at each concurrency:", *lines] if lines else []
-
-
-def check_format(path: Path) -> None:
-    if path.suffix not in PLOT_FORMATS:
-        raise UsageError(
-            f"{path.name}: a plot is one of {', '.join(PLOT_FORMATS)}", f"for example -o {path.stem or 'plan'}.svg"
-        )
-
-
-def draw(item: LayoutPlan, title: str, path: Path) -> None:
-    """Speed-up where acceptance is known, else what a step costs in plain steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    known = item.acceptance is not None
-    for concurrency in item.workload.concurrency:
-        points = item.at(concurrency)
-        values = [point.speedup or 1.0 if known else point.cost_ratio for point in points]
-        axes.plot([point.draft_len for point in points], values, marker="o", label=f"concurrency {concurrency}")
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set_xlabel("draft tokens per step")
-    axes.set_ylabel("speed-up over plain decoding" if known else "cost of a step, in plain steps")
-    axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -125,15 +125,6 @@ def _fill_experts(
         fused[expert].copy_(torch.cat(parts))
 
 
-def packed_by_modelopt(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K/2]: ModelOpt's codes of bf16 [N, K] under given scales (float8_e4m3fn [N, K/16], float32)."""
-    try:
-        from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-    except ImportError:
-        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
-    return NVFP4QTensor.quantize(weight.clone(), 16, scale, scale_2)[0]._quantized_data
-
-
 class InputObserver(torch.nn.Module):
     """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| of linears that share an input."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ AGAIN = "convert the source again with `trtspec quantize`"
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
 GIVE_UP = 8  # linears that no rule gives, and none that one does: another exporter's
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
-Packs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # weight, scale, scale_2 -> packed
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RoundingError:
 @dataclass(frozen=True)
 class CheckpointComparison:
     """How many of `tensors` were read again (`compared`) and what they show. `repacked_alike`: those that trtspec packs
-    from the source to the same bytes; `packed_alike`: those that the other packer does, None where none was asked."""
+    from the source to the same bytes."""
 
     compared: int
     tensors: int
@@ -51,27 +50,24 @@ class CheckpointComparison:
     layers: dict[str, RoundingError]
     zero_blocks: int
     repacked_alike: int
-    packed_alike: int | None
     problems: list[Problem] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """The key `comparison` of the JSON contract, which has the problems elsewhere."""
-        apart = ("problems",) if self.packed_alike is not None else ("problems", "packed_alike")
-        return {name: value for name, value in asdict(self).items() if name not in apart}
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
-def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = None) -> CheckpointComparison:
+def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:
     """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
 
-    Nothing is decoded where `inspect` finds an error in `out` alone. `packs_as` is another packer, whose bytes for the
-    same scales are compared.
+    Nothing is decoded where `inspect` finds an error in `out` alone.
     """
     derived, source = Checkpoint.open(out), Checkpoint.open(src)
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
     whole = not has_errors(read_target(derived).problems)  # inspect names them
     chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
-    reread = _Reread(derived, source, packs_as)
+    reread = _Reread(derived, source)
     for name in chosen:
         reread.add(name)
     told = {(problem.code, problem.where) for problem in reread.problems}
@@ -86,7 +82,6 @@ def compare(out: Path, src: Path, sample: int = 64, packs_as: Packs | None = Non
         layers=_errors(by_layer),
         zero_blocks=reread.zero_blocks,
         repacked_alike=sum(reread.repacked.alike.values()),
-        packed_alike=None if packs_as is None else reread.packed_alike,
         problems=problems,
     )
 
@@ -152,14 +147,14 @@ def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
 class _Reread:
     """Decodes tensor by tensor from both sides and gathers errors by class."""
 
-    def __init__(self, derived: Checkpoint, source: Checkpoint, packs_as: Packs | None) -> None:
+    def __init__(self, derived: Checkpoint, source: Checkpoint) -> None:
         self.derived, self.source = LazyTensors(derived), LazyTensors(source)
         self.derived_spec = target_spec(derived)
         self.source_spec = target_spec(source)
         self.problems: list[Problem] = []
         self.classes: dict[str, dict[str, float]] = {}
         self.layers: dict[str, dict[str, float]] = {}
-        self.zero_blocks, self.packs_as, self.packed_alike = 0, packs_as, 0
+        self.zero_blocks = 0
         self.repacked = _Repacked(self.source, self.source_spec)
 
     def add(self, name: str) -> None:
@@ -170,7 +165,6 @@ class _Reread:
         if _format(self.derived.checkpoint, name).is_fp4:
             self._scales(name)
             self._error(name, new.float(), old.float())
-            self._bytes(name, old)
             self.repacked.add(name, old, self.derived)
         elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
             text = "is stored unquantized but its bytes are not the source's"
@@ -190,18 +184,6 @@ class _Reread:
                 self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", f"{module}.{suffix}", text, AGAIN))
         packed = self.derived[name].view(-1, nvfp4.BLOCK // 2)
         self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
-
-    def _bytes(self, name: str, old: torch.Tensor) -> None:
-        """The other packer's codes for the source's weight under our scales."""
-        if self.packs_as is None:
-            return
-        module = name.removesuffix(".weight")
-        scale, scale_2 = self.derived[f"{module}.weight_scale"], self.derived[f"{module}.weight_scale_2"]
-        if torch.equal(self.packs_as(old, scale, scale_2), self.derived[name]):
-            self.packed_alike += 1
-            return
-        text = "its bytes are not those that ModelOpt packs from the source with the same scales"
-        self.problems.append(Problem("TS-QUANT-BYTES", "error", name, text, AGAIN))
 
     def _error(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
         error, norm = float((new - old).norm()), float(old.norm())
