@@ -224,7 +224,7 @@ def command(environment: dict[str, str], *words: object) -> subprocess.Completed
     return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=READY, check=False)
 
 
-CHECK = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300, "--tokenizer", NANO)
+CHECK = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300, "--tokenizer", NANO, "--concurrency", 1)
 
 
 def test_plain_answers_are_the_same(

@@ -20,6 +20,7 @@ def latent_attention() -> None:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import cpu_mla
 
+    torch.cpu._is_amx_tile_supported = lambda: False  # vLLM prefers AMX where a processor has it: no float32 there
     sizes = staticmethod(lambda: [96, 320, 576])
     mla_attention.MLACommonBackend.get_supported_head_sizes = sizes
     cpu_mla.CPUMLABackend.get_supported_head_sizes = sizes

@@ -175,4 +175,4 @@ def test_known_failures_are_explained(line: str, says: str) -> None:
 
 
 def test_an_unknown_failure_is_not_guessed_at() -> None:
-    assert PATTERNS.explain(["INFO loading weights", "ValueError: something else"]) is None
+    assert PATTERNS.explain(["INFO engine with trust_remote_code=False", "ValueError: something else"]) is None

@@ -49,15 +49,14 @@ BASE_VOCABULARY = 1792
 LONGEST = 1664  # tokens; a longer exercise is left out
 POOL = 256  # exercises for 2,048 tokens of a batch, sorted by length before batches are cut
 COPYING_BATCHES = 640  # at first only copying is taught; other kinds come in until here
-FROM_WORKERS = 16  # batches that a process of its own keeps ready for a GPU
+PREFETCHED = 16  # batches that a process of its own keeps ready for a GPU
 WARM_UP_BATCHES = 50
 PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their values are random
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
 
 
-# steps, tokens and seconds done; (loss of answers, their tokens) of each step since the last line of the log
-Recent = list[tuple[Tensor, int]]
-Done = tuple[int, int, float, Recent]
+Recent = list[tuple[Tensor, int]]  # (loss of answers, their tokens) of each step since the last line of the log
+Done = tuple[int, int, float, Recent]  # steps, tokens and seconds
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
     """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
-    torch.set_float32_matmul_precision("high")  # TF32 on a GPU; a CPU has none
+    if options.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32
     if options.init and not (output / "tiktoken.model").is_file():
         shutil.copytree(options.init, output, ignore=shutil.ignore_patterns("*.jsonl", "*.md"))
     tokenizer = prepare(output)
@@ -92,7 +92,7 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
     saved, first, cpu = time.monotonic(), seen, time.process_time()
     began = saved - seconds
     source = Batches(tokenizer, options, after=step)
-    ahead = {"num_workers": 1, "prefetch_factor": FROM_WORKERS} if options.device != "cpu" else {}
+    ahead = {"num_workers": 1, "prefetch_factor": PREFETCHED} if options.device != "cpu" else {}
     for ids, weights in DataLoader(source, batch_size=None, **ahead):
         if seen >= options.tokens:
             break

@@ -18,6 +18,8 @@ import yaml
 HELDOUT_VALUES = 7  # one value in seven
 HELDOUT_PHRASES = 5  # one phrasing in five
 MADE_UP = 0.65  # of the names and things of training: a model knows a few hundred by heart and copies no others
+HALVES = 0.6  # of what is made up: halves of two listed ones; the others are letters
+MORE_FORMS = 0.75  # of the phrasings of training that have further forms
 T = TypeVar("T")
 CONSONANTS = "bbcddfgghjkllmmnnnpqrrrsssttttvwxyz"
 CHOICE = re.compile(r"\{([^{}]*)\}")
@@ -74,22 +76,22 @@ class Draw:
     def thing(self, make: Callable[[], str], again: bool = False) -> str:
         """A name or thing of this side, or one made up: halves of two, or letters."""
 
-        def known_or_not() -> str:
+        def listed_or_made_up() -> str:
             if not self.made_up or not self.chance(self.made_up):
                 return make()
             one, other = self.side(make, HELDOUT_VALUES), self.side(make, HELDOUT_VALUES)
-            if self.chance(0.6):
+            if self.chance(HALVES):
                 return one[: self.number(1, len(one) - 1)] + other[self.number(1, len(other) - 1) :]
             first = self.number(0, 1)  # whether a vowel begins
             letters = [self.pick("aeiou" if (at + first) % 2 else CONSONANTS) for at in range(self.number(3, 9))]
             return "".join(letters).capitalize() if one[0].isupper() else "".join(letters)
 
-        return self.value(known_or_not, again)
+        return self.value(listed_or_made_up, again)
 
     def phrase(self, name: str, /, **values: object) -> str:
         """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this side, filled in."""
         pattern = TEXT["phrases"].get(name, name)
-        if self.made_up and name in TEXT["more"] and self.chance(0.75):
+        if self.made_up and name in TEXT["more"] and self.chance(MORE_FORMS):
             pattern = TEXT["more"][name]
         self.phrases.append(found := self.side(lambda: self.expand(pattern), HELDOUT_PHRASES))
         return fill(found, values)

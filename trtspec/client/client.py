@@ -93,7 +93,7 @@ class Answer:
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
-    status: int | None = None  # HTTP status of an answer other than 200
+    status: int | None = None  # other than 200, of the response or of an error event in its stream
     tool_calls: list[dict[str, str]] = field(default_factory=list)  # id, name and arguments, joined from their chunks
     unindexed: int = 0  # chunks of tool calls without the index of their call
     counted: list[int] = field(default_factory=list)  # tokens so far, from the token ids or the usage in chunks
@@ -317,7 +317,8 @@ async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[st
 def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
     """Adds one stream event to an answer: text, usage, finish reason and speculation."""
     if event.get("error") or event.get("object") == "error":
-        answer.error = error_message(_status_in(event), json.dumps(event))
+        answer.status = _status_in(event)
+        answer.error = error_message(answer.status, json.dumps(event))
         return
     usage = event.get("usage")
     if usage:

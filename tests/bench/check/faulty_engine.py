@@ -28,19 +28,16 @@ def drafts_kept() -> None:
     engine.accept_sampled = kept  # type: ignore[attr-defined]
 
 
-def wrong_residual() -> None:
-    """Behind a rejected draft the token is drawn from p in place of max(p - q, 0)."""
-    sampling.residual = lambda p, q: p
-
-
 def one_draft_too_many() -> None:
-    exact = sampling.accept_greedy
+    exact = engine.Engine._accept
 
-    def more(best: torch.Tensor, drafts: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-        most = torch.full((len(drafts),), drafts.shape[1]) if counts is None else counts
-        return torch.minimum(exact(best, drafts, counts) + 1, most)
+    def more(self: engine.Engine, logits: torch.Tensor, drafts: torch.Tensor, offered: list[int]) -> Any:
+        tokens, accepted = exact(self, logits, drafts, offered)
+        # JSON stays whole, so that one row of the gate is at fault
+        free = torch.tensor([sequence.steering is None for sequence in self.batch.sequences])
+        return tokens, torch.where(free, torch.minimum(accepted + 1, torch.tensor(offered)), accepted)
 
-    engine.accept_greedy = more  # type: ignore[attr-defined]
+    engine.Engine._accept = more  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -87,24 +87,16 @@ def test_honest_servers_raise_no_alarm(serve: Callable[..., str], plain: str, tm
     [
         ("temperature_ignored", "sampled"),
         ("drafts_kept", "sampled"),
-        pytest.param(
-            "wrong_residual",
-            "sampled",
-            marks=pytest.mark.xfail(
-                reason="kimi-nano is so sure of its answers that this fault changes too few of them"
-            ),
-        ),
         ("one_draft_too_many", "greedy"),
     ],
 )
 def test_a_fault_of_the_engine_fails_its_row(
     serve: Callable[..., str], plain: str, tmp_path: Path, fault: str, row: str
 ) -> None:
-    samples = ("--samples", 40) if fault in ("drafts_kept", "wrong_residual") else ()
+    # kimi-nano is sure of most tokens; a wrong residual does not show on it at all, and is left to the corpus
+    samples = ("--samples", 40) if fault == "drafts_kept" else ()
     verdict = checked(serve(fault, *HEAD), plain, tmp_path / "spec.jsonl", *samples)
-    failed = [one["name"] for one in verdict["results"] if one["status"] == "fail"]
-    # a draft too many is not held to a grammar either, so that JSON may break as well
-    assert failed == [row] or (fault == "one_draft_too_many" and failed == [row, "transport"])
+    assert [one["name"] for one in verdict["results"] if one["status"] == "fail"] == [row]
 
 
 @pytest.mark.timeout(3600)

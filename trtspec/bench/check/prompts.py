@@ -67,10 +67,9 @@ class Prompts:
         for index, messages in enumerate(plain[: 2 * self.samples]):  # one answer a prompt: they are independent
             drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": index}
             asked = self.raw(f"sampled {index}", "sampled", messages, **drawn)
-            # A target that is sure of its answers shows no sampler. It is less sure of what a user asks.
-            yield replace(
-                asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])} if index % 2 else asked.body
-            )
+            if index % 2:  # a target that is sure of its answers shows no sampler; it is less sure of a user's words
+                asked = replace(asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])})
+            yield asked
         for index, messages in enumerate(self._long(text, few)):
             yield self.raw(f"long {index}", "long", messages)
         for index, (messages, tools) in enumerate(self._calls(few)):

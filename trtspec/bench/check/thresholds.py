@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
-CERTAIN = (1.0, 2.0)  # nats: at least (bfloat16 moved an honest answer by 0.8), and at most, where one answer fails
+CERTAIN = (1.0, 2.0)  # nats: one answer fails from here (0.8 was bfloat16), and at the latest from there
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler
