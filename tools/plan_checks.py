@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
-from trtspec.planning.acceptance import Acceptance, Decay, fit, lengths, mean, other_decays, published_curves, rates_of
+from trtspec.planning.acceptance import Acceptance, Decay, lengths, other_decays, published_curves
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import checkpoint_bytes, memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
@@ -31,6 +33,35 @@ context and CUTLASS kernels.
 
 
 KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
+FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
+RATIOS = [step / 1000 for step in range(850, 1101)]
+
+
+def rates_of(curve: Sequence[float]) -> list[float]:
+    """Conditional rates by position of acceptance lengths for 1, 2, .. drafts; the curve must rise."""
+    reached = [after - before for before, after in zip([1.0, *curve], curve, strict=False)]
+    return [here / before for before, here in zip([1.0, *reached], reached, strict=False)]
+
+
+def fit(curve: Sequence[float]) -> Decay:
+    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two positions are those
+    of the curve, and the ratio is the one that, from there on, comes closest to its further lengths (least squares of
+    their logarithms)."""
+    known = rates_of(curve[: FITTED_FROM - 1])
+    middle = math.prod(known[1:]) ** (1 / len(known[1:]))  # lies half way between the second and the third
+
+    def distance(ratio: float) -> float:
+        shape = Decay(known[0], middle / math.sqrt(ratio), ratio)
+        found = lengths([*known, *(shape.rate(position) for position in range(FITTED_FROM, len(curve) + 1))])
+        pairs = zip(found[FITTED_FROM - 1 :], curve[FITTED_FROM - 1 :], strict=True)
+        return sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
+
+    ratio = min(RATIOS, key=distance)
+    return Decay(known[0], middle / math.sqrt(ratio), ratio)
+
+
+def mean(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
 
 
 def steps(
@@ -254,7 +285,7 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
     for name, decays in held_out_decays().items():
         for gpu, layout in (("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))):
             acceptance = Acceptance("", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values())))
-            setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), {"all": acceptance})
+            setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), acceptance)
             plan, cells, losses = plan_layout(model, head, layout, setting), [], []
             for concurrency in setting.workload.concurrency:
                 rate = {p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}

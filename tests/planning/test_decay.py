@@ -6,19 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tools.plan_checks import fit, mean, rates_of
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import (
     Acceptance,
     Decay,
-    fit,
     lengths,
-    mean,
     other_decays,
     parse_acceptance,
     published_curves,
     published_decay,
-    rates_of,
 )
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
@@ -38,6 +36,16 @@ def test_the_curves_are_the_published_ones() -> None:
     """InferenceX golden_al_distribution/kimik2.5_eagle3.yaml, thinking and off."""
     assert CURVES[KIMI[0]] == [1.83, 2.43, 2.88, 3.24, 3.46, 3.62, 3.71, 3.77]
     assert CURVES[KIMI[1]] == [1.80, 2.33, 2.75, 3.06, 3.25, 3.43, 3.46, 3.51]
+
+
+def test_the_stored_decays_are_those_of_the_curves() -> None:
+    fitted = {name: fit(curve) for name, curve in CURVES.items()}
+    assert set(other_decays()) == set(fitted)
+    pairs = [(other_decays()[name], found) for name, found in fitted.items()]
+    for stored, found in [*pairs, (published_decay(), fit(mean([CURVES[name] for name in KIMI])))]:
+        assert (stored.first, stored.second, stored.ratio) == pytest.approx(
+            (found.first, found.second, found.ratio), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", KIMI)
@@ -64,24 +72,11 @@ def test_the_draft_length_from_three_positions_loses_at_most_two_percent(name: s
     """Against the best draft length by the published lengths themselves; beyond K = 3 nothing of Kimi was seen."""
     model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
     acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())
-    setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), {"all": acceptance})
+    setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), acceptance)
     plan = plan_layout(model, head, layout, setting)
     for concurrency in setting.workload.concurrency:
         truth = {p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
         assert truth[plan.best(concurrency).draft_len] >= 0.98 * max(truth.values())
-
-
-def test_a_flat_rate_per_position_would_be_too_good() -> None:
-    """What a single length was before: one rate for every position."""
-    for name in KIMI:
-        length = CURVES[name][2]
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            rate = (low + high) / 2
-            low, high = (low, rate) if lengths([rate] * 3)[-1] > length else (rate, high)
-        flat = lengths([low] * 8)[-1] / CURVES[name][-1] - 1
-        ours = parse_acceptance(f"{length}@3")["all"].length(8) / CURVES[name][-1] - 1
-        assert flat > 0.05 and abs(ours) < 0.03
 
 
 @given(known=st.lists(rates, min_size=1, max_size=6), drafts=st.integers(1, 16))
@@ -106,8 +101,8 @@ def test_a_longer_draft_never_accepts_less(length: float, drafts: int) -> None:
 def test_positions_that_were_never_or_always_accepted() -> None:
     assert Acceptance("test", (0.8, 0.0)).rates(4) == [0.8, 0.0, 0.0, 0.0]
     assert Acceptance("test", (1.0, 1.0)).rates(4) == [1.0] * 4
-    assert parse_acceptance("1@3")["all"].length(8) == pytest.approx(1.0, abs=1e-6)
-    assert parse_acceptance("4@3")["all"].length(8) == pytest.approx(9.0, abs=1e-6)
+    assert parse_acceptance("1@3").length(8) == pytest.approx(1.0, abs=1e-6)
+    assert parse_acceptance("4@3").length(8) == pytest.approx(9.0, abs=1e-6)
 
 
 def test_it_says_what_is_extrapolated() -> None:
@@ -115,5 +110,5 @@ def test_it_says_what_is_extrapolated() -> None:
     assert "first 3 positions" in by_position.rests_on() and "InferenceX" in by_position.rests_on()
     assert [by_position.measured(k) for k in (1, 3, 4)] == [True, True, False]
     assert by_position.decays(3) == {} and set(by_position.decays(4)) == set(CURVES)
-    assert "3 drafts alone" in parse_acceptance("2.62@3")["all"].rests_on()
+    assert "3 drafts alone" in parse_acceptance("2.62@3").rests_on()
     assert published_decay().ratio < 1 and len(other_decays()) == len(CURVES)

@@ -75,15 +75,15 @@ def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.planning.report import text, to_dict
+    from trtspec.planning.report import shown, to_dict
 
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = planned(options, model, head)
     names = (options.target, options.head)
-    lines = text(decision, model, names, setting, head=head, verbose=options.verbose).splitlines()
-    problems = _doubts(options, model, head, setting)
-    return Result(to_dict(decision, model, names, setting), problems, (), lines, _failure(decision, setting, options))
+    tables, lines = shown(decision, model, names, setting, options.verbose)
+    values, problems = to_dict(decision, model, names, setting), _doubts(options, model, head, setting)
+    return Result(values, problems, tables, lines, _failure(decision, setting, options))
 
 
 def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
@@ -135,7 +135,7 @@ def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
 
 
 def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:
-    """Why nothing was recommended (it does not fit, does not run, or misses the targets)."""
+    """Why nothing was recommended (it does not fit, does not run, or misses the targets), or drawn."""
     where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
     more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
@@ -143,7 +143,7 @@ def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> Chec
     if decision.refused:
         return CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
     if decision.best is None and decision.targets.any:
-        remedy = "the last lines of the plan name what is nearest and what would"
+        remedy = "the last line of the plan names what is nearest; use more GPUs, or shorter prompts"
         return CheckFailed(f"nothing on {where} meets the targets", remedy)
     if decision.best is None and not decision.able:
         return CheckFailed(f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}")

@@ -29,8 +29,6 @@ EXAMPLE = (
     "for example `acceptance` 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
 )
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
-FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
-RATIOS = [step / 1000 for step in range(850, 1101)]
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,8 @@ class Acceptance:
         return f"measured for the first {positions}; extrapolated beyond {falls}, scaled to the measured ones"
 
 
-def parse_acceptance(text: str) -> dict[str, Acceptance]:
-    """By workload: the whole measurement as "all", and each category of a bench file. Raises UsageError."""
+def parse_acceptance(text: str) -> Acceptance:
+    """The acceptance of VALUE, VALUE@DRAFTS or a bench file. Raises UsageError."""
     path = Path(text).expanduser()
     if path.exists():
         return _from_bench(path / "results.json" if path.is_dir() else path)
@@ -88,15 +86,15 @@ def parse_acceptance(text: str) -> dict[str, Acceptance]:
         raise UsageError(f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE)
     value, drafts = float(found[1]), int(found[2] or 3)
     if 0 < value < 1 and drafts:
-        return {"all": Acceptance(f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts)}
+        return Acceptance(f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts)
     if not 1 <= value <= drafts + 1:
         raise UsageError(f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE)
     measured = f"{value} tokens per step at {drafts} drafts, as given"
     measured += "" if found[2] else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
-    return {"all": Acceptance(measured, length_at=(value, drafts))}
+    return Acceptance(measured, length_at=(value, drafts))
 
 
-def card_acceptance(head: str, target: str) -> dict[str, Acceptance] | None:
+def card_acceptance(head: str, target: str) -> Acceptance | None:
     """The figure on the model card of a published head, for the target that it was published for; None without one."""
     cards = load_yaml("published_acceptance.yaml")["cards"]
     entry = known(head)
@@ -107,47 +105,38 @@ def card_acceptance(head: str, target: str) -> dict[str, Acceptance] | None:
         f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, as the card of {head} "
     )
     source += "states; your own traffic may differ, so measure it with `trtspec bench`"
-    return {"all": Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)}
+    return Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)
 
 
-def other_model(acceptance: dict[str, Acceptance], target: str) -> list[Problem]:
+def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
     """A warning for a measurement of another model than the target."""
-    name = acceptance["all"].model
+    name = acceptance.model
     if not name or name.rpartition("/")[2].casefold() == target.rstrip("/").rpartition("/")[2].casefold():
         return []
     message = f"the acceptance was measured on {name}, and this plan is for {target}"
     return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")]
 
 
-def _from_bench(path: Path) -> dict[str, Acceptance]:
+def _from_bench(path: Path) -> Acceptance:
     try:
         results = files.read_object(path)
-        groups = {"all": results, **results["categories"]}
         doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
-        model = (results.get("server") or {}).get("model")
+        model = str((results.get("server") or {}).get("model") or "")
         source = f"{path}, served as {model}" if model else str(path)
-        found = {name: _from_group(group, f"{source}, {name}", doubts, model or "") for name, group in groups.items()}
+        known = tuple(float(rate) for rate in results.get("conditional") or [] if rate is not None)
+        if known:
+            source += f": accepted by position, {results['steps']} steps"
+            return Acceptance(source, known, doubts=doubts, model=model)
+        steps, drafted, length = results["steps"], results["drafted"], results["acceptance_length"]
+        if steps and drafted and length:
+            drafts = max(1, round(drafted / steps))
+            source += f": {length} tokens per step at {drafts} drafts"
+            at = (min(float(length), drafts + 1.0), drafts)
+            return Acceptance(source, length_at=at, doubts=doubts, model=model)
     except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is not a results.json of `trtspec bench`", EXAMPLE) from None
-    measured = {name: item for name, item in found.items() if item is not None}
-    if "all" not in measured:
-        message = f"{path} holds no acceptance: its server did not report how many drafts were accepted"
-        raise UsageError(message, "bench an endpoint that speculates, or give the figure: " + EXAMPLE)
-    return measured
-
-
-def _from_group(group: dict[str, Any], source: str, doubts: tuple[str, ...], model: str) -> Acceptance | None:
-    known = tuple(float(rate) for rate in group.get("conditional") or [] if rate is not None)
-    if known:
-        return Acceptance(f"{source}: accepted by position, {group['steps']} steps", known, doubts=doubts, model=model)
-    steps, drafted, length = group.get("steps"), group.get("drafted"), group.get("acceptance_length")
-    if not steps or not drafted or not length:
-        return None
-    drafts = max(1, round(drafted / steps))
-    at = (min(float(length), drafts + 1.0), drafts)
-    return Acceptance(
-        f"{source}: {length} tokens per step at {drafts} drafts", length_at=at, doubts=doubts, model=model
-    )
+    message = f"{path} holds no acceptance: its server did not report how many drafts were accepted"
+    raise UsageError(message, "bench an endpoint that speculates, or give the figure: " + EXAMPLE)
 
 
 def lengths(rates: Sequence[float]) -> list[float]:
@@ -158,12 +147,6 @@ def lengths(rates: Sequence[float]) -> list[float]:
         total += reached
         found.append(total)
     return found
-
-
-def rates_of(curve: Sequence[float]) -> list[float]:
-    """Conditional rates by position of acceptance lengths for 1, 2, .. drafts; the curve must rise."""
-    reached = [after - before for before, after in zip([1.0, *curve], curve, strict=False)]
-    return [here / before for before, here in zip([1.0, *reached], reached, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -209,42 +192,20 @@ def _power(decay: Decay, length: float, at: int) -> float:
     return low
 
 
-def fit(curve: Sequence[float]) -> Decay:
-    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two positions are those
-    of the curve, and the ratio is the one that, from there on, comes closest to its further lengths (least squares of
-    their logarithms)."""
-    known = rates_of(curve[: FITTED_FROM - 1])
-    middle = math.prod(known[1:]) ** (1 / len(known[1:]))  # lies half way between the second and the third
-
-    def distance(ratio: float) -> float:
-        shape = Decay(known[0], middle / math.sqrt(ratio), ratio)
-        found = lengths([*known, *(shape.rate(position) for position in range(FITTED_FROM, len(curve) + 1))])
-        pairs = zip(found[FITTED_FROM - 1 :], curve[FITTED_FROM - 1 :], strict=True)
-        return sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
-
-    ratio = min(RATIOS, key=distance)
-    return Decay(known[0], middle / math.sqrt(ratio), ratio)
-
-
-def mean(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
-
-
 def published_curves() -> dict[str, Any]:
-    """`curves` by name, the names under `decay`, and their `source`; `sampled`, what the choice of drafts is worth."""
+    """The published curves with their `decays` by name, and `sampled`, what the choice of drafts is worth."""
     return load_yaml("acceptance_lengths.yaml")
 
 
 @cache
 def published_decay() -> Decay:
-    data = published_curves()
-    return fit(mean([data["curves"][name] for name in data["decay"]]))
+    return Decay(*published_curves()["published"])
 
 
 @cache
 def other_decays() -> dict[str, Decay]:
-    """The shape of each published curve by its name: the range within which the shape is known."""
-    return {name: fit(curve) for name, curve in published_curves()["curves"].items()}
+    """The decay of each published curve by its name: the range within which the shape is known."""
+    return {name: Decay(*row) for name, row in published_curves()["decays"].items()}
 
 
 def worth_of_rejection_sampling() -> str:

@@ -15,7 +15,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.memory import memory
-from trtspec.planning.points import LayoutPlan, Point, Setting, Workload, layouts, plan_layout
+from trtspec.planning.points import LayoutPlan, Point, Setting, plan_layout
 from trtspec.specs import HeadSpec, ModelSpec
 
 MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
@@ -51,17 +51,6 @@ class Row:
     @property
     def held(self) -> bool:
         return self.plan.memory.sequences(self.plan.workload.tokens) >= self.concurrency
-
-    @property
-    def trust(self) -> str:
-        """What the speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
-        if self.point is None:
-            return "memory alone"
-        if self.plan.acceptance is None or self.point.draft_len == 0:
-            return "no drafts"
-        if self.plan.acceptance.published and self.plan.acceptance.measured(self.point.draft_len):
-            return "model card"
-        return "measured" if self.plan.acceptance.measured(self.point.draft_len) else "extrapolated"
 
     @property
     def stall_ms(self) -> float:
@@ -101,32 +90,23 @@ class Row:
         return max((float("inf") if ours is None else ours / asked for ours, asked in pairs if asked), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
+        point, plan = self.point, self.plan
+        figures = {"tokens_per_s": self.tokens_per_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
+        known = point is not None and (plan.acceptance is not None or (plan.steps is not None and not plan.steps.head))
+        spread = plan.speedup_range(point) if point is not None else None
+        return {
             "concurrency": self.concurrency,
             "tp_size": self.layout.gpus,
             "ep_size": self.layout.gpus if self.layout.ep else 1,
             "attention_dp": self.layout.attention_dp,
-            "draft_len": None,
-            "speedup": None,
-            "speedup_range": None,
-            "tokens_per_s_per_user": None,
-            "tokens_per_s": None,
-            "ttft_ms": None,
-            "tpot_ms": None,
-            "trust": self.trust,
-            "max_sequences": self.plan.memory.sequences(self.plan.workload.tokens),
-        }
-        if self.point is None:
-            return found
-        given = self.plan.acceptance is not None
-        spread = self.plan.speedup_range(self.point)
-        figures = {"tokens_per_s": self.tokens_per_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
-        return found | {
-            "draft_len": self.point.draft_len if given or self.plan.steps and self.plan.steps.head is None else None,
-            "speedup": round(self.point.speedup, 3) if given and self.point.speedup else None,
+            "draft_len": point.draft_len if point is not None and known else None,
+            "speedup": round(point.speedup, 3) if point and point.speedup and plan.acceptance else None,
             "speedup_range": [round(value, 3) for value in spread] if spread else None,
             "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
-            **{name: round(value, 1) for name, value in figures.items() if value is not None},
+            **{name: None if value is None else round(value, 1) for name, value in figures.items()},
+            "trust": plan.trust(point),
+            "max_sequences": plan.memory.sequences(plan.workload.tokens),
         }
 
 
@@ -138,7 +118,11 @@ class Decision:
     targets: Targets
     rows: list[Row]
     refused: list[Problem]
-    wider: Row | None = None  # where nothing meets the targets: what does on twice the GPUs
+
+    @property
+    def first(self) -> LayoutPlan:
+        """The plan of the choice, else of the first layout."""
+        return self.best.plan if self.best else self.plans[0]
 
     @property
     def fits(self) -> bool:
@@ -163,18 +147,7 @@ class Decision:
 def decide(
     model: ModelSpec, head: HeadSpec | None, chosen: list[Layout], setting: Setting, targets: Targets
 ) -> Decision:
-    """Plans each layout and ranks; where targets are missed, looks at twice the GPUs as well."""
-    decision = ranked(model, head, chosen, setting, targets)
-    if not targets.any or decision.best is not None or decision.refused or not decision.able:
-        return decision
-    more = ranked(model, head, layouts(model, 2 * chosen[0].gpus), setting, targets)
-    return replace(decision, wider=more.best)
-
-
-def ranked(
-    model: ModelSpec, head: HeadSpec | None, chosen: list[Layout], setting: Setting, targets: Targets
-) -> Decision:
-    """A workload without concurrencies is one to search: up to what the cache holds."""
+    """Plans each layout and ranks. A workload without concurrencies is one to search: up to what the cache holds."""
     if not setting.workload.concurrency:
         most = max(searched_up_to(model, head, layout, setting) for layout in chosen)
         setting = replace(setting, workload=replace(setting.workload, concurrency=tuple(ladder(most))))
@@ -222,34 +195,6 @@ def ladder(most: int) -> list[int]:
             found.add(value)
             value *= 2
     return sorted(found)
-
-
-def remedies(row: Row, targets: Targets) -> list[str]:
-    """What would make a row meet the targets that it misses, beside more or faster GPUs."""
-    found = []
-    assert row.plan.steps is not None and row.point is not None
-    if targets.tpot_ms and row.tpot_ms and row.tpot_ms > targets.tpot_ms and row.point.acceptance_length:
-        rest = targets.tpot_ms - (row.tpot_ms - 1000 / (row.point.decode_rate or 1))
-        needed = row.point.step_ms / rest if rest > 0 else float("inf")
-        if row.point.draft_len and needed <= row.point.draft_len + 1:
-            had = row.point.acceptance_length
-            found.append(f"{needed:.2f} tokens per step at {row.point.draft_len} drafts instead of {had:.2f}")
-    if targets.ttft_ms and row.ttft_ms and row.ttft_ms > targets.ttft_ms:
-        prompt = longest_prompt(row, targets.ttft_ms)
-        if prompt:
-            found.append(f"prompts of at most {prompt:,} tokens")
-    return found
-
-
-def longest_prompt(row: Row, ttft_ms: float) -> int:
-    """Prompt tokens, in hundreds, with which the row's time to the first token would meet the target; 0 for none."""
-    low, high = 0, row.plan.workload.isl // 100
-    while low < high:
-        middle = (low + high + 1) // 2
-        workload = Workload(100 * middle, row.plan.workload.osl, row.plan.workload.concurrency)
-        took = replace(row, plan=replace(row.plan, workload=workload)).ttft_ms or 0.0
-        low, high = (middle, high) if took <= ttft_ms else (low, middle - 1)
-    return 100 * low
 
 
 def command(row: Row, target: str, head: str | None, setting: Setting) -> str:

@@ -80,7 +80,7 @@ def memory(
         layout=layout,
         capacity=float(gpu.memory_bytes),
         weights=weights_per_gpu(model, layout),
-        head=head_weights(head).per_gpu(layout) if head else 0.0,
+        head=2 * head_parameters(head) / layout.attention_tp if head else 0.0,
         reserve=reserve,
         fraction=fraction,
         kv_dtype=dtype,
@@ -199,23 +199,9 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
     return {item.name: item.bytes / (layout.gpus if item.name in divided else 1) for item in weight_classes(model)}
 
 
-@dataclass(frozen=True)
-class HeadWeights:
-    """Parameters of an Eagle3 head as the engine loads it: its embedding is the target's."""
-
-    body: int
-    lm_head: int
-
-    @property
-    def bytes(self) -> int:
-        return 2 * (self.body + self.lm_head)
-
-    def per_gpu(self, layout: Layout) -> float:
-        return self.bytes / layout.attention_tp
-
-
-def head_weights(head: HeadSpec) -> HeadWeights:
-    """From the shapes of facts: attention over 2 x hidden, a dense MLP, fc from the captured layers; BF16."""
+def head_parameters(head: HeadSpec) -> int:
+    """Parameters of an Eagle3 head as the engine loads it, BF16: attention over 2 x hidden, a dense MLP, fc from the
+    captured layers, norms and lm_head. Its embedding is the target's."""
     hidden, heads = head.hidden_size, head.num_attention_heads
     if head.attention == "mla":
         attention = 2 * hidden * (head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
@@ -226,4 +212,4 @@ def head_weights(head: HeadSpec) -> HeadWeights:
         attention = 2 * hidden * head.head_dim * (heads + 2 * head.num_key_value_heads) + heads * head.head_dim * hidden
     mlp = 3 * hidden * head.intermediate_size
     fc = head.num_aux * head.target_hidden_size * hidden
-    return HeadWeights(attention + mlp + fc + 4 * hidden, head.draft_vocab_size * hidden)
+    return attention + mlp + fc + 4 * hidden + head.draft_vocab_size * hidden

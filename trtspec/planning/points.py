@@ -3,7 +3,7 @@ worth at each concurrency."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.planning.acceptance import Acceptance
@@ -59,23 +59,19 @@ class Point:
         return None if length is None else 1000 * length / self.step_ms
 
     def to_dict(self) -> dict[str, Any]:
-        rounded = {"cost_ratio": 3, "plain_ms": 3, "step_ms": 3, "experts": 1, "acceptance_length": 3}
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values |= {"speedup": self.speedup}
-        digits = rounded | {"speedup": 3}
-        return {name: round(v, digits[name]) if isinstance(v, float) else v for name, v in values.items()}
+        values = {**vars(self), "speedup": self.speedup}
+        return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """`steps` is None where no kernels are measured: then only memory is known. `by_workload` has bench categories."""
+    """`steps` is None where no kernels are measured: then only memory is known."""
 
     memory: Memory
     workload: Workload
     steps: StepModel | None
     points: tuple[Point, ...]
     acceptance: Acceptance | None = None
-    by_workload: dict[str, tuple[Point, ...]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -94,6 +90,16 @@ class LayoutPlan:
         points = self.at(concurrency)
         rates = [point.decode_rate or 0 for point in points]
         return next(point for point, rate in zip(points, rates, strict=True) if rate >= (1 - CLOSE) * max(rates))
+
+    def trust(self, point: Point | None) -> str:
+        """What a speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
+        if point is None:
+            return "memory alone"
+        if self.acceptance is None or point.draft_len == 0:
+            return "no drafts"
+        if not self.acceptance.measured(point.draft_len):
+            return "extrapolated"
+        return "model card" if self.acceptance.published else "measured"
 
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its
@@ -120,7 +126,7 @@ class Setting:
 
     gpu: GpuSpec
     workload: Workload
-    acceptance: dict[str, Acceptance] | None = None
+    acceptance: Acceptance | None = None
     fraction: float | None = None
     longest: int = LONGEST_COMPARED
     kernel: str | None = None
@@ -128,20 +134,15 @@ class Setting:
 
 def plan_layout(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> LayoutPlan:
     """The plan of one layout; with no measured kernels, of its memory alone."""
-    workload, acceptance = setting.workload, setting.acceptance
+    workload = setting.workload
     room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
     found = kernels(setting.gpu, model.quant.format, setting.kernel)
     if found is None or not measured(found, model, layout):
         return LayoutPlan(room, workload, None, ())
     steps = StepModel(model, head, layout, found, workload.context)
-    overall = acceptance["all"] if acceptance and head is not None else None
-    points = tuple(curve(steps, room, workload, overall, setting.longest))
-    others = {
-        name: tuple(with_acceptance(point, item) for point in points)
-        for name, item in (acceptance or {}).items()
-        if name != "all"
-    }
-    return LayoutPlan(room, workload, steps, points, overall, others)
+    acceptance = setting.acceptance if head is not None else None
+    points = curve(steps, room, workload, acceptance, setting.longest)
+    return LayoutPlan(room, workload, steps, tuple(points), acceptance)
 
 
 def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:
@@ -162,15 +163,9 @@ def curve(
         for drafts in range((longest if steps.head is not None else 0) + 1):
             whole = steps.whole(sequences, drafts)
             experts = distinct_experts(steps.model, sequences * (drafts + 1))
-            point = Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held)
-            points.append(with_acceptance(point, acceptance))
+            length = 1.0 if drafts == 0 else acceptance.length(drafts) if acceptance else None
+            points.append(Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held, length))
     return points
-
-
-def with_acceptance(point: Point, acceptance: Acceptance | None) -> Point:
-    if point.draft_len == 0:
-        return replace(point, acceptance_length=1.0)
-    return replace(point, acceptance_length=acceptance.length(point.draft_len) if acceptance else None)
 
 
 def assumptions(steps: StepModel) -> dict[str, StepModel]:
@@ -186,14 +181,3 @@ def assumptions(steps: StepModel) -> dict[str, StepModel]:
         if name != own.moe_kernel:
             others[f"MoE kernel {name}"] = replace(steps, kernels=replace(own, moe_kernel=name))
     return others
-
-
-def sensitivity(found: LayoutPlan, point: Point) -> dict[str, float | None]:
-    """Speed-up of one point under each of `assumptions`, and with a little less acceptance."""
-    assert found.steps is not None
-    if point.acceptance_length is None:
-        return {}
-    sequences, drafts, length = point.concurrency, point.draft_len, point.acceptance_length
-    values = {name: length / item.cost_ratio(sequences, drafts) for name, item in assumptions(found.steps).items()}
-    values["acceptance length 0.1 lower"] = (length - 0.1) / point.cost_ratio
-    return {name: round(value, 3) for name, value in values.items()}

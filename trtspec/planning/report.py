@@ -1,14 +1,16 @@
-"""A decision as JSON and as text: the ranked table and the command; the sweep and what it rests on on request."""
+"""A decision as JSON, and as tables and lines for people: the ranked table and the command; every draft length and what
+the figures rest on when asked."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from trtspec.errors import Problem
 from trtspec.planning.acceptance import EXAMPLE
-from trtspec.planning.decision import Decision, Row, command, remedies
-from trtspec.planning.points import LayoutPlan, Point, Setting, sensitivity
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.planning.decision import Decision, Row, command
+from trtspec.planning.points import LayoutPlan, Setting
+from trtspec.report import Table
+from trtspec.specs import ModelSpec
 
 GB = 1e9
 CHECKED = (
@@ -24,72 +26,50 @@ ASSUMES = (
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
 HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
+EVERY = ("layout", "load", "draft", "step ms", "in plain steps", "experts", "tokens/step", "speed-up (range)", "trust")
+MOST_ROWS = 8  # of a search within targets
+Names = tuple[str, str | None]  # of target and head
 
 
-def to_dict(decision: Decision, model: ModelSpec, names: tuple[str, str | None], setting: Setting) -> dict[str, Any]:
+def to_dict(decision: Decision, model: ModelSpec, names: Names, setting: Setting) -> dict[str, Any]:
     """The JSON contract for the recommended layout, else the first, with `layouts` for all and what everything rests
-    on. `names` are those of target and head."""
-    first = decision.best.plan if decision.best else decision.plans[0]
-    ranges = [c for c in first.workload.concurrency if first.acceptance is not None and first.points]
+    on."""
+    first, best = decision.first, decision.best
+    chosen = {str(c): decision.of_concurrency(c) for c in first.workload.concurrency}
     return {
         "target": names[0],
         "head": names[1],
         "gpu": setting.gpu.name,
         "gpus": first.layout.gpus,
         **plan_dict(first),
-        "recommended": {str(c): row_dict(decision.of_concurrency(c)) for c in first.workload.concurrency},
-        "best": best_dict(decision, names, setting),
+        "recommended": {c: row.to_dict() if row else None for c, row in chosen.items()},
+        "best": {**best.to_dict(), "command": command(best, *names, setting)} if best else None,
         "targets": {"ttft_ms": decision.targets.ttft_ms, "tpot_ms": decision.targets.tpot_ms},
         "refused": [problem.to_dict() for problem in decision.refused],
-        "layouts": [plan_dict(plan, short=True) for plan in decision.plans],
+        "layouts": [plan_dict(plan) for plan in decision.plans],
         "acceptance": acceptance_dict(first),
-        "sensitivity": {str(c): sensitivity(first, best_drafting(first, c)) for c in ranges},
         "assumes": assumptions(model, first, setting),
         "checked": CHECKED,
         "sources": sources(first, setting),
     }
 
 
-def row_dict(row: Row | None) -> dict[str, Any] | None:
-    return row.to_dict() if row else None
-
-
-def best_dict(decision: Decision, names: tuple[str, str | None], setting: Setting) -> dict[str, Any] | None:
-    """The choice with its command; None where nothing can be served or nothing meets the targets."""
-    row = decision.best
-    if row is None:
-        return None
-    return {"concurrency": row.concurrency, **row.to_dict(), "command": command(row, *names, setting)}
-
-
-def plan_dict(plan: LayoutPlan, short: bool = False) -> dict[str, Any]:
+def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
+    """Sizes in bytes on one GPU; `kv_tokens` counts the whole group."""
     room = plan.memory
-    found: dict[str, Any] = {
+    sizes = {"weights": room.weights_total, "head": room.head, "kv": room.kv, "reserve": room.reserve}
+    return {
         "layout": room.layout.name,
         "fits": plan.fits,
-        "per_gpu": {
-            "weights": round(room.weights_total),
-            "head": round(room.head),
-            "kv": round(room.kv),
-            "reserve": round(room.reserve),
-        },
+        "per_gpu": {name: round(size) for name, size in sizes.items()}
+        | {"weights_by_class": {name: round(size) for name, size in room.weights.items()}},
         "kv_tokens": room.kv_tokens,
+        "kv_dtype": room.kv_dtype,
+        "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.workload.tokens),
+        "points": [point.to_dict() for point in plan.points],
+        "prefill_ms": round(plan.steps.prefill(plan.workload.isl) / 1000, 1) if plan.steps else None,
     }
-    if short:
-        best = {str(c): plan.best(c).to_dict() for c in plan.workload.concurrency} if plan.points else {}
-        return found | {"best": best}
-    found["per_gpu"]["weights_by_class"] = {key: round(value) for key, value in room.weights.items()}
-    found |= {"kv_dtype": room.kv_dtype, "kv_bytes_per_token": room.kv_bytes_per_token}
-    found["points"] = [point.to_dict() for point in plan.points]
-    found["by_workload"] = {name: [p.to_dict() for p in points] for name, points in plan.by_workload.items()}
-    if plan.steps is not None:
-        found["prefill_ms"] = round(plan.steps.prefill(plan.workload.isl) / 1000, 1)
-        found["step_parts_us"] = {
-            str(c): {key: round(value, 1) for key, value in plan.steps.parts(c, 1).items()}
-            for c in plan.workload.concurrency
-        }
-    return found
 
 
 def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
@@ -109,12 +89,6 @@ def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
     }
 
 
-def best_drafting(plan: LayoutPlan, concurrency: int) -> Point:
-    """The best point that drafts at all."""
-    points = [point for point in plan.at(concurrency) if point.draft_len]
-    return max(points, key=lambda point: point.speedup or 0)
-
-
 def assumptions(model: ModelSpec, plan: LayoutPlan, setting: Setting) -> list[str]:
     found = [f"each request holds {plan.workload.context} tokens on average: all of its prompt and half of its answer"]
     if plan.steps is None:
@@ -128,102 +102,59 @@ def sources(plan: LayoutPlan, setting: Setting) -> list[str]:
     return [setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
 
 
-def text(
-    decision: Decision, model: ModelSpec, names: tuple[str, str | None], setting: Setting, *, head: HeadSpec | None,
-    verbose: bool = False,
-) -> str:  # fmt: skip
-    """The same for reading: title, memory in a line, the table, the command; everything with `verbose`."""
-    first = decision.best.plan if decision.best else decision.plans[0]
-    title = f"{names[0]}{f' with {names[1]}' if names[1] else ''} on {first.layout.gpus} x {setting.gpu.name.upper()}"
-    lines = [f"{title}, {first.workload.isl:,} tokens in and {first.workload.osl:,} out", ""]
-    lines += memory_lines(first) if verbose or not decision.fits else [memory_line(first)]
+def shown(
+    decision: Decision, model: ModelSpec, names: Names, setting: Setting, verbose: bool = False
+) -> tuple[list[Table], list[str]]:
+    """For people: the ranked table, the memory in a line, the command; everything with `verbose`."""
+    first, rows = decision.first, ranked_rows(decision)
+    title = f"{names[0]}{f' with {names[1]}' if names[1] else ''} on {first.layout.gpus} x {setting.gpu.name.upper()}, "
+    title += f"{first.workload.isl:,} tokens in and {first.workload.osl:,} out"
+    tables = [ranked_table(title, rows, decision)] if decision.fits and rows else []
+    lines = [] if tables else [title]
+    if verbose or not decision.fits:
+        tables.append(memory_table(first))
+    lines.append(memory_line(first))
     if decision.fits:
-        if shown(decision):
-            lines += ["", *table_lines(decision, setting)]
-        lines += ["", *choice_lines(decision, names, setting, head)]
+        lines += [*below_table(rows, decision), "", *choice_lines(decision, names, setting)]
     if verbose:
-        lines += ["", *sweep_lines(decision), "", "Assumes:"]
-        lines += [f"  {line}" for line in assumptions(model, first, setting)]
+        tables.append(every_point(decision))
+        lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(model, first, setting))]
         lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first, setting))]
-    return "\n".join(lines) + "\n"
+    return tables, lines
 
 
-def memory_line(plan: LayoutPlan) -> str:
-    room = plan.memory
-    fixed = (room.weights_total + room.head + room.reserve) / GB
-    return (
-        f"Memory per GPU, {room.layout.short}: {fixed:.0f} of {room.capacity / GB:.0f} GB without the KV cache, which "
-        f"holds {room.kv_tokens:,} tokens: {room.sequences(plan.workload.tokens):,} requests"
-    )
+def ranked_rows(decision: Decision) -> list[Row]:
+    """The best row of each concurrency, in rank order; of a search, the first ones."""
+    best: dict[int, Row] = {}
+    for row in (row for row in decision.rows if row.held and row.point):
+        best.setdefault(row.concurrency, row)
+    able = [row for row in best.values() if row.refused is None] or list(best.values())
+    return able[:MOST_ROWS] if decision.targets.any else able
 
 
-def memory_lines(plan: LayoutPlan) -> list[str]:
-    room, tokens = plan.memory, plan.workload.tokens
-    largest = ", ".join(f"{key} {value / GB:.1f}" for key, value in room.weights.items() if value >= 0.5 * GB)
-    lines = [
-        f"Memory per GPU in GB, {room.layout.name}: {room.capacity / GB:.1f}",
-        f"  weights  {room.weights_total / GB:7.1f}  ({largest})",
-        f"  head     {room.head / GB:7.1f}",
-        f"  reserve  {room.reserve / GB:7.1f}  (communicators, context, activations, workspace, graphs)",
-        f"  KV cache {room.kv / GB:7.1f}  ({room.fraction:g} of what is left, {room.kv_dtype.upper()}, "
-        f"{room.kv_bytes_per_token:,.0f} bytes per token on each GPU)",
-    ]
-    if plan.fits:
-        lines.append(f"  holds {room.kv_tokens:,} tokens in all: {room.sequences(tokens):,} requests of {tokens:,}")
-    elif room.free < 0:
-        lines.append(f"  does NOT fit: {-room.free / GB:.1f} GB per GPU too much before the first token of cache")
-    else:
-        lines.append(f"  does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}")
-    return lines
-
-
-def shown(decision: Decision) -> list[Row]:
-    """The best row of each concurrency, in rank order; of a search, those around the choice."""
-    rows = [row for row in decision.rows if row.held and row.point]
-    firsts = [row for at, row in enumerate(rows) if row.concurrency not in {r.concurrency for r in rows[:at]}]
-    firsts = [row for row in firsts if row.refused is None] or firsts
-    return firsts[:8] if decision.targets.any else firsts
-
-
-def table_lines(decision: Decision, setting: Setting) -> list[str]:
-    """The ranked table; with targets, two columns more."""
-    rows, targets = shown(decision), decision.targets
-    headings = (*HEADINGS, "TTFT ms", "TPOT ms") if targets.any else HEADINGS
-    cells = [list(headings)]
+def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
+    """With targets, two columns more."""
+    targets, cells = decision.targets, []
     for row in rows:
-        cells.append(row_cells(row, row is decision.best))
+        assert row.point is not None
+        cells.append([
+            f"{row.concurrency} best" if row is decision.best else str(row.concurrency),
+            row.layout.short,
+            str(row.point.draft_len),
+            f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
+            f"{row.tokens_per_s or 0:,.0f}",
+            "plain decoding" if row.point.draft_len == 0 else speedup(row.plan, row.point),
+            row.plan.trust(row.point),
+        ])  # fmt: skip
         if targets.any:
             cells[-1] += [mark(row.ttft_ms, targets.ttft_ms), mark(row.tpot_ms, targets.tpot_ms)]
-    lines = aligned(cells)
-    names = {row.layout.short: row.layout.name for row in rows}
-    lines += ["; ".join(f"{short}: {name}" for short, name in names.items()) + "."]
-    for concurrency in decision.plans[0].workload.concurrency:
-        if not targets.any and concurrency not in {row.concurrency for row in rows}:
-            other = decision.of_concurrency(concurrency)
-            reason = f"{other.layout.short} holds it, its speed is not known" if other else "no layout's cache holds it"
-            lines.append(f"Concurrency {concurrency}: {reason}.")
-    acceptance = next((plan.acceptance for plan in decision.plans if plan.acceptance), None)
-    if acceptance is not None:
-        lines += [f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}."]
-        lines += [f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts]
-    return lines
+    columns = (*HEADINGS, "TTFT ms", "TPOT ms") if targets.any else HEADINGS
+    return Table(title, columns, cells, text_columns=frozenset(range(len(columns))), ruled=False)
 
 
-def row_cells(row: Row, best: bool) -> list[str]:
-    point = row.point
-    assert point is not None
-    spread = row.plan.speedup_range(point)
-    gain = f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread and point.speedup else "-"
-    gain = "plain decoding" if point.draft_len == 0 else gain
-    return [
-        f"{row.concurrency} best" if best else str(row.concurrency),
-        row.layout.short,
-        str(point.draft_len),
-        f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
-        f"{row.tokens_per_s or 0:,.0f}",
-        gain,
-        row.trust,
-    ]
+def speedup(plan: LayoutPlan, point: Any) -> str:
+    spread = plan.speedup_range(point)
+    return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
 
 
 def mark(value: float | None, target: float | None) -> str:
@@ -232,112 +163,99 @@ def mark(value: float | None, target: float | None) -> str:
     return f"{value:,.1f}{' too long' if target is not None and value > target else ''}"
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns of equal width, two spaces between them."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def memory_table(plan: LayoutPlan) -> Table:
+    room = plan.memory
+    largest = ", ".join(f"{name} {size / GB:.1f}" for name, size in room.weights.items() if size >= 0.5 * GB)
+    cache = f"{room.fraction:g} of the rest, {room.kv_dtype.upper()}, {room.kv_bytes_per_token:,.0f} bytes per token"
+    rows = (
+        ("weights", room.weights_total, largest),
+        ("head", room.head, ""),
+        ("reserve", room.reserve, "communicators, context, activations, workspace, graphs"),
+        ("KV cache", room.kv, cache),
+    )
+    title = f"Memory per GPU, {room.layout.name}: {room.capacity / GB:.1f} GB"
+    cells = [[name, f"{size / GB:.1f}", words] for name, size, words in rows]
+    return Table(title, ("", "GB", ""), cells, text_columns=frozenset({0, 2}), ruled=False)
 
 
-def choice_lines(
-    decision: Decision, names: tuple[str, str | None], setting: Setting, head: HeadSpec | None
-) -> list[str]:
+def memory_line(plan: LayoutPlan) -> str:
+    room, tokens = plan.memory, plan.workload.tokens
+    if room.free < 0:
+        return f"Does NOT fit: {-room.free / GB:.1f} GB per GPU too much before the first token of cache"
+    if not plan.fits:
+        return f"Does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}"
+    fixed = (room.weights_total + room.head + room.reserve) / GB
+    return (
+        f"Memory per GPU, {room.layout.short}: {fixed:.0f} of {room.capacity / GB:.0f} GB without the KV cache, which "
+        f"holds {room.kv_tokens:,} tokens: {room.sequences(tokens):,} requests"
+    )
+
+
+def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
+    """What the layouts' names mean, which concurrencies have no row, and where the acceptance comes from."""
+    if rows:
+        yield "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
+    for concurrency in decision.first.workload.concurrency if rows else ():
+        if not decision.targets.any and concurrency not in {row.concurrency for row in rows}:
+            other = decision.of_concurrency(concurrency)
+            reason = f"{other.layout.short} holds it, its speed is not known" if other else "no layout's cache holds it"
+            yield f"Concurrency {concurrency}: {reason}."
+    acceptance = next((plan.acceptance for plan in decision.plans if plan.acceptance), None)
+    if acceptance is not None:
+        yield from (f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}.")
+        yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
+
+
+def choice_lines(decision: Decision, names: Names, setting: Setting) -> Iterator[str]:
     """The one command, with what it leaves open; or why there is none."""
     row = decision.best
     if row is None:
-        return no_choice_lines(decision)
-    lines = ["Next:", f"  {command(row, *names, setting)}"]
-    if row.plan.acceptance is None and head is not None:
-        lines += break_even_lines(row)
-    elif row.point is not None and row.point.draft_len == 0 and head is not None:
-        lines += ["Without the head: no draft length is worth its cost at this concurrency."]
-    return lines
+        yield f"No command: {no_choice(decision)}"
+        return
+    yield from ("Next:", f"  {command(row, *names, setting)}")
+    if names[1] is None or row.point is None:
+        return
+    if row.plan.acceptance is None:
+        points = [point for point in row.plan.at(row.concurrency) if 1 <= point.draft_len <= 5]
+        costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in points)
+        yield f"Speculation wins there above this many tokens per step, by draft length: {costs}."
+        yield f"A speed-up needs your acceptance, which is never assumed: {EXAMPLE}."
+    elif row.point.draft_len == 0:
+        yield "Without the head: no draft length is worth its cost at this concurrency."
 
 
-def break_even_lines(row: Row) -> list[str]:
-    """With a head and no acceptance: what each draft length costs at the chosen row."""
-    points = [point for point in row.plan.at(row.concurrency) if point.draft_len in (1, 2, 3, 4, 5)]
-    costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in points)
-    return [
-        f"Speculation wins there above this many tokens per step, by draft length: {costs}.",
-        f"A speed-up needs your acceptance, which is never assumed: {EXAMPLE}.",
-    ]
-
-
-def no_choice_lines(decision: Decision) -> list[str]:
+def no_choice(decision: Decision) -> str:
     if decision.refused:
-        return [f"No command: {problem.message}" for problem in unique(decision.refused)]
+        return "; ".join(dict.fromkeys(problem.message for problem in decision.refused))
     row = next(iter(decision.able), None)
     if row is None:
-        return ["No command: no layout's cache holds that many requests."]
+        return "no layout's cache holds that many requests."
     if row.point is None:
-        return [
-            f"No command: {row.layout.short} holds it, but its speed is not known: no kernels of this format, shape "
-            "and layout are in the tables, which end at 8 ranks."
-        ]
-    asked = [f"TTFT {decision.targets.ttft_ms:g} ms" if decision.targets.ttft_ms else ""]
-    asked += [f"TPOT {decision.targets.tpot_ms:g} ms" if decision.targets.tpot_ms else ""]
-    lines = [
-        f"No command: nothing meets {' and '.join(word for word in asked if word)}. Nearest: {row.layout.short} at "
-        f"concurrency {row.concurrency} with {row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, "
-        f"TPOT {row.tpot_ms:.1f} ms."
-    ]
-    lines += [f"  That row would meet it with {remedy}." for remedy in remedies(row, decision.targets)]
-    if decision.wider is not None:
-        wide = decision.wider
-        lines.append(f"  {wide.layout.gpus} GPUs would: {wide.layout.short}, up to concurrency {wide.concurrency}.")
-    return lines
+        return (
+            f"{row.layout.short} holds it, but its speed is not known: no kernels of this format, shape and layout are "
+            "in the tables, which end at 8 ranks."
+        )
+    asked = {"TTFT": decision.targets.ttft_ms, "TPOT": decision.targets.tpot_ms}
+    limits = " and ".join(f"{name} {limit:g} ms" for name, limit in asked.items() if limit)
+    return (
+        f"nothing meets {limits}. Nearest: {row.layout.short} at concurrency {row.concurrency} with "
+        f"{row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, TPOT {row.tpot_ms:.1f} ms."
+    )
 
 
-def unique(problems: list[Problem]) -> list[Problem]:
-    return list({problem.message: problem for problem in problems}.values())
-
-
-def sweep_lines(decision: Decision) -> list[str]:
-    """Every layout, concurrency and draft length, with the speed-up under other assumptions."""
-    lines = []
+def every_point(decision: Decision) -> Table:
+    """Every layout, concurrency and draft length whose kernels were measured; `best` is the draft length to take."""
+    rows = []
     for plan in decision.plans:
-        room = plan.memory
-        lines.append(f"{room.layout.name} ({room.sequences(plan.workload.tokens):,} requests held)")
-        if plan.steps is None:
-            lines.append("  no kernels were measured for this format, shape and layout")
-            continue
-        for concurrency in plan.workload.concurrency:
-            lines += [f"  {line}" for line in concurrency_lines(plan, concurrency)]
-        lines += workload_lines(plan)
-    return lines
-
-
-def concurrency_lines(plan: LayoutPlan, concurrency: int) -> list[str]:
-    points = plan.at(concurrency)
-    note = "" if points[0].held else "  (the cache does not hold that many requests)"
-    plain, best = points[0].plain_ms, plan.best(concurrency)
-    lines = [f"concurrency {concurrency}: plain step {plain:.2f} ms{note}"]
-    lines += [f"  {point_line(plan, point, point is best)}" for point in points[1:]]
-    if plan.acceptance is not None and len(points) > 1:
-        point = best_drafting(plan, concurrency)
-        others = ", ".join(f"{value:.2f}x with {name}" for name, value in sensitivity(plan, point).items())
-        lines.append(f"  draft {point.draft_len} would give {others}")
-    return lines
-
-
-def point_line(plan: LayoutPlan, point: Point, best: bool) -> str:
-    cost = f"draft {point.draft_len}: step {point.step_ms:6.2f} ms, costs {point.cost_ratio:.2f} plain steps"
-    touched = f", {point.experts:.0f} experts per layer"
-    if point.acceptance_length is None or point.speedup is None:
-        return f"{cost}{touched}; wins above {point.cost_ratio:.2f} tokens per step"
-    rate = point.decode_rate or 0
-    gain = f"; {point.acceptance_length:.2f} tokens per step, {rate:.0f} tokens/s decoding, {point.speedup:.2f}x"
-    known = plan.acceptance is not None and plan.acceptance.measured(point.draft_len)
-    return f"{cost}{touched}{gain}{'' if known else ', extrapolated'}{'  <- best' if best else ''}"
-
-
-def workload_lines(plan: LayoutPlan) -> list[str]:
-    lines = []
-    for name, points in plan.by_workload.items():
-        cells = []
-        for concurrency in plan.workload.concurrency:
-            here = [point for point in points if point.concurrency == concurrency]
-            best = max(here, key=lambda point: point.speedup or 0)
-            cells.append(f"{concurrency}: draft {best.draft_len}, {best.speedup:.2f}x")
-        lines.append(f"    {name}: " + "; ".join(cells))
-    return ["  by category of your measurement, best draft length at each concurrency:", *lines] if lines else []
+        for point in plan.points:
+            best = " best" if point is plan.best(point.concurrency) else ""
+            rows.append([
+                plan.layout.short,
+                f"{point.concurrency}{'' if point.held else ' not held'}",
+                f"{point.draft_len}{best}",
+                f"{point.step_ms:.2f}", f"{point.cost_ratio:.2f}", f"{point.experts:.0f}",
+                "-" if point.acceptance_length is None else f"{point.acceptance_length:.2f}",
+                speedup(plan, point), plan.trust(point),
+            ])  # fmt: skip
+    note = "experts: how many a layer reads; in plain steps: the acceptance length from which speculation wins"
+    return Table("Every draft length", EVERY, rows, note, text_columns=frozenset({0, 1, 2, 7, 8}), ruled=False)

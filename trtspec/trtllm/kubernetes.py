@@ -17,7 +17,7 @@ import yaml
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.planning.memory import checkpoint_bytes, head_weights
+from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import dynamo_release, dynamo_releases
 from trtspec.trtllm.intent import Intent, Role
@@ -99,7 +99,7 @@ def checkpoint_gib(intent: Intent) -> int | None:
     total = checkpoint_bytes(load_target(intent.target, intent.like).spec)
     if intent.head is not None:
         spec = load_head(intent.head).spec
-        total += head_weights(spec).bytes + 2 * spec.vocab_size * spec.hidden_size
+        total += 2 * head_parameters(spec) + 2 * spec.vocab_size * spec.hidden_size
     return -(-total // 2**30)
 
 
