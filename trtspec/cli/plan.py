@@ -135,7 +135,7 @@ def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
 
 
 def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:
-    """Why nothing was recommended (it does not fit, does not run, or misses the targets), or drawn."""
+    """Why nothing was recommended (it does not fit, does not run, or misses the targets)."""
     where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
     more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
