@@ -221,14 +221,12 @@ def read_yaml_text(path: str | Path, remedy: str = REMEDY) -> str:
             return read_text(path, MOST_BYTES, remedy)
         except FileNotFoundError:
             raise unreadable(path, "there is no such file", remedy) from None
-    data = _stdin()
+    if sys.stdin is None:
+        raise unreadable(STDIN, "standard input is closed", remedy)
+    data = sys.stdin.buffer.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB", REMEDY)
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise unreadable(path, f"line {line} is not UTF-8 text", REMEDY) from None
+        raise unreadable(path, f"it is larger than {MOST_BYTES // 2**20} MiB", remedy)
+    return decoded(data, path, remedy)
 
 
 def load_text(text: str) -> Any:
@@ -244,12 +242,6 @@ def load_file(path: str | Path) -> Any:
     except YamlError as error:
         message = f"{path}:{error.line} is not valid YAML: {error.message}"
         raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None
-
-
-def _stdin() -> bytes:
-    if sys.stdin is None:
-        raise unreadable(STDIN, "standard input is closed", REMEDY)
-    return sys.stdin.buffer.read(MOST_BYTES + 1)
 
 
 def compose(text: str) -> Composed:

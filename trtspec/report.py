@@ -9,14 +9,12 @@ import hashlib
 import json
 import os
 import platform
-import re
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -30,8 +28,6 @@ _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
 COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
-EXCERPT = re.compile(r" *\d* \| ")  # a line of a file, with its number
-GAP = re.compile(r"\S {2,}(?=\S)")  # two of them: a row, which stays in its columns
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -271,28 +267,6 @@ class Table:
         words = [self.columns[at].split() if self.columns else [] for at in columns]
         return [max(map(len, [*column, *heading]), default=0) for column, heading in zip(cells, words, strict=True)]
 
-    def fitting(self, width: int) -> list[Table]:
-        """This table, or several with the first column repeated, none of them wider than `width`."""
-        needed = [min(w, SHORTEST_TEXT) if at in self.text_columns else w for at, w in enumerate(self.widths())]
-        groups: list[list[int]] = [[0]]
-        for at in range(1, len(needed)):
-            if sum(needed[n] + 3 for n in [*groups[-1], at]) + 1 > width and len(groups[-1]) > 1:
-                groups.append([0])
-            groups[-1].append(at)
-        if len(groups) == 1:
-            return [self]
-        return [
-            self._of(group, first=number == 0, last=number == len(groups) - 1) for number, group in enumerate(groups)
-        ]
-
-    def _of(self, kept: list[int], first: bool, last: bool) -> Table:
-        return replace(
-            self, title=self.title if first else "", note=self.note if last else "",
-            columns=[self.columns[at] for at in kept] if self.columns else (),
-            rows=[[row[at] for at in kept if at < len(row)] for row in self.rows],
-            text_columns=frozenset(n for n, at in enumerate(kept) if at in self.text_columns),
-        )  # fmt: skip
-
     def html(self) -> str:
         """The table for a page or a notebook."""
         heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
@@ -303,30 +277,15 @@ class Table:
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
-    """To stdout, with the lines below them: as wide as the terminal, or 160 columns where there is none."""
+    """To stdout, as wide as the terminal, or 160 columns where there is none. The lines below them are not broken, so
+    that a command can be copied."""
     if tables:
         _draw(tables)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    for part in (part for line in lines for part in fitting_lines(line, width)):
-        word, _, rest = part.partition(" ")
-        colour = COLOURS.get(word) if width and "NO_COLOR" not in os.environ else None
-        sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{part}\n")
-
-
-def fitting_lines(line: str, width: int) -> list[str]:
-    """The line broken between words, a command so that it can still be copied. `width` 0: as it is."""
-    if not width or len(line) <= width or EXCERPT.match(line) or len(GAP.findall(line)) > 1:
-        return [line]
-    indent = line[: len(line) - len(line.lstrip())]
-    command = line.lstrip().startswith(("trtspec ", "trtllm-serve ", "vllm ", "pip ", "helm "))
-    found, more = [indent], f"{indent}    "
-    for word in re.findall(r"(?:'[^']*'|\S)+", line):  # a quoted word stays whole
-        fits = len(found[-1]) + len(word) + 1 <= width - 2 * command
-        if found[-1].strip() and not fits:
-            found[-1] += " \\" if command else ""
-            found.append(more)
-        found[-1] += word if not found[-1].strip() else f" {word}"
-    return found
+    coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        colour = COLOURS.get(word) if coloured else None
+        sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{line}\n")
 
 
 def _draw(tables: Sequence[Table]) -> None:
@@ -338,7 +297,7 @@ def _draw(tables: Sequence[Table]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=160, no_color=True, highlight=False)
-    for table in [part for whole in tables for part in whole.fitting(console.width)]:
+    for table in tables:
         drawn = RichTable(
             title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
             show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
@@ -351,10 +310,7 @@ def _draw(tables: Sequence[Table]) -> None:
             )  # fmt: skip
         for row in table.rows:
             drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
-        console.print(drawn)
-
-
-BLOCKS = "▁▂▃▄▅▆▇█"
+        console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
 
 
 class Bar:
@@ -419,14 +375,3 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
         yield _Drawn(progress, title, total)
-
-
-def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """The course of `values` in at most `width` blocks, each the mean of its part, lowest to highest."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    bounds = [len(values) * part // count for part in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
-    low, span = min(means), (max(means) - min(means)) or 1.0
-    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((mean - low) / span * len(BLOCKS)))] for mean in means)

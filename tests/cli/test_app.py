@@ -10,14 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.tiny import make_target
 from trtspec import errors
 from trtspec.cli import app as application
-from trtspec.report import BLOCKS, sparkline
 
 COMMANDS = (
     "demo", "doctor", "inspect", "explain", "quantize", "calibrate", "synthesize", "train", "convert", "plan",
@@ -241,9 +238,9 @@ def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.Mo
 
 
 DRAW = """
-from trtspec.report import progress_bar, sparkline
+from trtspec.report import progress_bar
 with progress_bar("training", 13300, "steps") as bar:
-    bar.advance(12345, f"loss 10.02 {sparkline(range(40), 12)}  agree 0.72 0.71 0.70  2500 tok/s  held out 9.35")
+    bar.advance(12345, "loss 10.02  agree 0.72 0.71 0.70  2500 tok/s  held out 9.35")
 """
 
 
@@ -258,13 +255,3 @@ def test_bar_and_note_fit_eighty_columns():
     assert "12345/13300 steps" in bar
     assert "eta" in bar
     assert any("held out 9.35" in line for line in lines)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=60))
-def test_a_sparkline_spans_its_values(values):
-    text = sparkline(values, 16)
-    assert len(text) == min(16, len(values))
-    assert set(text) <= set(BLOCKS)
-    if len(values) in range(2, 17) and max(values) - min(values) > 1e-6:
-        assert text[values.index(max(values))] == BLOCKS[-1]
-        assert text[values.index(min(values))] == BLOCKS[0]

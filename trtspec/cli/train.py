@@ -46,7 +46,7 @@ from trtspec.records import (
     uses,
     words,
 )
-from trtspec.report import Result, json_text, progress_bar, say, sparkline
+from trtspec.report import Result, json_text, progress_bar, say
 from trtspec.specs import Attention
 
 if TYPE_CHECKING:
@@ -418,19 +418,16 @@ def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sam
 
 
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
-    """Draws each step: the loss, its course so far, the agreement with the target at the first training-time-test
-    steps, the last held-out loss."""
-
-    losses: list[float] = []
+    """Draws each step: the loss, the agreement with the target at the first training-time-test steps, the last held-out
+    loss."""
     done, held = 0, ""
 
     def on_step(point: CurvePoint) -> None:
         nonlocal done, held
-        losses.append(point.loss)
         held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else held
         shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
         speed = f"{point.tokens_per_second:.0f} tok/s"
-        advance(point.step - done, f"loss {point.loss:.2f} {sparkline(losses, 12)}  agree {shares}  {speed}{held}")
+        advance(point.step - done, f"loss {point.loss:.2f}  agree {shares}  {speed}{held}")
         done = point.step
 
     return on_step
