@@ -1,4 +1,4 @@
-"""The formats that Kimi weights are stored in: the tensors of one linear, their dtypes, sizes and config words.
+"""The formats that Kimi weights are stored in: the tensors of one linear, their dtypes and sizes.
 
 This file alone spells a format; everything else asks it. A format is a string ("nvfp4" in JSON and on the command
 line) with what it means: `format.parts`, `format.values_per_element`, `format.linear_bytes(rows, columns)`.
@@ -13,105 +13,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from trtspec.data_files import load_yaml
+
 PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2 of 1
 FP8_BLOCK_SIZE = (128, 128)  # rows and columns that share one scale, where config.json names no weight_block_size
 INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
-
-
-@dataclass(frozen=True)
-class SchemeWord:
-    """A key of a quantization_config that decides how the bytes are read. `path` leads to it (`*`: every group);
-    `values` are those of published Kimis, None for an absent key; any other is refused with `code` for the reason
-    `why`."""
-
-    path: str
-    values: tuple[Any, ...]
-    code: str
-    why: str
-
-
-_INT4_WEIGHTS = "config_groups.*.weights."
-_INT4_WORDS = (
-    SchemeWord("format", ("pack-quantized",), "TS-TARGET-INT4-FORMAT", "only pack-quantized tensors can be unpacked"),
-    SchemeWord(f"{_INT4_WEIGHTS}num_bits", (4,), "TS-TARGET-INT4-BITS", "values are read as 4 bits"),
-    SchemeWord(f"{_INT4_WEIGHTS}type", ("int",), "TS-TARGET-INT4-BITS", "values are read as integers"),
-    SchemeWord(f"{_INT4_WEIGHTS}symmetric", (True, None), "TS-TARGET-INT4-ASYMMETRIC", "zero points would be left out"),
-    SchemeWord(
-        f"{_INT4_WEIGHTS}actorder",
-        (None, False),
-        "TS-TARGET-INT4-ACTORDER",
-        "columns would be scaled by other columns' scales",
-    ),
-    SchemeWord(
-        f"{_INT4_WEIGHTS}strategy", ("group",), "TS-TARGET-INT4-STRATEGY", "scales are read as one for each group"
-    ),
-    SchemeWord(
-        f"{_INT4_WEIGHTS}block_structure", (None,), "TS-TARGET-INT4-STRATEGY", "blocks are read as groups of a row"
-    ),
-    SchemeWord(
-        f"{_INT4_WEIGHTS}dynamic", (False, None), "TS-TARGET-INT4-STRATEGY", "weights cannot be scaled at run time"
-    ),
-    SchemeWord(
-        "config_groups.*.input_activations",
-        (None,),
-        "TS-TARGET-INT4-ACTIVATIONS",
-        "activations are read as not quantized",
-    ),
-    SchemeWord(
-        "config_groups.*.output_activations",
-        (None,),
-        "TS-TARGET-INT4-ACTIVATIONS",
-        "activations are read as not quantized",
-    ),
-    SchemeWord("config_groups.*.targets", (["Linear"],), "TS-TARGET-INT4-TARGETS", "it must mean all linears"),
-    SchemeWord("quantization_status", ("compressed", None), "TS-TARGET-INT4-FORMAT", "the weights would not be packed"),
-    SchemeWord("sparsity_config", (None, {}), "TS-TARGET-INT4-FORMAT", "sparse tensors cannot be read"),
-    SchemeWord(
-        "transform_config", (None, {}), "TS-TARGET-INT4-FORMAT", "rotated weights would have to be rotated back"
-    ),
-    SchemeWord("kv_cache_scheme", (None,), "TS-TARGET-INT4-KV-CACHE", "no INT4 Kimi quantizes its KV cache"),
-)
-_FP8_WORDS = (
-    SchemeWord("fmt", ("e4m3", None), "TS-TARGET-FP8-FORMAT", "values are read as E4M3"),
-    SchemeWord("activation_scheme", ("dynamic", None), "TS-TARGET-FP8-FORMAT", "static activation scales are not read"),
-    SchemeWord("scale_fmt", (None,), "TS-TARGET-FP8-FORMAT", "scales are read as float32"),
-    SchemeWord(
-        "weight_block_size",
-        (list(FP8_BLOCK_SIZE),),
-        "TS-TARGET-FP8-BLOCK",
-        "Kimis and the engines' kernels have 128 x 128",
-    ),
-)
-_NVFP4_WORDS = tuple(
-    SchemeWord(f"config_groups.*.{side}.{key}", values, "TS-TARGET-NVFP4-SCHEME", why)
-    for side in ("weights", "input_activations")
-    for key, values, why in (
-        ("num_bits", (4,), "both sides of an NVFP4 product have 4 bits"),
-        ("type", ("float",), "values are read as E2M1"),
-        ("group_size", (NVFP4_BLOCK,), f"a scale serves {NVFP4_BLOCK} values"),
-        ("dynamic", (False, None), "scales are stored, not computed at run time"),
-    )
-) + (
-    SchemeWord("group_size", (NVFP4_BLOCK, None), "TS-TARGET-NVFP4-SCHEME", f"a scale serves {NVFP4_BLOCK} values"),
-    SchemeWord(
-        "config_groups.*.targets", (["Linear"], None), "TS-TARGET-NVFP4-SCHEME", "all linears that `ignore` leaves"
-    ),
-    SchemeWord(
-        "kv_cache_scheme",
-        (None, {"dynamic": False, "num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "float"}),
-        "TS-TARGET-NVFP4-KV-CACHE",
-        "a Kimi's KV cache is FP8 or as the engine chooses",
-    ),
-    SchemeWord(
-        "kv_cache_quant_algo",
-        ("FP8", None),
-        "TS-TARGET-NVFP4-KV-CACHE",
-        "a Kimi's KV cache is FP8 or as the engine chooses",
-    ),
-)
 
 
 PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
@@ -124,8 +33,8 @@ class Storage:
     `dtypes` are the safetensors codes that each of `all_parts` may have, `kinds` what each is for: the values, a scale
     for each group of a row or block of rows and columns, one number, or the shape. `values_per_element` counts weights
     in one element of the first part, `group` those along K that share a scale; `bits` is the mean size of one weight
-    with its scales. `words` are the keys of its quantization_config that readers rely on, `unquantized` the keys that
-    list the modules left alone, `never` the modules that engines leave alone unlisted.
+    with its scales. `unquantized` are the keys of its quantization_config that list the modules left alone, `never` the
+    modules that engines leave alone unlisted.
     """
 
     title: str
@@ -137,7 +46,6 @@ class Storage:
     extra_parts: tuple[str, ...] = ()
     bits: float = 16.0
     scalar_bytes: int = 0
-    words: tuple[SchemeWord, ...] = ()
     unquantized: tuple[str, ...] = ("ignore",)
     never: tuple[str, ...] = ("mlp.gate", "embed_tokens")
     method: str = ""
@@ -152,19 +60,19 @@ _STORAGE = {
     "fp8-block": Storage(
         "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), PLAIN_DTYPES),
         kinds=("values", "blocks"), bits=8.0,
-        method="fp8", words=_FP8_WORDS, unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
+        method="fp8", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
         never=("mlp.gate", "embed_tokens", "lm_head"),
     ),
     "int4": Storage(
         "INT4 pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
         (("I32",), PLAIN_DTYPES, ("I64", "I32")), ("values", "groups", "shape"), 8, INT4_GROUP,
         bits=4 + 16 / INT4_GROUP, scalar_bytes=16,
-        method="compressed-tensors", words=_INT4_WORDS,
+        method="compressed-tensors",
     ),
     "nvfp4": Storage(
         "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
         ("values", "groups", "scalar", "scalar"), 2, NVFP4_BLOCK,
-        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8, words=_NVFP4_WORDS,
+        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8,
         method="modelopt",
         unquantized=("ignore", "exclude_modules"),
     ),
@@ -207,6 +115,11 @@ class WeightFormat(StrEnum):
     def method(self) -> str:
         """`quant_method` of a config.json in this format."""
         return self.storage.method
+
+    @property
+    def words(self) -> list[dict[str, Any]]:
+        """The keys of its quantization_config that readers rely on, as rows of data/quantization_words.yaml."""
+        return load_yaml("quantization_words.yaml").get(self.value, [])
 
     @property
     def is_plain(self) -> bool:

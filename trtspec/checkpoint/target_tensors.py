@@ -17,7 +17,6 @@ from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import (
     PLAIN_DTYPES,
     SIDE_PARTS,
-    SchemeWord,
     WeightFormat,
     format_of_dtype,
     format_of_method,
@@ -259,17 +258,17 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
         if len(block.get("config_groups") or {}) > 1:
             message = f"{len(block['config_groups'])} config_groups; which tensors each means is not read"
             problems.append(Problem("TS-TARGET-GROUPS", "error", f"{place}: config_groups", message, OTHER_SCHEME))
-        for word in format.storage.words:
+        for word in format.words:
             problems += _word_problems(block, word, place)
     return problems + _disagreements(checkpoint)
 
 
-def _word_problems(block: dict[str, Any], word: SchemeWord, place: str) -> list[Problem]:
+def _word_problems(block: dict[str, Any], word: dict[str, Any], place: str) -> list[Problem]:
     problems = []
-    for where, value in _values_at(block, word.path.split("."), ()):
-        if not any(type(value) is type(known) and value == known for known in word.values):
-            message = f"{value!r:.60} is not what published Kimis have; {word.why}"
-            problems.append(Problem(word.code, "error", f"{place}: {'.'.join(where)}", message, OTHER_SCHEME))
+    for where, value in _values_at(block, word["path"].split("."), ()):
+        if not any(type(value) is type(known) and value == known for known in word["values"]):
+            message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
+            problems.append(Problem(word["code"], "error", f"{place}: {'.'.join(where)}", message, OTHER_SCHEME))
     return problems
 
 
