@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from trtspec.data_files import load_yaml
-
 PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -115,11 +113,6 @@ class WeightFormat(StrEnum):
     def method(self) -> str:
         """`quant_method` of a config.json in this format."""
         return self.storage.method
-
-    @property
-    def words(self) -> list[dict[str, Any]]:
-        """The keys of its quantization_config that readers rely on, as rows of data/quantization_words.yaml."""
-        return load_yaml("quantization_words.yaml").get(self.value, [])
 
     @property
     def is_plain(self) -> bool:

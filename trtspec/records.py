@@ -291,24 +291,25 @@ def made(record: type[Record], arguments: Sequence[Any], values: Mapping[str, An
 
 
 def _value(field: Field, value: Any) -> Any:
-    name, info, several = f"`{field.keyword}`", field.info, isinstance(value, list | tuple)
+    """The value as the command line would make it of a text. Raises UsageError naming the field for any other."""
+    from pydantic import Field as Limits
+    from pydantic import TypeAdapter, ValidationError
+
+    several = isinstance(value, list | tuple)
     if field.many:
         one = dataclasses.replace(field, type=typing.get_args(field.type)[0], many=False)
         return tuple(_value(one, item) for item in (value if several else (value,)))
     if value is None or (field.parse is not None and isinstance(value, field.parse)):
         return value
     if field.parse is not None:
-        return parsed(field.parse, ",".join(map(str, value)) if several else str(value), name)
-    kinds = (field.type, *typing.get_args(field.type))
-    choices = next((typing.get_args(one) for one in kinds if typing.get_origin(one) is Literal), ())
-    if choices and value not in choices:
-        raise UsageError(f"{name} {value} is not a choice", f"choose one of {', '.join(map(str, choices))}")
-    for limit, beyond in ((info.min, lambda: value < info.min), (info.max, lambda: value > info.max)):
-        if limit is not None and beyond():
-            raise UsageError(f"{name} {value} is out of range", f"the limit is {limit}")
-    if isinstance(value, str | Path):
-        return Path(value) if Path in kinds else str(value)
-    return value
+        return parsed(field.parse, ",".join(map(str, value)) if several else str(value), f"`{field.keyword}`")
+    limits = Limits(ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None))
+    kind: Any = Annotated[field.type, limits]
+    try:
+        return TypeAdapter(kind).validate_python(value if isinstance(value, bool) else str(value))
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise UsageError(f"`{field.keyword}` {value}: {reason}", "correct the value") from None
 
 
 def record_of(function: Callable[..., Any]) -> type:

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, TensorInfo
+from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import (
     PLAIN_DTYPES,
@@ -258,7 +259,7 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
         if len(block.get("config_groups") or {}) > 1:
             message = f"{len(block['config_groups'])} config_groups; which tensors each means is not read"
             problems.append(Problem("TS-TARGET-GROUPS", "error", f"{place}: config_groups", message, OTHER_SCHEME))
-        for word in format.words:
+        for word in load_yaml("quantization_words.yaml").get(format, ()):
             problems += _word_problems(block, word, place)
     return problems + _disagreements(checkpoint)
 

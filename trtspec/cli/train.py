@@ -41,8 +41,8 @@ from trtspec.records import (
     checked,
     flag_of,
     given,
+    made,
     option,
-    parse,
     uses,
     words,
 )
@@ -197,33 +197,14 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     if unknown := sorted(set(values) - known):
         allowed = ", ".join(sorted(known | {f.name for f in fields(TrainingRecipe)}))
         raise UsageError(f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
-    found = _judged(command.config, {key: value for key, value in values.items() if value is not None})
+    values = {key: value for key, value in values.items() if value is not None}
+    try:
+        made_of_file = made(TrainCommand, (), {"output": command.output, **values})
+    except UsageError as error:
+        raise UsageError(f"{command.config}: {error.message}", error.remedy) from None
+    found = {key: getattr(made_of_file, key) for key in values}
     told = {key: value for key, value in found.items() if key not in given(command)}
     return replace(command, **told), TrainingRecipe(**recipe), set(told)
-
-
-def _judged(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values as the command line would make them of the same text."""
-    places = {key: values.pop(key) for key in ("target", "data") if key in values}
-    for key, value in values.items():
-        if isinstance(value, list) and key != "log_with":
-            values[key] = ",".join(map(str, value))
-        elif key == "log_with":
-            values[key] = tuple(map(str, value if isinstance(value, list) else [value]))
-        elif not isinstance(value, bool):
-            values[key] = str(value)
-    try:
-        line = words(replace(TrainCommand(output=Path("OUT")), **values), always=values)
-        parsed = parse(TrainCommand, line, "trtspec train")
-    except UsageError as error:
-        raise UsageError(f"{path}: {error.message.partition(' does not parse: ')[2]}", "correct the file") from None
-    found = {key: getattr(parsed, key) for key in values}
-    if "target" in places:
-        found["target"] = str(places["target"])
-    if "data" in places:
-        data = places["data"]
-        found["data"] = tuple(map(str, data)) if isinstance(data, list) else (str(data),)
-    return found
 
 
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:

@@ -102,7 +102,7 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
     assert (options.eagle, options.ttt_steps, options.lr, options.answer_only) == ("3.1", 7, 1e-4, True)
     assert (command.save_every, options.aux_layers) == (7, (1, 2, 3))
     assert told == {"eagle", "lr", "save_every", "aux_layers", "answer_only"}
-    for text, message in [("learning_rate: 1\n", "learning_rate"), ("epochs: three\n", "--epochs")]:
+    for text, message in [("learning_rate: 1\n", "learning_rate"), ("epochs: three\n", "`epochs` three")]:
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
             with_file(TrainCommand(output=tmp_path / "head", config=path))
