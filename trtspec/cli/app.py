@@ -177,6 +177,15 @@ def _open_missing_streams() -> None:
             setattr(sys, name, stream)
 
 
+def require_packages(*names: str) -> None:
+    """Raises MissingDependency naming the extra of the first of these packages that is not installed."""
+    from importlib.util import find_spec
+
+    for name in names:
+        if find_spec(name) is None:
+            raise _missing(name)
+
+
 def _missing(module: str) -> TrtspecError:
     package = module.partition(".")[0]
     if package in EXTRAS:

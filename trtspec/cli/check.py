@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-CODES = {
-    "answers": "TS-CHECK-ANSWERS", "prompts": "TS-CHECK-PROMPTS", "greedy": "TS-CHECK-GREEDY",
-    "sampled": "TS-CHECK-SAMPLED", "transport": "TS-CHECK-TRANSPORT", "parameters": "TS-CHECK-PARAMETERS",
-    "acceptance": "TS-CHECK-ACCEPTANCE",
-}  # fmt: skip
+ROWS = ("answers", "prompts", "greedy", "sampled", "transport", "parameters", "acceptance")
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -74,8 +70,8 @@ def check(options: CheckOptions) -> Result:
     import asyncio
 
     options = checked(options, SCORE if options.score else ALONE)
-    if unknown := set(options.accept_unmeasured) - CODES.keys():
-        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
+    if unknown := set(options.accept_unmeasured) - set(ROWS):
+        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(ROWS)}")
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
@@ -211,12 +207,15 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            yield f"      {more}trtspec explain {CODES[row.name]}"
+            yield f"      {more}trtspec explain {_code(row)}"
 
 
 def _problem(row: Row) -> Problem:
-    code = CODES[row.name]
-    return Problem(code, "error", row.name, row.faults[0], f"trtspec explain {code}")
+    return Problem(_code(row), "error", row.name, row.faults[0], f"trtspec explain {_code(row)}")
+
+
+def _code(row: Row) -> str:
+    return f"TS-CHECK-{row.name.upper()}"
 
 
 def _cost(cost: dict[str, Any]) -> str:

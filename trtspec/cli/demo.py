@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import data_files, files, report
-from trtspec.errors import CheckFailed, MissingDependency, TrtspecError
+from trtspec.errors import CheckFailed, TrtspecError
 from trtspec.launch import processes
 from trtspec.records import ForceOption, option
 
@@ -28,8 +28,6 @@ ANSWERS, ANSWER_TOKENS, ROWS = "900", "96", "32"
 # more epochs is worth more at draft length 3.
 TRAINING = ("--batch-size", "4", "--lr", "0.004", "--epochs", "3", "--ttt-steps", "2", "--acceptance-prompts", "8")
 PROOF = ("--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
-NEEDED = {"torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
-          "modelopt": "modelopt"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,9 @@ def demo(options: DemoOptions) -> None:
     commands: inspect, quantize, synthesize, train, prove, build-config, lint, serve. Takes about seven minutes on two
     cores.
     """
-    require_packages()
+    from trtspec.cli.app import require_packages
+
+    require_packages("torch", "transformers", "fastapi", "uvicorn", "modelopt")
     prepare(options.output, options.force)
     processes.free_ports(options.port, 2)
     made = Demo(options.output, options.port)
@@ -56,17 +56,6 @@ def demo(options: DemoOptions) -> None:
     made.say(f"\n{made.evidence['sentence']}\n{processes.duration(made.seconds)} in all. Report: {page}")
     if not made.evidence["ok"]:
         raise CheckFailed("the demo ran to its end, but its proof failed", f"see {page}")
-
-
-def require_packages() -> None:
-    """Raises MissingDependency naming the extra before anything is started."""
-    from importlib.util import find_spec
-
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(NEEDED[name] for name in missing))
-        message = f"the demo needs {', '.join(missing)}, not installed here"
-        raise MissingDependency(message, f"pip install 'trtspec[{extras}]'")
 
 
 def prepare(output: Path, force: bool) -> None:

@@ -14,7 +14,7 @@ from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client,
 from trtspec.errors import TrtspecError
 
 KIND = "story"  # long enough to watch
-TOKENS = 96
+TOKENS = 160
 REFRESH = 12  # drawings a second
 
 

@@ -26,6 +26,7 @@ else:
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")  # Slurm's [days-]hours:minutes:seconds
 PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 SECONDS = (86400, 3600, 60, 1)
+MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
 PolicyOption = Annotated[
     str | None,
@@ -52,32 +53,21 @@ class IntList:
     what: ClassVar = "a list of whole numbers above 0"
     example: ClassVar = "1,4,16"
     metavar: ClassVar = "N,N,..."
-    number: ClassVar[type] = int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        try:
-            found = [cls.number(part) for part in text.split(",")]
-        except ValueError:
-            raise ValueError from None
-        if not all(map(cls.fits, found)):
-            raise ValueError
-        return cls(tuple(dict.fromkeys(found)))
-
-    @staticmethod
-    def fits(number: float) -> bool:
-        return number > 0
+        return cls(tuple(dict.fromkeys(_numbers(text, int, above=0))))
 
     def __str__(self) -> str:
         return ",".join(map(str, self.values)) or "0"
 
 
 class RateList(IntList):
-    what, example, number = "a list of requests per second", "0.5,1,2", float
+    what, example = "a list of requests per second", "0.5,1,2"
 
-    @staticmethod
-    def fits(number: float) -> bool:
-        return 0 < number < 1e6
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        return cls(tuple(dict.fromkeys(_numbers(text, float, above=0))))
 
 
 class CountList(IntList):
@@ -87,9 +77,17 @@ class CountList(IntList):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        if not all(part.strip().isdecimal() for part in text.split(",")):
-            raise ValueError
-        return cls(tuple(map(int, text.split(","))))
+        return cls(_numbers(text, int, above=-1))
+
+
+def _numbers(text: str, kind: type, above: int) -> tuple[Any, ...]:
+    try:
+        found = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError from None  # int's own message says nothing more
+    if not all(above < number < MOST for number in found):
+        raise ValueError
+    return found
 
 
 @dataclass(frozen=True)

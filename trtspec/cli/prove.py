@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import Gpu, IntList
-from trtspec.errors import CheckFailed, MissingDependency, UsageError
+from trtspec.errors import CheckFailed, UsageError
 from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, option
 from trtspec.report import Result, package_versions
 
@@ -124,8 +124,7 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
-    from importlib.util import find_spec
-
+    from trtspec.cli.app import require_packages
     from trtspec.trtllm.deployment import installed_version
     from trtspec.trtllm.serve.command import PROGRAM
     from trtspec.vllm import PROGRAM as VLLM
@@ -134,8 +133,7 @@ def _engine(backend: str) -> str | None:
     if backend != "reference":
         (PROGRAM if backend == "trtllm" else VLLM).require()
         return installed_version() if backend == "trtllm" else installed_vllm()
-    if missing := next((name for name in ("torch", "fastapi", "uvicorn") if find_spec(name) is None), None):
-        raise MissingDependency(f"the reference backend needs {missing}", "pip install 'trtspec[reference]'")
+    require_packages("torch", "fastapi", "uvicorn")
     return package_versions()["trtspec"]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trtspec.cli.options import directory_of
-from trtspec.errors import CheckFailed, MissingDependency, UsageError, has_errors
+from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
@@ -111,12 +111,8 @@ def _run(options: ServeOptions) -> None:
     _refuse_known(options.target, must_be_target)  # before the seconds that importing PyTorch takes
     if options.head:
         _refuse_known(options.head, must_be_head)
-    try:
-        from trtspec.engine.server import ServerOptions, run
-    except ModuleNotFoundError as missing:
-        raise MissingDependency(
-            f"the reference backend needs {missing.name}", "pip install 'trtspec[reference]'"
-        ) from None
+    from trtspec.engine.server import ServerOptions, run
+
     target = _local(options.target, must_be_target)
     head = _local(options.head, must_be_head) if options.head else None
     sizes = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
