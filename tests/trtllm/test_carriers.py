@@ -67,7 +67,7 @@ def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> No
     assert report["version"] == "1.3.0rc20"
     assert ("LINT-STOPS-AT-START", 6) in found(report)
     wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
-    assert [item["where"] for item in wrong] == ["line 8: --max_batch_sise"]
+    assert [(item["line"], item["key"]) for item in wrong] == [(8, "engine.yml: --max_batch_sise")]
     assert not [item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]]  # the shell decides
 
 

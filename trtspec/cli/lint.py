@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
@@ -57,38 +57,52 @@ class LintOptions:
 
 @dataclass(frozen=True)
 class Judged:
-    """One file: what is wrong with the options it is served with (`wrong`), with itself, and what was or would be
-    corrected. Where it could not be judged, `error` says why."""
+    """One file: what is wrong with it or the options it is served with, what `corrected` it and whether that is `fixed`
+    in the file. Where it could not be judged, `error` says why."""
 
     name: str
     document: Document | None = None
     version: str | None = None
     reason: str | None = None
-    wrong: list[Problem] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     corrected: list[Finding] = field(default_factory=list)
-    fixable: frozenset[tuple[str, str]] = frozenset()
+    fixed: bool = False
     diff: str = ""
     error: TrtspecError | None = None
 
     def count(self, severity: Severity) -> int:
-        found: list[Severity] = [problem.severity for problem in self.wrong]
-        return [*found, *(finding.severity for finding in self.findings)].count(severity)
+        return [finding.severity for finding in self.findings].count(severity)
 
     @property
     def ok(self) -> bool:
         return self.error is None and not self.count("error")
 
+    def placed(self, part: Carried) -> Judged:
+        """With each finding about a part of a file at its line of the file."""
+        if not part.place:
+            return self
+
+        def move(one: Finding) -> Finding:
+            line = part.first + one.line if one.line else part.command + 1
+            column = one.column and one.column + part.indent
+            return replace(one, key=f"{part.place}: {one.key}".removesuffix(": "), line=line, column=column)
+
+        return replace(self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)])
+
     def to_dict(self) -> dict[str, Any]:
-        place = {"line": None, "column": None, "fixable": False}
-        problems = [{**problem.to_dict(), **place, "key": problem.where} for problem in self.wrong]
-        for finding in self.findings:
-            problems.append({**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in self.fixable})
-        fixed = [finding.to_dict(self.name) for finding in self.corrected]
+        fixable = set() if self.fixed else {(finding.code, finding.key) for finding in self.corrected}
         found: dict[str, Any] = {
-            "ok": self.ok, "file": self.name, "version": self.version, "version_reason": self.reason,
-            "problems": problems, "fixed": fixed, "diff": self.diff,
-        }  # fmt: skip
+            "ok": self.ok,
+            "file": self.name,
+            "version": self.version,
+            "version_reason": self.reason,
+            "problems": [
+                {**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in fixable}
+                for finding in self.findings
+            ],
+            "fixed": [finding.to_dict(self.name) for finding in self.corrected] if self.fixed else [],
+            "diff": self.diff,
+        }
         return found | ({"error": self.error.to_dict()} if self.error else {})
 
 
@@ -136,105 +150,79 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
-    from trtspec.trtllm.carriers import carried
+    """The file, or every engine file and command that it carries, each finding at its line of the file."""
+    from trtspec.trtllm.carriers import Carried, carried
     from trtspec.trtllm.document import Document
 
     try:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
+    text, shift, every = document.text, 0, list[Judged]()
     try:
-        parts = carried(document.text)
-        judged = _judge_parts(document, parts, passed, options) if parts else _judge_file(document, passed, options)
+        whole = Carried("", text, lines=len(text.splitlines()))
+        for part in sorted(carried(text), key=lambda part: part.first) or [whole]:
+            inner = document if part.text == document.text else Document.parse(part.text, document.name)
+            judged = _judge_part(inner, part, passed, options)
+            moved = replace(part, first=part.first + shift, command=part.command + shift)
+            every.append(judged.placed(moved if options.fix else part))
+            if judged.document is not None and judged.document.text != part.text:
+                text = moved.written_into(text, judged.document.text)
+                shift += judged.document.text.count("\n") - part.lines
     except TrtspecError as error:
         return Judged(document.name, document, error=error)
-    if options.fix and judged.document is not None and judged.document.text != document.text:
-        _write(file, judged.document.text)
-    return judged
+    better = document if text == document.text else Document.parse(text, document.name)
+    if options.fix and better is not document:
+        _write(file, text)
+    return Judged(
+        document.name,
+        better if options.fix else document,
+        ", ".join(dict.fromkeys(str(judged.version) for judged in every)),
+        ", ".join(dict.fromkeys(str(judged.reason) for judged in every)),
+        [finding for judged in every for finding in judged.findings],
+        [finding for judged in every for finding in judged.corrected],
+        options.fix,
+        _diff(document, better) if options.diff else "",
+    )
 
 
-def _judge_file(
-    document: Document, passed: list[str] | None, options: LintOptions, part: Carried | None = None
-) -> Judged:
-    """One engine file; `part` says what else is known of one that another file carries."""
+def _judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
+    """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
     import os
 
-    from trtspec.trtllm.deployment import deployment_of, name_problem
+    from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
 
-    version, names, unfound = options.trtllm_version, {"target": options.target, "head": options.head}, []
-    if part is not None:
-        version = version or part.version
-        passed = list(part.words) if passed is None and part.words is not None else passed
-        for role, name in (("target", part.target), ("head", part.head)):
-            if name and names[role] is None and "$" not in name:
-                problem = name_problem(name)
-                unfound += [problem] if problem is not None else []
-                names[role] = name if problem is None else None
+    version, names, wrong = options.trtllm_version or part.version, {"target": options.target, "head": options.head}, []
+    passed = list(part.words) if passed is None and part.words is not None else passed
+    for role, name in (("target", part.target), ("head", part.head)):
+        if name and names[role] is None and "$" not in name:
+            problem = name_problem(name)
+            wrong += [problem] if problem is not None else []
+            names[role] = name if problem is None else None
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
-    deployment, reason, wrong = deployment_of(
+    deployment, reason, more = deployment_of(
         document, version=verdict.version if verdict else version, **names,
         gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
     )  # fmt: skip
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
-    changed = _diff(document, better) if options.diff and part is None else ""
-    fixable = frozenset((finding.code, finding.key) for finding in corrected)
     if options.fix and better.text != document.text:
-        document, fixable, findings = better, frozenset(), find(better, deployment)
-        verdict = _engine_verdict(document, None) if verdict else None
+        findings, verdict = find(better, deployment), _engine_verdict(better, None) if verdict else None
     if verdict is not None:
         findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
-    elif part is not None and version == part.version and version is not None:
+    elif version is not None and version == part.version:
         reason = "the image's tag"
-    if part is not None and part.elsewhere:  # the rest may be in the file that is not here
+    if part.elsewhere:  # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
-    return Judged(
-        document.name, document, deployment.version, reason, [*unfound, *wrong], findings,
-        corrected if options.fix else [], fixable, changed,
-    )  # fmt: skip
-
-
-def _judge_parts(document: Document, parts: list[Carried], passed: list[str] | None, options: LintOptions) -> Judged:
-    """Every engine file and command that a file carries, each finding at its line of the file."""
-    from dataclasses import replace
-
-    from trtspec.errors import Problem
-    from trtspec.trtllm.document import Document as Read
-
-    text, every, shift = document.text, [], 0
-    for part in sorted(parts, key=lambda part: part.first):
-        inner = Read.parse(part.text, document.name)
-        judged = _judge_file(inner, passed, options, part)
-        hidden = {key for key, entry in inner.entries.items() if part.expands and "$" in str(entry.value)}
-        findings = [
-            replace(
-                finding, key=f"{part.place}: {finding.key}".removesuffix(": "),
-                line=shift + (part.first + finding.line if finding.line else part.command + 1),
-                column=finding.column and finding.column + part.indent,
-            )
-            for finding in judged.findings
-            if finding.key not in hidden
-        ]  # fmt: skip
-        at = f"line {part.command + shift + 1}: "
-        wrong = [replace(problem, where=at + problem.where) for problem in judged.wrong]
-        if part.elsewhere:
-            message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
-            remedy = f"lint {part.elsewhere} too"
-            wrong.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", at + part.place, message, remedy))
-        if judged.document is not None and judged.document.text != part.text:
-            text = replace(part, first=part.first + shift).written_into(text, judged.document.text)
-            shift += judged.document.text.count("\n") - part.lines
-        every.append(replace(judged, findings=findings, wrong=wrong))
-    after = Read.parse(text, document.name)
-    versions = ", ".join(dict.fromkeys(str(item.version) for item in every))
-    reasons = ", ".join(dict.fromkeys(str(item.reason) for item in every))
-    return Judged(
-        document.name, after, versions, reasons, [one for item in every for one in item.wrong],
-        [one for item in every for one in item.findings], [one for item in every for one in item.corrected],
-        frozenset().union(*(item.fixable for item in every)), _diff(document, after) if options.diff else "",
-    )  # fmt: skip
+        message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
+        more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
+    # a shell puts variables in: what stands there is not the value
+    hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
+    told = [Finding(one.code, one.severity, one.where, one.message, one.remedy) for one in (*wrong, *more)]
+    kept = [finding for finding in findings if finding.key not in hidden]
+    return Judged(document.name, better, deployment.version, reason, [*told, *kept], corrected)
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
@@ -278,11 +266,10 @@ def _write(file: str, text: str) -> None:
 
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
-    for finding in judged.corrected:
+    for finding in judged.corrected if judged.fixed else ():
         yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
     if judged.error is not None:
         return
-    yield from problem_lines(judged.wrong)
     for finding in judged.findings:
         at = ":".join(str(part) for part in (judged.name, finding.line, finding.column) if part is not None)
         place = f"{at} {finding.key}".rstrip()
