@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-ROWS = ("answers", "prompts", "greedy", "sampled", "transport", "parameters", "acceptance")
+# by the name of their row
+CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
+    "TS-CHECK-ANSWERS", "TS-CHECK-PROMPTS", "TS-CHECK-GREEDY", "TS-CHECK-SAMPLED", "TS-CHECK-TRANSPORT",
+    "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
+)}  # fmt: skip
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -70,8 +74,8 @@ def check(options: CheckOptions) -> Result:
     import asyncio
 
     options = checked(options, SCORE if options.score else ALONE)
-    if unknown := set(options.accept_unmeasured) - set(ROWS):
-        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(ROWS)}")
+    if unknown := set(options.accept_unmeasured) - CODES.keys():
+        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
@@ -207,15 +211,12 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            yield f"      {more}trtspec explain {_code(row)}"
+            yield f"      {more}trtspec explain {CODES[row.name]}"
 
 
 def _problem(row: Row) -> Problem:
-    return Problem(_code(row), "error", row.name, row.faults[0], f"trtspec explain {_code(row)}")
-
-
-def _code(row: Row) -> str:
-    return f"TS-CHECK-{row.name.upper()}"
+    code = CODES[row.name]
+    return Problem(code, "error", row.name, row.faults[0], f"trtspec explain {code}")
 
 
 def _cost(cost: dict[str, Any]) -> str:
