@@ -218,7 +218,7 @@ def _judge_part(document: Document, part: Carried, passed: list[str] | None, opt
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
         more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
-    # a shell puts variables in: what stands there is not the value
+    # a shell puts variables in: what is written is not the value
     hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
     told = [Finding(one.code, one.severity, one.where, one.message, one.remedy) for one in (*wrong, *more)]
     kept = [finding for finding in findings if finding.key not in hidden]
