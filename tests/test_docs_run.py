@@ -153,8 +153,8 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
         word = "shipped" if word == "head" and verb in ("inspect", "convert") else word
         made.append(names.get(word, word))
     given = SMALLER.get(verb, [])
-    if "DIR" in words:  # a baseline for watch: 200 steps of each category
-        given = ["--samples", "48", "--max-tokens", "96", "--concurrency", "8"]
+    if "baseline" in words:  # for watch: 200 steps of one category
+        given = []
     if "--epochs" in made:
         given = ["--epochs", "1", *given[2:]]
     if verb == "synthesize" and "--base-url" not in made:

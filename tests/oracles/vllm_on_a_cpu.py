@@ -1,6 +1,6 @@
 """What vLLM's CPU wheel lacks for kimi-nano, as a plug-in of vLLM (group vllm.general_plugins): latent attention of its
-sizes, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in float32 by vLLM's own emulation. `register` is called in every process
-of the server."""
+sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in float32 by vLLM's own emulation. `register` is
+called in every process of the server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 def register() -> None:
     latent_attention()
+    sampled_drafts()
     if os.environ.get("TRTSPEC_ORACLE_NVFP4") == "1":
         nvfp4_experts()
 
@@ -38,6 +39,19 @@ def latent_attention() -> None:
         return out, None
 
     cpu_mla.CPUMLAImpl.forward_mqa = forward_mqa
+
+
+def sampled_drafts() -> None:
+    """The wheel fills each draft's temperature, top_k and top_p into a copy, so that sampling reads memory that was
+    never written. Greedy answers in the same batch are damaged too."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        expanded = x.repeat_interleave(counts, output_size=num_tokens)
+        return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def nvfp4_experts() -> None:
