@@ -189,21 +189,8 @@ def test_status_endpoints(server: Running, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/health_generate").status_code == 200
     assert httpx.get(f"{server.url}/version").json()["version"]
     client.completions.create(model="tiny-kimi", prompt="count", max_tokens=9, extra_body={"ignore_eos": True})
-    iterations = httpx.get(f"{server.url}/metrics").json()
-    assert iterations and iterations[-1]["iter"] > iterations[0]["iter"]
-    assert sum(entry["specDecodingStats"]["numDraftTokens"] for entry in iterations) > 0
-    assert httpx.get(f"{server.url}/metrics").json()[-1] == iterations[-1]  # for whoever reads next
-    first, timed = (httpx.get(f"{server.url}/perf_metrics").json()[-1] for _ in range(2))
-    assert first == timed
-    assert list(timed["perf_metrics"]["timing_metrics"].values()) == sorted(
-        timed["perf_metrics"]["timing_metrics"].values()
-    )
-    assert timed["perf_metrics"]["first_iter"] < timed["perf_metrics"]["last_iter"]
-    assert timed["perf_metrics"]["speculative_decoding"]["total_draft_tokens"] > 0
-    assert httpx.get(f"{server.url}/server_info").json()["max_seq_len"] == 256
     text = httpx.get(f"{server.url}/prometheus/metrics").text
     assert 'trtspec_spec_decode_accepted_tokens_per_position_total{position="3"}' in text
 

@@ -1,12 +1,11 @@
-"""The HTTP surface of the reference engine, endpoint for endpoint that of trtllm-serve: OpenAI-compatible generation,
-and what the server says about itself (health, versions, models, sizes, counters). FastAPI writes the document."""
+"""The HTTP surface of the reference engine: OpenAI-compatible generation, and what the server says about itself
+(health, version, models, counters). FastAPI writes the document."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,13 +28,12 @@ from trtspec.engine.boundary import BodyRoute, Boundary, body_limit, error_respo
 from trtspec.engine.engine import Engine
 from trtspec.engine.grammars import Grammars, GrammarsBusy
 from trtspec.engine.prepare import ApiCall, Preparation
-from trtspec.engine.request import GenerationRequest, PromptTooLong, RequestRefused
+from trtspec.engine.request import PromptTooLong, RequestRefused
 from trtspec.engine.worker import SCORES_IN_FLIGHT, EngineThreadDied, GenerationFailed, Reservation, Worker
 from trtspec.errors import MissingDependency
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
-GENERATION_SECONDS = 60
 GENERATION_ENDED = (RequestRefused, EngineThreadDied, GenerationFailed)
 Made = TypeVar("Made")
 
@@ -88,7 +86,7 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
 
     async def answer(asked: GenerationBody, request: Request, prepare: Callable[[Any], ApiCall]) -> Response:
         """Prepares beside the event loop, then generates."""
-        arrived, reservation = time.monotonic(), Reservation(worker)
+        reservation = Reservation(worker)
         _require_model(asked.model, options.served_model_name)
         try:
             _require_room(asked.choices, reservation)
@@ -97,8 +95,8 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
             if job.form is not None:
                 job = await _unless_disconnected(request, _guided(job, grammars))
             if asked.stream:
-                return Reply(reservation, _stream(job, worker, arrived), media_type="text/event-stream")
-            completions = await _unless_disconnected(request, worker.collect(job.requests, arrived))
+                return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
+            completions = await _unless_disconnected(request, worker.collect(job.requests))
             parts = body(job.answer, completions, job.prompts, job.prompt_tokens, job.thinking)
             pieces = await asyncio.to_thread(encoded, parts)
             length = {"Content-Length": str(sum(map(len, pieces)))}
@@ -172,11 +170,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _stream(job: ApiCall, worker: Worker, arrived: float) -> AsyncIterator[str]:
+async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     """Server-sent events of all choices, in the order in which the engine makes them."""
     streams = [ChoiceStream(job.answer, at, job.thinking, prompt) for at, prompt in enumerate(job.prompts)]
     try:
-        async for index, output in worker.run(job.requests, arrived):
+        async for index, output in worker.run(job.requests):
             push = streams[index].push  # a long prompt's log-probabilities are written beside the event loop
             chunk = await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
             if chunk:
@@ -245,20 +243,6 @@ def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
         """200 while the engine runs."""
         return Response(status_code=200 if worker.healthy else 503)
 
-    @app.get("/health_generate", responses=ERRORS)
-    async def health_generate() -> Response:
-        """200 after a real generation of one token."""
-        request = GenerationRequest(f"health-{uuid.uuid4().hex}", [next(iter(engine.eos_ids), 0)], 1)
-        reservation = Reservation(worker)
-        _require_room(1, reservation)
-        try:
-            await asyncio.wait_for(worker.collect([request]), timeout=GENERATION_SECONDS)
-        except (TimeoutError, EngineThreadDied, GenerationFailed):
-            return Response(status_code=503)
-        finally:
-            reservation.release()
-        return Response(status_code=200)
-
     @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
         """Version of the server, type that it computes in, and how drafts of sampled requests are chosen."""
@@ -275,29 +259,6 @@ def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
         """The model by its name."""
         _require_model(name, served)
         return model
-
-    @app.get("/server_info", responses=ERRORS)
-    async def server_info() -> dict[str, Any]:
-        """Sizes of the engine. `disaggregated_params` is null: trtllm-serve's clients look for it."""
-        return {
-            "disaggregated_params": None,
-            "model": served,
-            "backend": "reference",
-            "max_batch_size": engine.max_batch_size,
-            "max_seq_len": engine.max_seq_len,
-            "max_queue": worker.capacity - engine.max_batch_size,
-            "max_draft_len": engine.draft_len,
-        }
-
-    @app.get("/metrics", responses=ERRORS)
-    async def iterations() -> list[dict[str, Any]]:
-        """Records of the engine's last steps, oldest first."""
-        return list(worker.iterations)
-
-    @app.get("/perf_metrics", responses=ERRORS)
-    async def perf_metrics() -> list[dict[str, Any]]:
-        """Times and speculation of the last requests that ended, oldest first."""
-        return [times.to_dict() for times in worker.timings]
 
     @app.get("/prometheus/metrics", responses=ERRORS, response_class=Response)
     async def prometheus() -> Response:

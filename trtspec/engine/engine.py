@@ -7,7 +7,6 @@ see them.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from trtspec.engine.sampling import (
     on_host,
     token_logprobs,
 )
-from trtspec.engine.sequence import Completion, Iteration, Output, Sequence, Totals, steered
+from trtspec.engine.sequence import Completion, Output, Sequence, Totals, steered
 from trtspec.models.layers import TextPiece
 from trtspec.models.weights import prepare_for_decoding
 
@@ -100,7 +99,6 @@ class Engine:
 
     def reset_counters(self) -> None:
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
-        self.iteration: Iteration | None = None
         if self.prefix is not None:
             self.prefix.stats = PrefixStats()
 
@@ -137,21 +135,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """One iteration: prompt tokens within the step's budget, then one round for all decoding rows."""
-        began = time.perf_counter()
         outputs = self._drop_cancelled() if self.cancelled else []
         prompt_tokens = self._prefill(outputs)
-        decoding = len(self.batch)
-        if decoding:
+        if len(self.batch):
             self._round(outputs)
-        self.iteration = self.totals.record(
-            outputs,
-            decoding=decoding,
-            active=len(self.batch) + (self.prefilling is not None),
-            queued=len(self.waiting),
-            prompt_tokens=prompt_tokens,
-            seconds=time.perf_counter() - began,
-            prefix=self.prefix.stats if self.prefix else None,
-        )
+        self.totals.record(outputs, prompt_tokens)
         return outputs
 
     def _round(self, outputs: list[Output]) -> None:
@@ -270,7 +258,6 @@ class Engine:
         ):
             return None
         sequence = self.waiting.popleft()
-        sequence.scheduled = time.monotonic()
         if prefix is not None:
             sequence.prefilled = sequence.cached_tokens = prefix.load(request.prompt_ids, row)
         return sequence
@@ -314,7 +301,6 @@ class Engine:
             self.prefix.save(chunk.prompt, chunk.piece.row)
         output = sequence.emit([chunk.following])
         output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
-        output.scheduled = sequence.scheduled
         self._annotate(output, sequence, chunk.logits[-1:])
         return output
 

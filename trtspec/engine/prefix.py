@@ -29,12 +29,10 @@ Key = tuple[int, tuple[int, ...]]  # number of the block before, and the block's
 @dataclass
 class PrefixStats:
     """Since the start. `tokens` are those of the prompts that were looked up, `cached_tokens` those of them that needed
-    no computation; blocks are whole blocks of these prompts, found or not."""
+    no computation."""
 
     tokens: int = 0
     cached_tokens: int = 0
-    reused_blocks: int = 0
-    missed_blocks: int = 0
     evicted_blocks: int = 0
 
     @property
@@ -106,11 +104,8 @@ class PrefixCache:
         if reused:
             for store, behind in self.stores:
                 store.load(row, -behind, slots)
-        stats = self.stats
-        stats.tokens += len(tokens)
-        stats.cached_tokens += reused
-        stats.reused_blocks += len(slots)
-        stats.missed_blocks += len(tokens) // size - len(slots)
+        self.stats.tokens += len(tokens)
+        self.stats.cached_tokens += reused
         return reused
 
     def gains(self, tokens: Sequence[int], computed: Sequence[int], cached_tokens: int) -> bool:

@@ -1,5 +1,5 @@
-"""One request on its way through the engine: its tokens and its text, what was produced, why it ended; and the counters
-that add the requests up, for each iteration and since the start."""
+"""One request on its way through the engine: its tokens and its text, what was produced, why it ended; and the sums
+over all requests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import time
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from trtspec.checkpoint.chat_parser import held_back
 from trtspec.checkpoint.tokenizer import Detokenizer, KimiTokenizer
-from trtspec.engine.prefix import PrefixStats
 from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.steering import Steering
 
@@ -63,7 +62,7 @@ class Output:
     """What one engine step added to one request. The last one of a request has a finish reason and the statistics.
 
     `round` is (drafts offered, drafts accepted) of this step, None for a prefill. `cached_tokens` of the prompt needed
-    no computation, and the first chunk of it was taken up at `scheduled` (monotonic seconds); the first output says so.
+    no computation; the first output says so.
     """
 
     id: str
@@ -77,7 +76,6 @@ class Output:
     error: Exception | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
-    scheduled: float = 0.0
 
 
 @dataclass
@@ -144,7 +142,6 @@ class Sequence:
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
         self.prefilled = 0
         self.failure: Exception | None = None
-        self.scheduled = 0.0
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
 
@@ -270,51 +267,6 @@ def find_stop(text: str, stop: Rows[str]) -> int:
     return min(found, default=-1)
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """One engine step. `decoding` rows ran a round; `tokens` came out of it and of the prefills. `prefix`: what prefix
-    reuse did since the start, where it is on."""
-
-    number: int
-    seconds: float
-    active: int
-    queued: int
-    decoding: int
-    prompt_tokens: int
-    tokens: int
-    drafted: int
-    accepted: int
-    prefix: PrefixStats | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record under the names that trtllm-serve's /metrics uses, as far as they have a meaning here."""
-        speculated = self.drafted > 0
-        record: dict[str, Any] = {
-            "iter": self.number,
-            "iterLatencyMS": self.seconds * 1000,
-            "numActiveRequests": self.active,
-            "numQueuedRequests": self.queued,
-            "inflightBatchingStats": {
-                "numScheduledRequests": self.decoding,
-                "numGenRequests": self.decoding,
-                "numCtxTokens": self.prompt_tokens,
-            },
-            "specDecodingStats": {
-                "numDraftTokens": self.drafted,
-                "numAcceptedTokens": self.accepted,
-                "numRequestsWithDraftTokens": self.decoding if speculated else 0,
-                "acceptanceLength": 1 + self.accepted / self.decoding if speculated else 1.0,
-            },
-        }
-        if self.prefix is not None:
-            record["kvCacheStats"] = {
-                "reusedBlocks": self.prefix.reused_blocks,
-                "missedBlocks": self.prefix.missed_blocks,
-                "cacheHitRate": self.prefix.hit_rate,
-            }
-        return record
-
-
 @dataclass
 class Totals:
     """Sums since the engine started. steps, drafted, accepted and histogram count rounds of rows, as `Stats` does."""
@@ -328,33 +280,16 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
 
-    def record(
-        self,
-        outputs: Iterable[Output],
-        *,
-        decoding: int,
-        active: int,
-        queued: int,
-        prompt_tokens: int,
-        seconds: float,
-        prefix: PrefixStats | None = None,
-    ) -> Iteration:
-        """Adds one engine step and returns its record."""
-        tokens = drafted = accepted = 0
-        for output in outputs:
-            tokens += len(output.token_ids)
-            if output.finish_reason:
-                self.requests += 1
-            if output.round is not None:
-                offered, stood = output.round
-                self.steps += 1
-                drafted += offered
-                accepted += stood
-                self.histogram[stood] += 1
+    def record(self, outputs: Iterable[Output], prompt_tokens: int) -> None:
+        """Adds one engine step, which computed so many tokens of prompts."""
         self.iterations += 1
         self.prompt_tokens += prompt_tokens
-        self.tokens += tokens
-        self.drafted += drafted
-        self.accepted += accepted
-        counts = (active, queued, decoding, prompt_tokens, tokens, drafted, accepted)
-        return Iteration(self.iterations, seconds, *counts, prefix=replace(prefix) if prefix else None)
+        for output in outputs:
+            self.tokens += len(output.token_ids)
+            self.requests += output.finish_reason is not None
+            if output.round is not None:
+                offered, accepted = output.round
+                self.steps += 1
+                self.drafted += offered
+                self.accepted += accepted
+                self.histogram[accepted] += 1
