@@ -25,7 +25,7 @@ from trtspec.files import load_text, read_yaml_text
 from trtspec.launch import preflight
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
-from trtspec.launch.server import ServerAddress
+from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.specs import ModelSpec
 
 PROGRAM = EngineProgram("vllm", "vLLM", "install vLLM in an environment of its own and put it on PATH")
@@ -108,16 +108,14 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         problems.append(preflight.remote_code_problem(target.resolved))
     problems += _target_problems(options, target.spec, version)
     problems += _head_problems(options, head, target, version) if head is not None else ()
-    gpus = preflight.read_gpus()
-    problems += preflight.check_gpus(_ranks(options), gpus)
+    problems += preflight.check_gpus(_ranks(options), preflight.read_gpus())
     if launching:
-        problems += preflight.check_visible(gpus or [], _ranks(options), os.environ)
         problems += preflight.check_host(models, options.host, target.spec.remote_code, os.environ)
     problems += PROGRAM.check()
     names = preflight.model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,
-        patterns=PATTERNS,
+        patterns=LogPatterns.load(PATTERNS),
         argv=vllm_command(options, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
         config={"speculative_config": _speculation(options)} if options.head else {},

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from trtspec.errors import TrtspecError
-from trtspec.launch.server import LogPatterns, ServerAddress
-from trtspec.launch.supervisor import Limits, ServerLaunch, run
+from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
+from trtspec.launch.supervisor import run
 
 SERVER = Path(__file__).with_name("ranks_server.py")
 SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
@@ -40,7 +40,8 @@ def launched(log: Path) -> int:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         words = [sys.executable, str(SERVER), str(port)]
         limits = Limits(startup=30, stop_grace=1)
-        status = run(ServerLaunch(words, ServerAddress("127.0.0.1", port), LogPatterns("stand-in"), {}, limits))
+        endpoint, patterns = ServerAddress("127.0.0.1", port), LogPatterns("stand-in")
+        status = run(ServerLaunch(argv=words, endpoint=endpoint, patterns=patterns, limits=limits))
     except TrtspecError as error:
         sys.stderr.write(f"{error.code}: {error.message}\n")
         status = error.exit_code

@@ -25,6 +25,7 @@ FRONT = Mode("the front of a disaggregated deployment", "`disaggregated` FILE", 
 VLLM = Mode("vLLM", "`backend` vllm", "vLLM")
 REFERENCE = Mode("the reference backend", "`backend` reference", "the reference backend")
 SERVERS = Modes(ENGINE, VLLM, REFERENCE)  # whatever generates
+ENGINES = Modes(ENGINE, VLLM)
 LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # whatever runs in a process of its own
 
 
@@ -36,7 +37,7 @@ class ServeOptions:
     passed: Annotated[
         tuple[str, ...],
         argument("Any option of trtllm-serve or vllm serve, after `--`.", metavar="[-- OPTIONS]"),
-        Modes(ENGINE, VLLM),
+        ENGINES,
     ] = ()
     head: Annotated[HeadOption, SERVERS] = None
     backend: Annotated[
@@ -46,7 +47,7 @@ class ServeOptions:
     config: Annotated[
         Path | None,
         option("Engine YAML, or vLLM's configuration file. Default: one generated for this launch."),
-        Modes(ENGINE, VLLM),
+        ENGINES,
     ] = None
     trtllm_version: Annotated[
         str | None, option("Version to check for. Default: the installed one."), Modes(ENGINE)
@@ -62,31 +63,18 @@ class ServeOptions:
         Modes(ENGINE),
     ] = None
     tp_size: Annotated[
-        int | None,
-        option("Tensor-parallel size. Default: the file's, else 4; with vLLM 8.", min=1),
-        Modes(ENGINE, VLLM),
+        int | None, option("Tensor-parallel size. Default: the file's, else 4; with vLLM 8.", min=1), ENGINES
     ] = None
+    # without a file: the goal's sizes with TensorRT-LLM, vLLM's own with vLLM
     max_batch_size: Annotated[
-        int | None,
-        option(
-            "Requests per step. Default: the file's, else the goal's; vLLM's own; 16 with the reference backend.", min=1
-        ),
-        SERVERS,
+        int | None, option("Requests per step. Default: the file's or the engine's; reference: 16.", min=1), SERVERS
     ] = None
     max_num_tokens: Annotated[
-        int | None,
-        option(
-            "Tokens per step. Default: the file's, else the goal's; vLLM's own; 512 with the reference backend.", min=1
-        ),
-        SERVERS,
+        int | None, option("Tokens per step. Default: the file's or the engine's; reference: 512.", min=1), SERVERS
     ] = None
     max_seq_len: Annotated[
         int | None,
-        option(
-            "Tokens of prompt and answer together. Default: the file's, else the goal's; vLLM's own; at most 4096 with "
-            "the reference backend.",
-            min=1,
-        ),
+        option("Prompt and answer together. Default: the file's or the engine's; reference: at most 4096.", min=1),
         SERVERS,
     ] = None
     draft_len: Annotated[
@@ -127,9 +115,7 @@ class ServeOptions:
         ),
         Modes(VLLM, REFERENCE),
     ] = field(default=None, repr=False)
-    trust_remote_code: Annotated[
-        bool, option("Let the engine run the Python code in the checkpoint."), Modes(ENGINE, VLLM)
-    ] = False
+    trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), ENGINES] = False
     launcher: Annotated[
         Literal["direct", "slurm", "mpi", "lws"],
         option("What starts the ranks on several nodes: Slurm, MPI, or a LeaderWorkerSet's leader."),

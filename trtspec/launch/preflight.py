@@ -18,12 +18,11 @@ from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
-from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.launch.server import Limits, ServerLaunch
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
 
 if TYPE_CHECKING:
     from trtspec.launch.options import ServeOptions
-    from trtspec.launch.supervisor import Limits
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
@@ -72,24 +71,6 @@ def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[In
     return list(gpus[: len(words)])
 
 
-def used_memory(environ: Mapping[str, str] = os.environ) -> list[int] | None:
-    """Bytes in use, by all processes, on each GPU that CUDA_VISIBLE_DEVICES leaves, by number or name; None where
-    nvidia-smi does not tell."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
-    if any(len(row) != 3 for row in rows):
-        return None
-    wanted = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    left = [row for row in rows if row[0] in wanted or any(row[1].startswith(word) for word in wanted)]
-    return [_bytes(memory) for _, _, memory in left or rows] or None
-
-
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
 OF_THIS_MACHINE = (
     "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
@@ -110,15 +91,9 @@ class EngineProgram:
 
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
-            message = f"{self.executable} is not installed here"
-            yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, self.home)
-
-    def require(self) -> None:
-        """Raises MissingDependency where it is not installed."""
-        if shutil.which(self.executable) is None:
             message = f"{self.executable} is not on PATH: {self.title} is not installed here"
             remedy = f"{self.home}, or try `trtspec serve --backend reference` on this machine"
-            raise MissingDependency(message, remedy)
+            yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
 
 def mentioned(problem: Problem) -> Problem:
@@ -127,32 +102,36 @@ def mentioned(problem: Problem) -> Problem:
 
 
 def check_port(host: str, port: int) -> Iterator[Problem]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    if why := taken(host, port):
+        message = f"port {port} on {host} cannot be taken ({why})"
+        yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass `port`")
+
+
+def taken(host: str, port: int) -> str | None:
+    """Why nobody can listen there; None for a free port."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("" if host == "0.0.0.0" else host, port))
         except OSError as error:
-            message = f"port {port} on {host} cannot be taken ({error.strerror})"
-            yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass `port`")
+            return error.strerror or "in use"
+    return None
 
 
-def check_gpus(needed: int, gpus: Sequence[InstalledGpu] | None) -> Iterator[Problem]:
+def check_gpus(
+    needed: int, gpus: Sequence[InstalledGpu] | None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Problem]:
     """`needed`: ranks on this machine. `gpus`: None where nvidia-smi could not be asked."""
     if gpus is None:
         message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message, "")
-    elif len(gpus) < needed:
-        message = f"{needed} GPUs are needed and {len(gpus)} are here"
-        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, "lower `tp_size`, or use a larger node")
-
-
-def check_visible(gpus: Sequence[InstalledGpu], needed: int, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """What CUDA_VISIBLE_DEVICES leaves of the GPUs that could be read."""
+        return
     seen = visible(gpus, environ)
-    if seen and len(seen) < min(needed, len(gpus)):
-        message = f"CUDA_VISIBLE_DEVICES leaves {len(seen)} of {len(gpus)} GPUs, and {needed} are needed"
-        yield Problem("TS-SERVE-NO-GPU", "error", "CUDA_VISIBLE_DEVICES", message, "unset it, or lower `tp_size`")
+    if len(seen) < needed:
+        hidden = f" (CUDA_VISIBLE_DEVICES hides {len(gpus) - len(seen)})" if len(seen) < len(gpus) else ""
+        message = f"{needed} GPUs are needed and {len(seen)} are here{hidden}"
+        remedy = "unset CUDA_VISIBLE_DEVICES" if len(gpus) >= needed else "use a larger node"
+        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, f"lower `tp_size`, or {remedy}")
     if len({gpu.name for gpu in seen}) > 1:
         message = f"the GPUs differ: {', '.join(sorted({gpu.name for gpu in seen}))}; the slowest sets the pace"
         yield Problem("TS-SERVE-GPUS-DIFFER", "warning", "GPUs", message, "choose equal ones (CUDA_VISIBLE_DEVICES)")
@@ -245,28 +224,21 @@ def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """Everything about a start. `patterns`: the file that says what the engine's log means. `config` is what the engine
-    is configured with beside its options. `config_text`, where it reads that from a file; `config_path` is the user's
-    file, or the name that the one written for this launch has in `argv` (`writes_config`). `version` and why that one.
-    `job`: a batch script for Slurm, where that launcher is asked for. `own_statuses`: as in ServerLaunch. `secrets`:
-    more of the environment, which is never shown.
+class ServerPlan(ServerLaunch):
+    """Everything about a start. `config` is what the engine is configured with beside its options. `config_text`, where
+    it reads that from a file; `config_path` is the user's file, or the name that the one written for this launch has in
+    `argv` (`writes_config`). `version` and why that one. `job`: a batch script for Slurm, where that launcher is asked
+    for. `secrets`: more of the environment, which is never shown.
     """
 
     program: EngineProgram
-    patterns: Path
-    argv: list[str]
-    env: dict[str, str]
     problems: list[Problem]
     version: tuple[str, str]
-    endpoint: ServerAddress
-    limits: Limits
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     config_path: str = ""
     writes_config: bool = False
     job: str = ""
-    own_statuses: bool = False
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,25 +266,24 @@ class ServerPlan:
 def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as requested. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
-    from trtspec.launch.supervisor import ServerLaunch, run
+    from trtspec.launch.supervisor import run
 
     listed = "\n".join(problem_lines(plan.problems))
-    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
-        plan.program.require()
+    missing = next((problem for problem in plan.problems if problem.code == "TS-SERVE-NO-ENGINE"), None)
+    if missing is not None:
+        raise MissingDependency(missing.message, missing.remedy)
     if has_errors(plan.problems):
         raise CheckFailed(f"not launched:\n{listed}")
     if listed:
         write_stderr(f"{listed}\n")
     say(f"{plan.program.title} {plan.version[0]}: {plan.version[1]}")
-    patterns = LogPatterns.load(plan.patterns)
     with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
         argv = list(plan.argv)
         if plan.writes_config:
             written = Path(directory) / plan.config_path
             written.write_text(plan.config_text, encoding="utf-8")
             argv = [str(written) if word == plan.config_path else word for word in argv]
-        env = plan.env | plan.secrets
-        return run(ServerLaunch(argv, plan.endpoint, patterns, env, plan.limits, plan.own_statuses))
+        return run(replace(plan, argv=argv, env=plan.env | plan.secrets))
 
 
 def model_names(target: str, served: str | None) -> tuple[str, ...]:
@@ -321,7 +292,6 @@ def model_names(target: str, served: str | None) -> tuple[str, ...]:
 
 
 def limits_of(options: ServeOptions) -> Limits:
-    from trtspec.launch.supervisor import Limits
 
     return Limits(
         options.startup_timeout,

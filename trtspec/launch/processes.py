@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trtspec.client.client import RequestFailed, generate_once, wait_ready
 from trtspec.errors import TrtspecError
+from trtspec.launch.preflight import taken
+from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 
 STOP_SECONDS = 60.0  # for a server to end before it is killed
 TAIL_LINES = 25
@@ -69,8 +70,8 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
     """A process that lives no longer than the block, nor than this process. `options` are Popen's."""
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if sys.platform == "linux":
-        options["preexec_fn"] = _end_with_parent
+    # in the child between fork and exec: SIGTERM when its parent dies, even by SIGKILL
+    options["preexec_fn"] = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         with noted_signals():
             process = subprocess.Popen(command, env=environment, **options)
@@ -78,14 +79,6 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
     finally:
         if process is not None:
             stop(process)
-
-
-LIBC = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """In a child between fork and exec: SIGTERM when its parent dies, even by SIGKILL (Linux's PR_SET_PDEATHSIG)."""
-    LIBC.prctl(1, signal.SIGTERM)
 
 
 @contextmanager
@@ -150,22 +143,12 @@ def free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
     for port in range(first, first + count):
-        while error := _taken(port):
+        while error := taken("127.0.0.1", port):
             if time.monotonic() > deadline:
                 raise TrtspecError(
                     f"port {port} is taken: {error}", f"pass `port` N, with {count} free ports from N on"
                 )
             time.sleep(1.0)
-
-
-def _taken(port: int) -> str | None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error.strerror or "in use"
-    return None
 
 
 def duration(seconds: float) -> str:

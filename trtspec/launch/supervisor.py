@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
+import psutil
 
 from trtspec.client.addresses import bearer
-from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
+from trtspec.client.client import RequestFailed, ask_once, first_model, generate_once, health, wait_ready
 from trtspec.errors import TrtspecError
 from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
-from trtspec.launch.server import LogPatterns, LogReader, ServerAddress, stranger
-from trtspec.report import announce
+from trtspec.launch.server import LogPatterns, ServerAddress, ServerLaunch
+from trtspec.report import announce, say, write_stderr
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
 LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
+TAIL_LINES = 400
+CHUNK = 65536  # characters: a longer line is passed on in chunks, so that memory stays bounded
+KEPT_LINE = 2000  # characters of a line that an error message may repeat
+PERCENT = re.compile(r"\b(\d{1,3})%")
+PERCENT_STEP = 10
 
 
 class ServerFailed(TrtspecError):
@@ -38,31 +45,6 @@ class ServerFailed(TrtspecError):
     def __init__(self, message: str, remedy: str, code: str, status: int = 1) -> None:
         super().__init__(message, remedy, code)
         self.exit_code = status
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds: until it must be ready, for the first generation, between a signal and SIGKILL, and between requests to
-    /health once it is ready (0: none). After `health_failures` looks in a row without an answer it counts as hung."""
-
-    startup: float = 7200.0
-    generation: float = 300.0
-    stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
-
-
-@dataclass(frozen=True)
-class ServerLaunch:
-    """One server to start. `env` is added to the environment. `own_statuses`: `argv` starts with a launcher such as
-    mpirun, whose status after a signal is its own."""
-
-    argv: list[str]
-    endpoint: ServerAddress
-    patterns: LogPatterns
-    env: dict[str, str] = field(default_factory=dict)
-    limits: Limits = Limits()
-    own_statuses: bool = False
 
 
 def run(launch: ServerLaunch) -> int:
@@ -124,7 +106,7 @@ def _adopting() -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
     """The server below its subreaper, in a session of its own: a Ctrl-C of the terminal comes to us alone."""
-    control, held = _pipe()
+    control, held = os.pipe()
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(REAPER), str(launch.limits.stop_grace), str(control)],
@@ -143,15 +125,6 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         os.close(held)  # ends the subreaper if it is still there
-
-
-def _pipe() -> tuple[int, int]:
-    """Both ends above the standard streams, which a child gets replaced: where stdin is closed, os.pipe() returns 0."""
-    ends = os.pipe()
-    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
-    for end in ends:
-        os.close(end)
-    return moved[0], moved[1]
 
 
 @contextlib.contextmanager
@@ -199,6 +172,28 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
         remedy = "look at the log above; lower the load, or drop `head` to tell them apart"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY")
     return True
+
+
+def stranger(endpoint: ServerAddress, root: int) -> str | None:
+    """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
+    tell and the model has the right name."""
+    with contextlib.suppress(psutil.Error, OSError):
+        found = (one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN)
+        listeners = {one.pid for one in found if one.laddr.port == endpoint.port}
+        ours = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
+        if endpoint.local and listeners & ours:
+            return None
+        # None: a process that may not be looked into, which can be one of ours
+        if endpoint.local and listeners and None not in listeners:
+            pid = min(pid for pid in listeners if pid)
+            return f"{psutil.Process(pid).name()} (process {pid})"
+    if not endpoint.model_names:
+        return None
+    try:
+        served = ask_once(endpoint.url, partial(first_model, timeout=10.0), headers=bearer(endpoint.api_key))["id"]
+    except RequestFailed:
+        return None  # a server that cannot say its model fails to generate too, and that says why
+    return None if served in endpoint.model_names else f"a server of the model {served!r}"
 
 
 def _failure(
@@ -281,3 +276,34 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
         raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status or 1)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
     raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status or 1)
+
+
+class LogReader(threading.Thread):
+    """Passes the log on to stderr, reports each phase and tenth of the loading, keeps the last lines in `tail`.
+
+    The pipe is emptied whatever becomes of stderr: a server that cannot write its log blocks.
+    """
+
+    def __init__(self, stream: Any, patterns: LogPatterns, started: float) -> None:
+        super().__init__(daemon=True)
+        self.stream, self.patterns, self.started = stream, patterns, started
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.reported: set[str] = set()
+
+    def run(self) -> None:
+        with self.stream:
+            while chunk := self.stream.readline(CHUNK):
+                self.tail.append(chunk.rstrip("\n")[:KEPT_LINE])
+                write_stderr(chunk)
+                self._report_phase(chunk[:KEPT_LINE])
+
+    def _report_phase(self, line: str) -> None:
+        now = self.patterns.phase(line)
+        if now is None:
+            return
+        percent = PERCENT.search(line)
+        if percent and 0 < int(percent[1]) < 100:
+            now = f"{now}, {int(percent[1]) // PERCENT_STEP * PERCENT_STEP} %"
+        if now not in self.reported:
+            self.reported.add(now)
+            say(f"trtspec: {now} ({time.monotonic() - self.started:.0f} s)")
