@@ -13,8 +13,8 @@ import threading
 import psutil
 
 from trtspec.client.client import health, wait_ready
-from trtspec.launch.server import LogPatterns, ServerAddress
-from trtspec.launch.supervisor import ServerLaunch, run
+from trtspec.launch.server import LogPatterns, ServerAddress, ServerLaunch
+from trtspec.launch.supervisor import run
 
 
 def main(target: str, config: str, cycles: int) -> None:
@@ -30,7 +30,8 @@ def main(target: str, config: str, cycles: int) -> None:
     for cycle in range(cycles):
         stopper = threading.Thread(target=stop, daemon=True)
         stopper.start()
-        run(ServerLaunch(words, ServerAddress("localhost", port), LogPatterns("trtllm-serve"), {"STANDIN_LOAD": "0"}))
+        patterns, env = LogPatterns("trtllm-serve"), {"STANDIN_LOAD": "0"}
+        run(ServerLaunch(argv=words, endpoint=ServerAddress("localhost", port), patterns=patterns, env=env))
         stopper.join()
         if cycle in (0, cycles - 1):
             own = psutil.Process()

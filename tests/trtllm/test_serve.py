@@ -331,18 +331,6 @@ def test_a_variable_that_the_mode_does_not_use_is_a_note() -> None:
     assert "1.4.0rc1" not in answer.stdout  # the shown command can be typed
 
 
-def test_variables_of_a_kubernetes_service_are_not_options() -> None:
-    """A Service called trtspec-serve sets these in every pod of its namespace."""
-    links = {
-        "TRTSPEC_SERVE_PORT": "tcp://10.0.0.1:8000", "TRTSPEC_SERVE_SERVICE_HOST": "10.0.0.1",
-        "TRTSPEC_SERVE_SERVICE_PORT": "8000", "TRTSPEC_SERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
-    }  # fmt: skip
-    answer = trtspec("serve", K25[0], "--dry-run", **links)
-    assert answer.status == 0 and "--port 8000 " in answer.stdout
-    (line,) = [line for line in answer.stderr.splitlines() if line.startswith("note:")]
-    assert all(name in line for name in links) and "Kubernetes" in line
-
-
 def test_every_option_has_a_variable() -> None:
     answer = dry(K25[0], TRTSPEC_SERVE_MAX_SEQ_LEN="4096", TRTSPEC_SERVE_PORT="8123", TRTSPEC_SERVE_TP_SIZE="8")
     words = " ".join(answer["argv"])

@@ -95,6 +95,11 @@ class EngineProgram:
             remedy = f"{self.home}, or try `trtspec serve --backend reference` on this machine"
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
+    def require(self) -> None:
+        """Raises MissingDependency where it is not installed."""
+        for problem in self.check():
+            raise MissingDependency(problem.message, problem.remedy)
+
 
 def mentioned(problem: Problem) -> Problem:
     """As a dry run tells it, which may be made on another machine than the launch."""
@@ -269,9 +274,8 @@ def launch(plan: ServerPlan) -> int:
     from trtspec.launch.supervisor import run
 
     listed = "\n".join(problem_lines(plan.problems))
-    missing = next((problem for problem in plan.problems if problem.code == "TS-SERVE-NO-ENGINE"), None)
-    if missing is not None:
-        raise MissingDependency(missing.message, missing.remedy)
+    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
+        plan.program.require()
     if has_errors(plan.problems):
         raise CheckFailed(f"not launched:\n{listed}")
     if listed:

@@ -315,15 +315,6 @@ def _beside(name: str) -> dict[str, Any]:
     return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=loader)
 
 
-def reports(version: Version, target: ModelSpec, head: HeadSpec) -> list[dict[str, Any]]:
-    """What users reported for exactly this release with such a model and head."""
-    return [
-        entry
-        for entry in releases()["reports"]
-        if (Version(entry["version"]), entry["family"], entry["attention"]) == (version, family(target), head.attention)
-    ]
-
-
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
     return releases()["dynamo"]["releases"]
@@ -360,8 +351,6 @@ class SpeculationMethod:
     length_required: bool = False
     capture: str | None = None
     capture_from_draft: bool = False
-    trees: tuple[str, ...] = field(default=())
-    width_is_tree: bool = False
     pytorch: bool = True
     own_cache: bool = False
     one_model: bool = False

@@ -23,12 +23,12 @@ from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules.engine import check_engine
 from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value
-from trtspec.trtllm.rules.model import check_machine, check_model
+from trtspec.trtllm.rules.model import check_model
 from trtspec.trtllm.rules.rows import check_rows
 from trtspec.trtllm.rules.speculation import check_speculation, check_traps
 from trtspec.trtllm.schema import Change, Schema, newest_known
 
-RULES = (check_speculation, check_model, check_engine, check_rows, check_machine, check_traps)
+RULES = (check_speculation, check_model, check_engine, check_rows, check_traps)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it

@@ -140,8 +140,9 @@ class Rule:
     one: {drop: path} or {write: {path: value}}.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
-    filled (written and not null), empty (written as null), a value, a list of values, {not: x}, {outside: [...]},
-    {above: n}, {below: n}. A setting that is not written has its default.
+    absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
+    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}. A setting that is not written has its default.
+    Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`: one release, as reported.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -158,15 +159,21 @@ class Rule:
     severity: Severity = "error"
     at: str | None = None
     fix: dict[str, Any] = field(default_factory=dict)
+    only: str | None = None
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What became possible, or was mended, in a release."""
+    """What became possible, or was mended, in a release. A file is refused with `code` before that where all of `when`
+    holds, as in a Rule; `otherwise` is what helps beside another release."""
 
     what: str
     since: Change
     source: str
+    when: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
+    at: str = ""
+    otherwise: str = ""
 
 
 Entries = dict[str, dict[str, dict[str, Any]]]
@@ -369,14 +376,14 @@ def _files() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def releases() -> dict[str, Any]:
-    """releases.yaml: gates, drivers, images and reports."""
+    """releases.yaml: gates, drivers and images."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(Path(__file__).with_name("releases.yaml").read_text(encoding="utf-8"), Loader=loader)
 
 
 @functools.cache
 def gates() -> dict[str, Gate]:
-    return {name: Gate(row["what"], _change(row["since"]), row["source"]) for name, row in releases()["gates"].items()}
+    return {name: Gate(**{**row, "since": _change(row["since"])}) for name, row in releases()["gates"].items()}
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 from trtspec.errors import Severity
 from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import kernel_refusal
-from trtspec.trtllm.deployment import Deployment, Finding, decoding_type, draft_length, finding_at, step_tokens
+from trtspec.trtllm.deployment import Deployment, Finding, draft_length, finding_at, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -24,7 +24,7 @@ def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding
     yield from _pool(document, deployment)
     yield from _cuda_graphs(document, deployment)
     yield from _moe(document, deployment)
-    yield from _transfer(document, deployment)
+    yield from _transfer_buffer(document, deployment)
     yield from _forced_acceptance(document, deployment)
     yield from _disk_cache(document, deployment)
 
@@ -46,12 +46,6 @@ def _double_settings(document: Document, deployment: Deployment) -> Iterator[Fin
         )
         fix = partial(delete_key, path=key)
         yield finding_at(document, "TS-LINT-SET-TWICE", severity, key, message, f"remove {key} from the file", fix)
-    nested = document.get("build_config")
-    if isinstance(nested, dict) and deployment.schema.behaviour("build_config").get("dropped"):
-        message = "build_config is dropped for the pytorch backend: its contents are silently lost"
-        yield finding_at(
-            document, "TS-LINT-NO-EFFECT", "error", "build_config", message, "move its keys to the top level"
-        )
 
 
 def _token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -131,22 +125,11 @@ def _cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding
 def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
     key, target = "moe_config.backend", deployment.target
     value = document.get(key, "AUTO")
-    if target is not None and target.quant.format.is_fp4 and value == "AUTO":
-        message = (
-            "AUTO takes the CUTLASS kernels for Kimi-K2, about three times slower per layer than TRTLLM at batch 1"
-        )
-        fix = partial(set_value if document.has(key) else add_key, path=key, value="TRTLLM")
-        remedy = "name it: `moe_config: {backend: TRTLLM}`"
-        yield finding_at(document, "TS-LINT-MOE-AUTO", "warning", key, message, remedy, fix)
     format = target.quant.format if target is not None else None
     refused = kernel_refusal(value, format, deployment.gpu) if isinstance(value, str) else None
     if refused is not None:
         known = "TRTLLM" if kernel_refusal("TRTLLM", format, deployment.gpu) is None else "CUTLASS"
         yield finding_at(document, "TS-LINT-MOE-KERNEL", "error", key, refused, f"write {known}")
-    combine = "moe_config.use_low_precision_moe_combine"
-    if target is not None and not target.quant.format.is_fp4 and document.get(combine) is True:
-        message = f"low-precision combine is for NVFP4 weights; these are {target.quant.format}"
-        yield finding_at(document, "TS-LINT-COMBINATION", "error", combine, message, f"remove {combine}")
     balancer = document.get("moe_config.load_balancer")
     slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
     experts = deployment.setting(document, "moe_expert_parallel_size")
@@ -167,17 +150,6 @@ def _moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
 def _absent(deployment: Deployment) -> Severity:
     """Of a path that is not here: certain where the engine runs here, not where the file is for a pod."""
     return "error" if deployment.here else "warning"
-
-
-def _transfer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key, backend = "cache_transceiver_config", document.get("cache_transceiver_config.backend")
-    yield from _transfer_buffer(document, deployment)
-    if backend and deployment.head is not None and decoding_type(document) is None:
-        message = "this looks like one side of a disaggregated server; both sides need the same speculative_config, "
-        message += "because the KV layout depends on it"
-        yield finding_at(
-            document, "TS-LINT-DISAGGREGATED-NO-HEAD", "error", key, message, "add speculative_config here too"
-        )
 
 
 def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:

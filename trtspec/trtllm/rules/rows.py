@@ -1,30 +1,64 @@
-"""The rules that schema files state as rows (`trtspec.trtllm.schema.Rule`), applied to a file."""
+"""The rules that are data, applied to a file and to what is known beside it: rows of the schema files
+(`trtspec.trtllm.schema.Rule`) and gates of releases.yaml."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from trtspec.trtllm.deployment import Deployment, Finding, Fix
+from packaging.version import Version
+
+from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, finding_at, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
-from trtspec.trtllm.schema import UNKNOWN, Rule
+from trtspec.trtllm.schema import UNKNOWN, Rule, gates
+
+
+def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
+    """What rows may ask beside settings; a fact that is not known is absent."""
+    target, head, method = deployment.target, deployment.head, method_of(document)
+    found: dict[str, Any] = {f"release.{name}": True for name in deployment.schema.behaviours}
+    found["command.known"] = deployment.options is not None
+    if deployment.gpu is not None:
+        found["gpu.major"] = int(deployment.gpu.partition(".")[0])
+    if method is not None:
+        found |= {"method.key": method.key, "method.one_model": method.one_model}
+    if target is not None:
+        found |= {"target.family": family(target), "target.remote_code": target.remote_code}
+        found["target.fp4"] = target.quant.format.is_fp4
+        found["target.plain_attention"] = any("self_attn" in item for item in target.quant.exclude)
+    if head is not None:
+        found |= {"head.attention": head.attention, "head.eagle": head.eagle, "head.layer_prefix": head.layer_prefix}
+        found["head.norm_before_residual"] = head.norm_before_residual
+    if head is not None and target is not None:
+        found["head.own_embedding"] = head.has_embed_tokens and head.target_hidden_size == head.hidden_size
+        found["head.pruned"] = head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
+    return found
 
 
 def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    schema = deployment.schema
+    schema, known = deployment.schema, facts(document, deployment)
+
+    def holds(conditions: Mapping[str, Any]) -> bool:
+        return all(_holds(document, deployment, known, path, wanted) for path, wanted in conditions.items())
+
     for rule in schema.rules.values():
         written = [path for path in rule.when if document.has(path) or path in deployment.argv]
         if any(schema.current(path) not in schema.fields for path in written):
             continue  # the key itself is refused
-        if not all(_holds(document, deployment, path, wanted) for path, wanted in rule.when.items()):
+        if rule.only is not None and Version(rule.only) != schema.version:
             continue
-        if rule.unless and all(_holds(document, deployment, path, wanted) for path, wanted in rule.unless.items()):
+        if not holds(rule.when) or (rule.unless and holds(rule.unless)):
             continue
-        key, message = rule.at or next(iter(rule.when)), f"{rule.message} ({rule.source})"
-        fix = _fix(document, rule)
-        at = document.line(key)
+        key = next(iter(rule.when)) if rule.at is None else rule.at
+        message, at, fix = f"{rule.message} ({rule.source})", document.line(key), _fix(document, rule)
         yield Finding(rule.code, rule.severity, key, message, rule.remedy, at, fix, beside=tuple(written))
+    for name, gate in gates().items():
+        if gate.when and not schema.has(name) and holds(gate.when):
+            message = f"TensorRT-LLM {deployment.version} is too old for this: {gate.what} ({gate.since.interval})"
+            yield finding_at(
+                document, gate.code, "error", gate.at, message, f"use {gate.since.by} or later{gate.otherwise}"
+            )
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:
@@ -35,15 +69,19 @@ def _fix(document: Document, rule: Rule) -> Fix | None:
     return None
 
 
-def _holds(document: Document, deployment: Deployment, path: str, wanted: Any) -> bool:
-    value = deployment.setting(document, path, _default(document, deployment, path))
-    if wanted in ("given", "filled", "empty"):
-        written = document.has(path) or path in deployment.argv
-        return written and (wanted == "given" or (value is None) == (wanted == "empty"))
+def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any], path: str, wanted: Any) -> bool:
+    written = document.has(path) or path in deployment.argv
+    value = known.get(path, deployment.setting(document, path, _default(document, deployment, path)))
+    if wanted in ("given", "absent"):
+        return written == (wanted == "given")
+    if wanted in ("filled", "empty"):
+        return written and (value is None) == (wanted == "empty")
     if wanted in ("set", "unset"):
         return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
+        if word == "written":
+            return written and _same(value, other)
         if word in ("above", "below"):
             return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
         return not any(_same(value, item) for item in (other if word == "outside" else [other]))

@@ -36,8 +36,6 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
     if method is not None:
         yield from _required(document, method)
         yield from _for_kimi(document, deployment, method)
-        yield from _trees(document, deployment, method)
-        yield from _two_models(document, deployment)
         yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
 
@@ -68,41 +66,6 @@ def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMet
     else:
         message = f"{method.name} with a Kimi: {why}"
         yield finding_at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
-
-
-def _trees(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    """Dynamic and static trees; in some releases a width alone switches a dynamic one on."""
-    tree, width = f"{SPEC}.use_dynamic_tree", f"{SPEC}.dynamic_tree_max_topK"
-    topk = document.get(width)
-    alone = method.width_is_tree and bool(deployment.schema.behaviour("width_makes_tree")) and isinstance(topk, int)
-    key = tree if document.get(tree) is True else width if alone else None
-    if not method.trees:
-        return
-    if key is None:
-        return
-    message = "dynamic trees are not supported for targets with latent attention, which every Kimi-K2 has"
-    yield finding_at(
-        document, "TS-LINT-DYNAMIC-TREE", "error", key, message, f"remove {key}", partial(delete_key, path=key)
-    )
-
-
-def _two_models(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    two = deployment.schema.behaviour("two_model")
-    key = f"{SPEC}.{two.get('key')}"
-    if document.get(key) is not False:
-        return
-    fix = partial(delete_key, path=key)
-    ignored = two.get("ignored")
-    if deployment.head is not None and deployment.head.attention == "mla":
-        message = "two-model mode has no class for an MLA head: `Unknown architecture for AutoModelForCausalLM`"
-        # which release was the first to ignore the key is not known
-        message += "; later releases ignore the key and use one model" if ignored is True else ""
-        severity: Severity = "warning" if ignored is True else "error"
-        yield finding_at(document, "TS-LINT-MLA-TWO-MODEL", severity, key, message, "remove eagle3_one_model", fix)
-        return
-    message = "two-model mode is deprecated, loses accuracy on long prompts in some releases and the overlap scheduler"
-    remedy = "remove eagle3_one_model: one model is the default"
-    yield finding_at(document, "TS-LINT-TWO-MODEL", "warning", key, message, remedy, fix)
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
@@ -180,8 +143,6 @@ def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]
     if separate_cache(document, deployment, method):
         yield from _prefix_reuse(document, deployment)
     yield from _guided(document, deployment)
-    yield from _requests(document, deployment, method)
-    yield from _pruned_head(document, deployment, method)
 
 
 def separate_cache(document: Document, deployment: Deployment, method: SpeculationMethod) -> bool:
@@ -241,33 +202,3 @@ def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[s
             asked = key if name == "refused" and not penalties else ()
             found[name] = tuple(dict.fromkeys([*found[name], *listed, *asked]))
     return found
-
-
-def _requests(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    """Requests that would end the engine: what is refused or ignored costs only its own caller, and check says it."""
-    if not method.one_model:
-        return
-    ends = deployment.schema.behaviour("requests_end_engine")
-    if ends:
-        listed = ", ".join(ends["parameters"])
-        message = f"under speculation a request that asks for {listed} ends the engine for everybody ({ends['source']})"
-        remedy = f"refuse such requests in front of the server, or use {ends['until']['by']} or later"
-        yield finding_at(document, "TS-LINT-REQUEST-ENDS-ENGINE", "info", SPEC, message, remedy)
-    rule = deployment.schema.behaviour("penalties_need_a_key")
-    if rule and document.get(rule["key"]) is False:
-        message = f"requests with {', '.join(rule['parameters'])} are refused while enable_penalty is off "
-        fix = partial(set_value, path=rule["key"], value=True)
-        message += f"({rule['source']})"
-        yield finding_at(document, "TS-LINT-PENALTIES-OFF", "info", rule["key"], message, "turn it on", fix)
-
-
-def _pruned_head(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    head, target = deployment.head, deployment.target
-    rule = deployment.schema.behaviour("pruned_mla_head")
-    if not rule or head is None or target is None or not method.reads_target or head.attention != "mla":
-        return
-    if head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size:
-        message = f"an MLA head of {head.draft_vocab_size:,} of {target.vocab_size:,} tokens: the engine's loader for "
-        message += f"such heads meets d2t and fails ({rule['source']})"
-        remedy = "train a head with the full vocabulary, or an MHA head"
-        yield finding_at(document, "TS-LINT-PRUNED-MLA-HEAD", "error", SPEC, message, remedy)

@@ -17,7 +17,7 @@ from packaging.version import Version
 from trtspec.checkpoint.hub import engine_name
 from trtspec.data_files import gpu_spec
 from trtspec.errors import Problem, UsageError
-from trtspec.launch.preflight import EngineProgram, InstalledGpu, check_visible, visible
+from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.specs import HeadSpec, ModelSpec
@@ -276,15 +276,13 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def check_hardware(
-    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, needed: int, environ: Mapping[str, str]
+    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, environ: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Driver and fit, on GPUs that could be read."""
     seen = visible(gpus, environ)
-    if not seen:
-        return
-    yield from check_visible(gpus, needed, environ)
-    yield from check_driver(seen[0].driver, deployment.schema.version)
-    if deployment.target is not None:
+    if seen:
+        yield from check_driver(seen[0].driver, deployment.schema.version)
+    if seen and deployment.target is not None:
         yield from check_fit(seen, deployment, document, deployment.target, deployment.head)
 
 

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from trtspec.launch.preflight import (
     read_gpus,
     remote_code_problem,
 )
-from trtspec.launch.server import ServerAddress
+from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.trtllm.build import compose
 from trtspec.trtllm.deployment import (
     Deployment,
@@ -121,13 +122,14 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
 
     problems += command.problems
     problems += [found.problem(file.path) for found in lint(file.document, deployment)]
-    problems += [found.problem(file.path) for found in check_tool_parser(deployment, command.argv)]
+    parser = next((value for flag, value in pairwise(command.argv) if flag == "--tool_parser"), None)
+    problems += [found.problem(file.path) for found in check_tool_parser(deployment, parser)]
     problems += _request_problems(options, target, head, command, file)
     needed = min(world, reach.gpus_per_node)
     problems += check_gpus(needed, gpus)
     if launching:
         models = [target.resolved, *([head.resolved] if head else [])]
-        problems += check_hardware(gpus or [], deployment, file.document, needed, os.environ)
+        problems += check_hardware(gpus or [], deployment, file.document, os.environ)
         problems += check_host(models, options.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.path)
     problems += [] if reach.contained else PROGRAM.check()
@@ -137,7 +139,7 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     names = model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,
-        patterns=PATTERNS,
+        patterns=LogPatterns.load(PATTERNS),
         argv=wrap(command.argv, env, reach, os.environ),
         env=env,
         config=file.document.value or {},
@@ -173,7 +175,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     version = engine_version() or "" if launching else ""
     return ServerPlan(
         program=PROGRAM,
-        patterns=PATTERNS,
+        patterns=LogPatterns.load(PATTERNS),
         argv=read.argv(options.startup_timeout, REQUEST_TIMEOUT),
         env=dict(ENVIRONMENT),
         config=Document.parse(read.text).value or {},
