@@ -10,6 +10,7 @@ Throughput settings follow what was published for Kimi-K2.5-NVFP4:
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.model import CAPTURE, expected_layers
 from trtspec.trtllm.rules.speculation import REJECTION, reuse_blinds_draft
-from trtspec.trtllm.schema import Schema, schema_for
+from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
@@ -259,11 +260,10 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
     return written
 
 
-REUSE = "kv_cache_config.enable_block_reuse"
 FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 BLOCK = "kv_cache_config.tokens_per_block"
 SPELLING = "the one spelling of Eagle3 that every version takes"
-WIDE = 8  # ranks: wider published recipes leave the cache less
+WIDE = 8  # ranks
 
 
 @dataclass(frozen=True)
@@ -276,14 +276,46 @@ class EngineSetting:
 
 
 def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[EngineSetting]:
-    """In the order in which they are written."""
+    """In the order in which they are written: speculation, then the rows of settings.yaml that hold."""
     found = _speculation(intent, schema, target, head) if head is not None and intent.head else []
-    found += [*_experts(intent, schema, target), *_graphs(intent), *_parallel(intent), *_cache(intent, schema)]
-    found += [*_transfer(intent, schema), *_streaming(intent)]
-    if intent.seq_len > intent.tokens and intent.role != "generation":
-        reason = "prompts longer than max_num_tokens are refused without it"
-        found.append(EngineSetting("enable_chunked_prefill", True, reason))
+    known, computed = _facts(intent, schema, target)
+    for row in _rows():
+        wanted = {name: value if isinstance(value, list) else [value] for name, value in row["when"].items()}
+        if all(known[name] in values for name, values in wanted.items()):
+            value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
+            reason = row["reason"].replace("{block}", str(computed["block"]))
+            if row["path"] not in {item.path for item in found}:
+                found.append(EngineSetting(row["path"], value, reason))
     return found
+
+
+@functools.cache
+def _rows() -> list[dict[str, Any]]:
+    return read_beside("settings.yaml")
+
+
+def _facts(intent: Intent, schema: Schema, target: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the rows of settings.yaml ask, and the values that they name with $."""
+    asked = [own.value for own in map(_own, intent.settings) if own.path == BLOCK and isinstance(own.value, int)]
+    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
+    buffer = -(-intent.seq_len // block) * block
+    known = {
+        "role": intent.role or "whole",
+        "goal": intent.goal,
+        "attention_dp": intent.attention_dp,
+        "head": intent.head is not None,
+        "wide": intent.tp_size > WIDE,
+        "trays": intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes,
+        "fp4": target.quant.format.is_fp4,
+        "cutedsl": bool(schema.agreed(lambda one: one.has("cutedsl_experts"))),
+        "blind": any(reuse_blinds_draft(one) for one in schema.possibilities),
+        "rounded": buffer > intent.seq_len,
+        "long": intent.seq_len > intent.tokens,
+    }
+    backend = schema.behaviour("kv_transfer_default")["backend"]
+    fraction = ATTENTION_DP_KV_FRACTION
+    return known, {"batch": intent.batch, "block": block, "buffer": buffer, "transfer_backend": backend,
+                   "attention_dp_fraction": fraction}  # fmt: skip
 
 
 def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[EngineSetting]:
@@ -306,107 +338,3 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
         reason = "else temperature is ignored; no effect on releases that fixed it"
         found.append(EngineSetting(key, True, reason))
     return found
-
-
-def _experts(intent: Intent, schema: Schema, target: ModelSpec) -> list[EngineSetting]:
-    """Named, because AUTO takes CUTLASS. CUTEDSL with attention DP was published without a head only."""
-    if not target.quant.format.is_fp4:
-        return []
-    key = "moe_config.backend"
-    tried = schema.agreed(lambda one: one.has("cutedsl_experts"))
-    if intent.attention_dp and intent.head is None and tried:
-        reason = "with attention DP the kernels of InferenceX's B200 sweep (without speculation); AUTO takes CUTLASS"
-        return [EngineSetting(key, "CUTEDSL", reason)]
-    reason = "AUTO takes CUTLASS for Kimi-K2, about 3x slower per layer at batch 1 on B200"
-    return [EngineSetting(key, "TRTLLM", reason)]
-
-
-def _graphs(intent: Intent) -> list[EngineSetting]:
-    if intent.role == "context":
-        return [
-            EngineSetting("cuda_graph_config", None, "a prefill server has no step of a fixed size to record"),
-            EngineSetting(
-                "disable_overlap_scheduler", True, "nothing overlaps with a request that ends at its first token"
-            ),
-        ]
-    return [
-        EngineSetting(
-            "cuda_graph_config.enable_padding", True, "a batch between two graph sizes still runs as a graph"
-        ),
-        EngineSetting(
-            "cuda_graph_config.max_batch_size", intent.batch, "graphs reach the largest batch, and no further"
-        ),
-    ]
-
-
-def _parallel(intent: Intent) -> list[EngineSetting]:
-    found = []
-    if intent.attention_dp:
-        reason = "each rank caches its own requests; tensor parallel copies the latent KV to all"
-        found.append(EngineSetting("enable_attention_dp", True, reason))
-    if intent.nodes > 1 and intent.gpu and gpu_spec(intent.gpu).nvlink_joins_nodes:
-        reason = "the ranks of several trays share one NVLink domain; AUTO may take the network between nodes"
-        found.append(EngineSetting("allreduce_strategy", "MNNVL", reason))
-    return found
-
-
-def _cache(intent: Intent, schema: Schema) -> list[EngineSetting]:
-    found = []
-    blind = any(reuse_blinds_draft(one) for one in schema.possibilities)
-    if intent.role == "generation":
-        reason = "its caches arrive from the prefill servers, where prefixes are shared"
-        found.append(EngineSetting(REUSE, False, reason))
-    elif intent.head and not intent.attention_dp and intent.role is None and blind:
-        reason = (
-            "a reused prefix is hidden from the draft, and acceptance collapses (TensorRT-LLM#17548, #18280); costs "
-        )
-        reason += "the prefill of repeated prefixes, so turn it on where those outweigh drafts"
-        found.append(EngineSetting(REUSE, False, reason))
-    fraction = _fraction(intent)
-    return [*found, *([EngineSetting(FRACTION, *fraction)] if fraction else [])]
-
-
-def _fraction(intent: Intent) -> tuple[float, str] | None:
-    """Share of the memory left after the weights that the cache gets, and why; None keeps the engine's 0.9."""
-    sweep = "as InferenceX's B200 sweep, measured without speculation"
-    if intent.role == "context":
-        if intent.attention_dp and intent.head is None:
-            return 0.9, sweep
-        return 0.6, "a prompt's activations need room beside the cache, which a prefill server hands on at once"
-    if intent.role == "generation" and intent.tp_size <= WIDE:
-        if intent.head is None:
-            return (0.92 if intent.attention_dp else 0.9), sweep
-        if intent.attention_dp:
-            return 0.9, "as NVIDIA's GB200 recipe of Kimi-K2.5 with Eagle3 on 8 ranks"
-    if intent.role == "generation" and not intent.attention_dp:
-        return 0.85, "of what is free after the weights; arriving caches are staged beside it"
-    if intent.attention_dp:
-        return ATTENTION_DP_KV_FRACTION, "of what is free after the weights; attention DP and expert exchange need room"
-    return None
-
-
-def _transfer(intent: Intent, schema: Schema) -> list[EngineSetting]:
-    if intent.role not in ("context", "generation"):
-        return []
-    key = "cache_transceiver_config"
-    default = schema.behaviour("kv_transfer_default")
-    asked = [own.value for own in map(_own, intent.settings) if own.path == BLOCK and isinstance(own.value, int)]
-    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
-    buffer = -(-intent.seq_len // block) * block
-    longest = "the longest request, so that its cache goes over whole"
-    longest += f"; in blocks of {block}" if buffer > intent.seq_len else ""
-    reason = "hands caches over between the servers; the same on both sides"
-    return [
-        EngineSetting(f"{key}.backend", default["backend"], reason),
-        EngineSetting(f"{key}.max_tokens_in_buffer", buffer, longest),
-    ]
-
-
-def _streaming(intent: Intent) -> list[EngineSetting]:
-    """Published for generation servers only, at every concurrency from 4 to 2151."""
-    if intent.role != "generation" or intent.goal != "throughput":
-        return []
-    return [
-        EngineSetting("stream_interval", 100, "fewer, larger pieces: a stream gets 100 tokens at a time"),
-        EngineSetting("num_postprocess_workers", 4, "detokenization keeps up with full batches"),
-    ]

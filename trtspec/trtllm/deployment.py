@@ -13,10 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import HUB_ID, findable, load_head, load_target, similar_ids
@@ -25,7 +23,7 @@ from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Option, Schema, newest_known, releases, schema_for
+from trtspec.trtllm.schema import Option, Schema, newest_known, read_beside, releases, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -310,11 +308,6 @@ def finding_at(
     return Finding(code, severity, key, message, remedy, document.line(key), fix)
 
 
-def _beside(name: str) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=loader)
-
-
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
     return releases()["dynamo"]["releases"]
@@ -373,7 +366,7 @@ class SpeculationMethod:
 @functools.cache
 def methods() -> dict[str, SpeculationMethod]:
     found: dict[str, SpeculationMethod] = {}
-    for key, row in _beside("speculation.yaml")["methods"].items():
+    for key, row in read_beside("speculation.yaml")["methods"].items():
         columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         found[key] = SpeculationMethod(key, **columns)
     return found

@@ -30,6 +30,7 @@ T = TypeVar("T")
 SCHEMAS = Path(__file__).parent / "schemas"
 PARSED = SCHEMAS / "__pycache__" / "lines.json"
 LINES = tuple(sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version))  # oldest first
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 UNKNOWN = object()  # a default that no source states
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
@@ -363,8 +364,7 @@ def _files() -> dict[str, dict[str, Any]]:
         pass
     from pydantic import TypeAdapter
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=loader) for line, path in files.items()}
+    lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) for line, path in files.items()}
     for data in lines.values():
         TypeAdapter(dict[str, Rule | None]).validate_python(data.get("rules", {}))
     if not sys.dont_write_bytecode:
@@ -377,8 +377,12 @@ def _files() -> dict[str, dict[str, Any]]:
 @functools.cache
 def releases() -> dict[str, Any]:
     """releases.yaml: gates, drivers and images."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(Path(__file__).with_name("releases.yaml").read_text(encoding="utf-8"), Loader=loader)
+    return read_beside("releases.yaml")
+
+
+def read_beside(name: str) -> Any:
+    """A data file of this directory."""
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=LOADER)
 
 
 @functools.cache

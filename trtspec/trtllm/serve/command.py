@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from trtspec.checkpoint.hub import engine_name
 from trtspec.data_files import gpu_spec
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
@@ -29,13 +29,6 @@ from trtspec.trtllm.rules.model import right_parser
 from trtspec.trtllm.schema import Schema
 
 CONFIG_NAME = "extra-llm-api-config.yml"
-SIZE_OPTIONS = (
-    ("max_batch_size", "--max_batch_size"),
-    ("max_num_tokens", "--max_num_tokens"),
-    ("max_seq_len", "--max_seq_len"),
-    ("tensor_parallel_size", "--tp_size"),
-    ("moe_expert_parallel_size", "--ep_size"),
-)
 
 
 @dataclass
@@ -69,51 +62,36 @@ def build_command(
     """Sizes that were not given go to argv only where the file does not have them."""
     options, problems = parse_passed(schema, given.passed)
     chosen = {item.option.name for item in options}
+
+    def decided(name: str) -> bool:
+        return name in chosen or document.has(name)
+
     argv = ["trtllm-serve", engine_name(intent.target), "--host", given.host, "--port", str(given.port)]
-    argv += [] if "backend" in chosen or document.has("backend") else ["--backend", "pytorch"]
+    argv += [] if decided("backend") else ["--backend", "pytorch"]
     settings: dict[str, Any] = {}
-    wanted = {
-        "max_batch_size": intent.batch,
-        "max_num_tokens": intent.tokens,
-        "max_seq_len": intent.seq_len,
-        "tensor_parallel_size": intent.tp_size,
-        "moe_expert_parallel_size": intent.ep_size,
-    }
-    for key, flag in SIZE_OPTIONS:
-        value = given.sizes.get(key, wanted[key])
-        if value is None or key in chosen or (key not in given.sizes and document.has(key)):
+    for key, value in {**intent.settings_in_argv(), **given.sizes}.items():
+        if key in chosen or (key not in given.sizes and document.has(key)):
             continue
         settings[key] = value
-        argv += [flag, str(value)]
-    argv += _kimi_options(intent, target, schema, document, chosen, settings)
+        flag = min(schema.options[key].flags, key=len)
+        argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
+    # what a Kimi needs beyond the model card's command, as far as the version is known to take it
+    parser = right_parser(target, intent.published_as)
+    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.has("kimi_k25_parser")))
+    if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided("reasoning_parser"):
+        argv += ["--reasoning_parser", parser]
+        settings["reasoning_parser"] = parser
+    if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
+        argv += ["--tool_parser", "kimi_k2"]
+    silenced = "telemetry" in chosen or document.has("telemetry_config.disabled")
+    if schema.agreed(lambda one: "telemetry" in one.options) and not silenced:
+        argv.append("--no-telemetry")
     for item in options:
         argv += [item.flag] if item.option.is_flag else [item.flag, str(item.value)]
         if item.option.key:
             settings[item.option.key] = item.value
     argv += ["--extra_llm_api_options", given.config_path]
     return Command(argv, settings, problems)
-
-
-def _kimi_options(
-    intent: Intent, target: ModelSpec, schema: Schema, document: Document, given: set[str], settings: dict[str, Any]
-) -> list[str]:
-    """What a Kimi server needs beyond the model card's command, as far as the version is known to take it."""
-    words: list[str] = []
-    if intent.trust_remote_code and "trust_remote_code" not in given and not document.has("trust_remote_code"):
-        words.append("--trust_remote_code")
-        settings["trust_remote_code"] = True
-    parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.has("kimi_k25_parser")))
-    decided = "reasoning_parser" in given or document.has("reasoning_parser")
-    if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided:
-        words += ["--reasoning_parser", parser]
-        settings["reasoning_parser"] = parser
-    if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in given:
-        words += ["--tool_parser", "kimi_k2"]
-    certain = schema.agreed(lambda one: "telemetry" in one.options)
-    if certain and "telemetry" not in given and not document.has("telemetry_config.disabled"):
-        words.append("--no-telemetry")
-    return words
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:
@@ -185,9 +163,10 @@ def lws_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_cluster(
-    cluster: Cluster, argv: list[str], world: int, environ: Mapping[str, str], launching: bool
+    cluster: Cluster, argv: list[str], world: int, ours: bool, environ: Mapping[str, str], launching: bool
 ) -> Iterator[Problem]:
-    """`world`: ranks that the engine's parallel sizes multiply to. A dry run elsewhere only mentions the machine."""
+    """`world`: ranks that the engine's parallel sizes multiply to. `ours`: the configuration is written for this start,
+    into a directory of this node. A dry run elsewhere only mentions the machine."""
     if cluster.ranks != world:
         message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} ranks; the engine's "
         message += f"parallel sizes make {world}"
@@ -201,17 +180,13 @@ def check_cluster(
         if SPLIT_BY_WRAPPER & set(word):
             message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
             yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message, "put the setting into the YAML")
-    severity = "error" if launching else "warning"
+    severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing(cluster, environ):
-        yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)  # type: ignore[arg-type]
-
-
-def check_file(cluster: Cluster, ours: bool, launching: bool) -> Iterator[Problem]:
-    """`ours`: the configuration is written for this start, into a directory of this node."""
-    if cluster.launcher != "direct" and ours:
+        yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
+    if ours:
         message = "a configuration written for this start lies on this node alone"
         remedy = "write it with `trtspec build-config` where every node sees it, and pass `config`"
-        yield Problem("TS-SERVE-LAUNCHER", "error" if launching else "warning", "`config`", message, remedy)
+        yield Problem("TS-SERVE-LAUNCHER", severity, "`config`", message, remedy)
 
 
 def _missing(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

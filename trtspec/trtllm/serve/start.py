@@ -6,7 +6,6 @@ what they planned.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -56,7 +55,6 @@ from trtspec.trtllm.serve.command import (
     build_command,
     check_cluster,
     check_environment,
-    check_file,
     check_hardware,
     engine_version,
     environment,
@@ -81,31 +79,17 @@ ROLES = {"context_servers": "context", "generation_servers": "generation"}
 ADDRESS = re.compile(r"[A-Za-z0-9_.-]+:(\d{1,5})|\[[0-9A-Fa-f:]+\]:(\d{1,5})")
 
 
-@dataclass(frozen=True)
-class _File:
-    """The configuration of a start: the user's, or the one written for it. `written_for` is what build-config says on
-    its first line; None for a file by hand."""
-
-    path: str
-    text: str
-    written_for: Intent | None
-    ours: bool
-
-    @functools.cached_property
-    def document(self) -> Document:
-        return Document.parse(self.text)
-
-
 def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
     everything else is a problem of the plan. `replay` is this command as words, for a job script."""
     target = load_target(options.target)
     given = _user_file(options)
+    written = parse_intent(given.text) if given is not None else None
     head = _head(options, given, launching)
     reach = Cluster(options.launcher, args=_launcher_args(options))
-    version, problems = _version(options, given, launching and not reach.contained)
-    intent = _intent(options, given, version[0], target)
-    file = given or _File(CONFIG_NAME, compose(intent, target.spec, head.spec if head else None), None, True)
+    version, problems = _version(options, given, written, launching and not reach.contained)
+    intent = _intent(options, given, written, version[0], target)
+    file = given or Document.parse(compose(intent, target.spec, head.spec if head else None), CONFIG_NAME)
 
     role = options.role or intent.role
     command = _command(options, intent, target, file, role)
@@ -116,25 +100,24 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
         argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
         here=not reach.contained,
     )  # fmt: skip
-    world = _ranks(deployment, file.document)
+    world = _ranks(deployment, file)
     nodes = options.nodes or intent.nodes
     reach = replace(reach, nodes=nodes, gpus_per_node=options.gpus_per_node or -(-world // nodes))
 
     problems += command.problems
-    problems += [found.problem(file.path) for found in lint(file.document, deployment)]
+    problems += [found.problem(file.name) for found in lint(file, deployment)]
     parser = next((value for flag, value in pairwise(command.argv) if flag == "--tool_parser"), None)
-    problems += [found.problem(file.path) for found in check_tool_parser(deployment, parser)]
+    problems += [found.problem(file.name) for found in check_tool_parser(deployment, parser)]
     problems += _request_problems(options, target, head, command, file)
     needed = min(world, reach.gpus_per_node)
     problems += check_gpus(needed, gpus)
     if launching:
         models = [target.resolved, *([head.resolved] if head else [])]
-        problems += check_hardware(gpus or [], deployment, file.document, os.environ)
+        problems += check_hardware(gpus or [], deployment, file, os.environ)
         problems += check_host(models, options.host, target.spec.remote_code, os.environ)
-        problems += [] if reach.contained else engine_problems(file.text, file.path)
+        problems += [] if reach.contained else engine_problems(file.text, file.name)
     problems += [] if reach.contained else PROGRAM.check()
-    problems += check_cluster(reach, command.argv, world, os.environ, launching)
-    problems += check_file(reach, file.ours, launching)
+    problems += check_cluster(reach, command.argv, world, given is None, os.environ, launching)
     env = {**ENVIRONMENT, **environment(reach, os.environ)}
     names = model_names(options.target, options.served_model_name)
     return ServerPlan(
@@ -142,10 +125,10 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
         patterns=LogPatterns.load(PATTERNS),
         argv=wrap(command.argv, env, reach, os.environ),
         env=env,
-        config=file.document.value or {},
+        config=file.value or {},
         config_text=file.text,
-        config_path=file.path,
-        writes_config=file.ours,
+        config_path=file.name,
+        writes_config=given is None,
         problems=problems if launching else [mentioned(problem) for problem in problems],
         version=version,
         endpoint=ServerAddress(
@@ -188,7 +171,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
 
-def _user_file(options: ServeOptions) -> _File | None:
+def _user_file(options: ServeOptions) -> Document | None:
     """The file of --config. Raises UsageError where it cannot be read, is a front's, or already says what an option
     would decide."""
     path = options.config
@@ -202,7 +185,7 @@ def _user_file(options: ServeOptions) -> _File | None:
         raise UsageError(f"{path} is the file of a front", f"pass it as `disaggregated` {path}")
     if written is not None and options.goal is not None:
         raise UsageError(f"`goal` is not used with `config`: {path} decides it", "change the file, or leave it out")
-    return _File(str(path), text, written, False)
+    return Document.parse(text, str(path))
 
 
 def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
@@ -213,12 +196,12 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
         raise UsageError(message, "quote it as for a shell") from None
 
 
-def _head(options: ServeOptions, file: _File | None, launching: bool) -> Head | None:
+def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head | None:
     """The head that was given, else the one that the file names, where that can be looked at here. Before a launch its
     weights are looked at too, not only its headers."""
-    named = head_in(file.document) if file is not None else None
-    if options.head and file is not None and named is None and not file.document.error:
-        message = f"`head` is not used with `config`: {file.path} has no speculative_config that names a head"
+    named = head_in(file) if file is not None else None
+    if options.head and file is not None and named is None and not file.error:
+        message = f"`head` is not used with `config`: {file.name} has no speculative_config that names a head"
         raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
     if options.head:
         return load_head(options.head, values=launching)
@@ -226,7 +209,7 @@ def _head(options: ServeOptions, file: _File | None, launching: bool) -> Head | 
 
 
 def _version(
-    options: ServeOptions, file: _File | None, installed_counts: bool
+    options: ServeOptions, file: Document | None, written: Intent | None, installed_counts: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
     the one that is installed here."""
@@ -236,9 +219,8 @@ def _version(
     if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
         message = f"TensorRT-LLM {installed} is installed and would run; `trtllm_version` says {asked}"
         problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "`trtllm_version`", message, "leave the option out"))
-    written = file.written_for if file is not None else None
     if asked is None and installed is None and written is not None:
-        version, reason = written.version, f"the version {file.path if file else ''} was written for"
+        version, reason = written.version, f"the version {file.name if file else ''} was written for"
     else:
         version, reason = choose_version(asked or installed)
     if installed_counts and asked is None and installed is None:
@@ -247,17 +229,18 @@ def _version(
             Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass `trtllm_version`")
         )
     if written is not None and file is not None and written.version != version:
-        message = f"{file.path} was written for TensorRT-LLM {written.version} and is judged for {version}"
-        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.path, message, "write it again"))
+        message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
+        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message, "write it again"))
     return (version, reason), problems
 
 
-def _intent(options: ServeOptions, file: _File | None, version: str, target: Target) -> Intent:
+def _intent(
+    options: ServeOptions, file: Document | None, written: Intent | None, version: str, target: Target
+) -> Intent:
     """What was given, over what the file's first line says, over the goal's defaults."""
-    written = file.written_for if file is not None else None
     base = written or Intent(target=options.target, version=version)
     given: dict[str, Any] = {key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None}
-    named = options.head or (head_in(file.document) if file is not None else None)
+    named = options.head or (head_in(file) if file is not None else None)
     trusted = options.trust_remote_code or base.trust_remote_code
     intent = replace(base, target=options.target, version=version, head=named, trust_remote_code=trusted, **given)
     return intent.fitted(target.spec.max_position_embeddings)
@@ -284,18 +267,18 @@ def _refuse_own(options: ServeOptions, schema: Schema) -> None:
             raise UsageError(f"{item.flag} is given before -- and after it", "give it once")
 
 
-def _command(options: ServeOptions, intent: Intent, target: Target, file: _File, role: str | None) -> Command:
+def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
     schema = schema_for(intent.version)
     _refuse_own(options, schema)
     passed = list(options.passed)
     passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    given = Given(options.host, options.port, file.path, _sizes(options), passed)
-    return build_command(intent, target.spec, schema, file.document, given)
+    given = Given(options.host, options.port, file.name, _sizes(options), passed)
+    return build_command(intent, target.spec, schema, file, given)
 
 
 def _request_problems(
-    options: ServeOptions, target: Target, head: Head | None, command: Command, file: _File
+    options: ServeOptions, target: Target, head: Head | None, command: Command, file: Document
 ) -> Iterator[Problem]:
     """Environment, port, files and remote code."""
     yield from check_environment(os.environ)
@@ -303,7 +286,7 @@ def _request_problems(
     models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
     for resolved in models:
         yield from check_files(resolved, os.environ)
-    trusted = "--trust_remote_code" in command.argv or file.document.get("trust_remote_code") is True
+    trusted = "--trust_remote_code" in command.argv or file.get("trust_remote_code") is True
     if target.spec.remote_code and not trusted:
         yield remote_code_problem(target.resolved)
 
