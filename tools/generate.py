@@ -281,6 +281,18 @@ def chart_values() -> str:
     return "\n".join(lines) + "\n"
 
 
+def engine_keys() -> str:
+    """Every key of an engine file in any known release, and whether those below it are known too, for the chart."""
+    from trtspec.trtllm.schema import LINES, entries_of
+
+    fields: dict[str, Any] = {}
+    for line in LINES:
+        fields |= entries_of(line)["fields"]
+    parents = {path.rpartition(".")[0] for path in fields}
+    known = {path: path in parents and not field.get("open", False) for path, field in sorted(fields.items())}
+    return json_text(known).replace(", ", ",\n") + "\n"
+
+
 def value_rows(definitions: dict[str, Any], name: str, part: dict[str, Any], default: Any) -> list[str]:
     """One row, and one for each value below it."""
     below = {**definitions.get(part.get("$ref", "").rpartition("/")[2], {}), **part}.get("properties", {})
@@ -327,7 +339,8 @@ def main() -> None:
         "chart-values.md": chart_values(),
     }
     wanted_texts = {DOCS / name: NOTE + text for name, text in documents.items()}
-    for path, wanted in (wanted_texts | {PACKAGE / "__init__.pyi": stub()}).items():
+    others = {PACKAGE / "__init__.pyi": stub(), CHART / "engine-keys.json": engine_keys()}
+    for path, wanted in (wanted_texts | others).items():
         stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
         if stale and check:
             complaints.append(f"{path.relative_to(ROOT)} is not up to date: run `python tools/generate.py`")

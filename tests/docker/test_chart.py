@@ -318,6 +318,14 @@ BAD = [
     (LATENCY, "engineConfig", "max_batch_size: 8\n", "does not begin with the line"),
     (LATENCY, "engineConfig", "", "does not begin with the line"),
     (LATENCY, "engineConfig+", "a: [\n", "engineConfig is not YAML"),
+    (
+        LATENCY,
+        "engineConfig+",
+        "max_batch_sise: 8\n",
+        "engineConfig has the key max_batch_sise, which no known release",
+    ),
+    (LATENCY, "podLabels", {"app.kubernetes.io/name": "x"}, "podLabels has app.kubernetes.io/name"),
+    (LATENCY, "extraObjects", [{"kind": "ConfigMap"}], "extraObjects"),
     (LATENCY, "hfToken", "hf_abcdef", "hfToken"),
     (LATENCY, "hfToken.token", "hf_abcdef", "hfToken"),
     (LATENCY, "cache.size", "500Gi", "cache.size 500Gi does not hold the 556 GiB of the checkpoints"),
@@ -377,6 +385,32 @@ def test_bad_values_are_refused_with_the_reason(base: str, key: str, value: Any,
     with pytest.raises(helm_python.HelmError) as refused:
         chart().render(values, name="kimi", namespace="serving")
     assert says in str(refused.value).replace(".", "/") or says in str(refused.value)
+
+
+def test_a_misspelt_key_of_the_engine_file_does_not_render() -> None:
+    values = load(HERE / "values" / f"{LATENCY}.yaml")
+    assert "  max_draft_len:" in values["engineConfig"]
+    values["engineConfig"] = values["engineConfig"].replace("  max_draft_len:", "  max_draft_lenn:")
+    with pytest.raises(helm_python.HelmError, match=r"the key speculative_config.max_draft_lenn, which"):
+        chart().render(values, name="kimi", namespace="serving")
+
+
+def test_labels_limits_secrets_and_own_objects_reach_the_cluster() -> None:
+    values = load(HERE / "values" / "disaggregated.yaml")
+    own = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-own"}}
+    secret, variable = [{"secretRef": {"name": "keys"}}], {"name": "KEY", "value": "x"}
+    values |= {"podLabels": {"team": "kimi"}, "extraObjects": [own], "server": {"envFrom": secret, "env": [variable]}}
+    values["resources"] = {"limits": {"cpu": "32", "memory": "1500Gi"}}
+    found = objects(values)
+    for item in found:
+        if custom_schema(item["kind"]) is None:
+            validate(json.dumps(item, sort_keys=True), KUBERNETES[-1])
+    templates = [item["spec"]["template"] for item in found if item["kind"] in ("Deployment", "StatefulSet")]
+    assert len(templates) == 3 and all(one["metadata"]["labels"]["team"] == "kimi" for one in templates)
+    servers = [c for one in templates for c in one["spec"]["containers"] if c["name"] == "server"]
+    assert all(one["envFrom"] == secret and variable in one["env"] for one in servers) and len(servers) == 2
+    assert all({("cpu", "32"), ("memory", "1500Gi")} < set(one["resources"]["limits"].items()) for one in servers)
+    assert "kimi-own" in [item["metadata"]["name"] for item in found if item["kind"] == "ConfigMap"]
 
 
 def test_values_without_a_recipe_are_refused() -> None:

@@ -345,13 +345,13 @@ def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
     assert launched.returncode == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
 
 
-def test_a_container_brings_the_engine(tmp_path: Path) -> None:
+def test_a_container_brings_the_engine(tmp_path: Path, free_port: int) -> None:
     """On the node that submits there is no trtllm-serve, and the launch goes through to srun."""
     file, srun = tmp_path / "c.yml", tmp_path / "srun"
     file.write_text("print_iter_log: true\n")
     srun.write_text('#!/bin/sh\necho "srun got $*"\nexit 9\n')
     srun.chmod(0o755)
-    words = [K25[0], *WORLD, "--config", str(file), "--launcher", "slurm", "--nodes", "2"]
+    words = [K25[0], *WORLD, "--port", str(free_port), "--config", str(file), "--launcher", "slurm", "--nodes", "2"]
     inside = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "PATH": f"{tmp_path}:/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
     here = process("serve", *words, **inside)
     assert here.returncode == 4 and "trtllm-serve is not on PATH" in here.stderr

@@ -28,6 +28,11 @@
 {{- fail "server.env has TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS, which accepts drafts unseen: the text is corrupt" -}}
 {{- end -}}
 {{- end -}}
+{{- range $label := keys $v.podLabels | sortAlpha -}}
+{{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "helm.sh/" $label) -}}
+{{- fail (printf "podLabels has %s, which the chart sets" $label) -}}
+{{- end -}}
+{{- end -}}
 {{- include "trtspec.checkCache" (dict "root" . "pods" $pods) -}}
 {{- include "trtspec.checkQuantize" . -}}
 {{- if and $v.autoscaling.enabled (not $v.autoscaling.metric) -}}
@@ -57,6 +62,7 @@
 {{- $words := splitList " " $first -}}
 {{- $config := fromYaml .spec.engineConfig -}}
 {{- if hasKey $config "Error" -}}{{- fail (printf "%s is not YAML (%s): %s" $key $config.Error $again) -}}{{- end -}}
+{{- include "trtspec.checkKeys" (dict "known" (.root.Files.Get "engine-keys.json" | fromJson) "where" $key "above" "" "values" $config) -}}
 {{- if not (regexMatch "^# TensorRT-LLM [^ ]+: trtspec build-config " $first) -}}
 {{- fail (printf "%s does not begin with the line that says for which version and model it was written: %s" $key $again) -}}
 {{- end -}}
@@ -84,6 +90,20 @@
 {{- end -}}
 {{- if and (or $v.metrics.serviceMonitor.enabled $v.metrics.podMonitor.enabled) (not (eq (toString (get $config "return_perf_metrics")) "true")) -}}
 {{- fail "metrics need the engine's Prometheus endpoint: build-config --set return_perf_metrics=true" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A key that no release of TensorRT-LLM has would stop the engine after the download. `known`: whether the keys below a
+     key are known too. Arguments: known, where, above, values. */}}
+{{- define "trtspec.checkKeys" -}}
+{{- range $name, $value := .values -}}
+{{- $path := printf "%s%s" $.above $name -}}
+{{- if not (hasKey $.known $path) -}}
+{{- fail (printf "%s has the key %s, which no known release of TensorRT-LLM has: run `trtspec lint` on the values" $.where $path) -}}
+{{- end -}}
+{{- if and (get $.known $path) (kindIs "map" $value) -}}
+{{- include "trtspec.checkKeys" (dict "known" $.known "where" $.where "above" (printf "%s." $path) "values" $value) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -7,6 +7,7 @@ metadata:
     {{- include "trtspec.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .part }}
     {{- with include "trtspec.claimLabel" $root }}{{ . | nindent 4 }}{{ end }}
+    {{- with $v.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
     # of this part alone: another part that changes or scales restarts nothing here
     checksum/config: {{ toYaml (list .spec.engineConfig .script ($root.Files.Glob "scripts/*").AsConfig) | sha256sum }}
@@ -48,6 +49,9 @@ spec:
         - {name: TRTSPEC_SSH_PORT, value: {{ $v.ssh.port | quote }}}
         {{- end }}
         {{- with $v.server.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- with $v.server.envFrom }}
+      envFrom: {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- if ne .script "worker.sh" }}
       ports:
         - {name: http, containerPort: 8000}
@@ -57,7 +61,7 @@ spec:
       {{- with $v.rdma.resource }}{{ $_ := set $devices . ($v.rdma.count | toString) }}{{ end }}
       resources:
         requests: {{- merge (dict "cpu" ($v.resources.cpu | toString) "memory" $v.resources.memory) $devices | toYaml | nindent 10 }}
-        limits: {{- toYaml $devices | nindent 10 }}
+        limits: {{- merge (deepCopy $v.resources.limits) $devices | toYaml | nindent 10 }}
         {{- with $claims }}
         claims:
           {{- range . }}
