@@ -1,6 +1,6 @@
 # The reference backend on a CPU, with kimi-nano in it: for trying and for continuous integration.
 #   docker build -f docker/cpu.Dockerfile -t trtspec:cpu .
-# BASE by digest: python3 docker/pin_bases.py prints the argument.
+# BASE by digest: docker buildx imagetools inspect docker.io/library/python:3.11.13-slim-bookworm prints it.
 ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build

@@ -1,6 +1,6 @@
 # Quantization, calibration and head training: ModelOpt, whose pins clash with the engine's, in an image of its own.
 #   docker build -f docker/quantize.Dockerfile -t trtspec:quantize .
-# BASE by digest: python3 docker/pin_bases.py prints the argument.
+# BASE by digest: docker buildx imagetools inspect docker.io/library/python:3.11.13-slim-bookworm prints it.
 ARG BASE=docker.io/library/python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build

@@ -1,6 +1,6 @@
 # trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/support-matrix.md.
 #   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.3.0rc20 -t trtspec:1.3.0rc20 .
-# BASE by digest: python3 docker/pin_bases.py --trtllm-version 1.3.0rc20 prints the argument.
+# BASE by digest: docker buildx imagetools inspect nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20 prints it.
 ARG TRTLLM_VERSION=1.3.0rc20
 ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:${TRTLLM_VERSION}
 

@@ -90,10 +90,6 @@ def test_probes_ask_for_health_alone() -> None:
             assert all(probe["httpGet"]["path"] == "/health" for probe in probes)
 
 
-def test_there_are_enough_values_sets() -> None:
-    assert len(VALUES) >= 16
-
-
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_rendered_as_the_golden_file(path: Path) -> None:
     """After a wanted change: python -m tests.docker.chart, and read the difference."""
@@ -368,10 +364,6 @@ BAD = [
     ("disaggregated", "disaggregated.context.replicas", 0, "replicas"),
     ("disaggregated", "autoscaling", {"enabled": True, "metric": "queue"}, "not for a disaggregated deployment"),
 ]
-
-
-def test_at_least_forty_bad_values() -> None:
-    assert len(BAD) >= 40
 
 
 @pytest.mark.parametrize(("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD])
