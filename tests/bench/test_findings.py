@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench.load import findings
+from trtspec.bench.load import assemble
 from trtspec.bench.load.loops import Round
 from trtspec.bench.statistics import summarize, without_surplus
 from trtspec.client import servers
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
-from trtspec.errors import Problem
 
 WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
 
@@ -32,8 +31,8 @@ def answer(steps: int = 30, accepted: int = 45, **more: Any) -> Answer:
     return replace(found, **more)
 
 
-def codes(found: list[Problem]) -> list[str]:
-    return [problem.code for problem in found]
+def codes(found: assemble.Findings) -> list[str]:
+    return [code for code, *_ in found]
 
 
 def test_an_average_below_one_is_no_acceptance() -> None:
@@ -60,26 +59,26 @@ def test_drafts_accepted_past_the_end_are_taken_out() -> None:
 
 
 def test_counters_of_somebody_else_are_named() -> None:
-    assert not findings.counters_disagree("e", [counters(1487, 474, 1024, 24)])
+    assert not codes(assemble.counters_disagree([counters(1487, 474, 1024, 24)]))
     others = [counters(24 * 76, 3000, 4000, 24), counters(24 * 76, 24 * 30, 24 * 45 + 500, 24)]
-    assert all(codes(findings.counters_disagree("e", [one])) == ["TS-BENCH-COUNTERS"] for one in others)
+    assert all(codes(assemble.counters_disagree([one])) == ["TS-BENCH-COUNTERS"] for one in others)
 
 
 def test_answers_that_are_tool_calls_are_not_empty() -> None:
     places = ("Rome, near the river", "Oslo in winter", "a village behind the hills", "Lima", "Kyoto at night")
     calls = [[{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places]
     called = [answer(text="", tool_calls=call) for call in calls]
-    assert not findings.degenerate_output("e", called)
+    assert not codes(assemble.degenerate_output(called))
     silent = [replace(one, tool_calls=[]) for one in called]
-    assert codes(findings.degenerate_output("e", silent)) == ["TS-BENCH-DEGENERATE"]
+    assert codes(assemble.degenerate_output(silent)) == ["TS-BENCH-DEGENERATE"]
 
 
 def test_too_few_steps_are_said_with_how_many_would_do() -> None:
     turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
-    found = findings.too_few("e", summarize(turns), turns)
-    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0].remedy
+    found = list(assemble.too_few(summarize(turns), turns))
+    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "questions give" in found[0][3]
     many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
-    assert not findings.too_few("e", summarize(many), many)
+    assert not codes(assemble.too_few(summarize(many), many))
 
 
 def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
@@ -97,8 +96,8 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
         ]
         return Round(10, answers, 0.0, 9.0, rate=10.0)
 
-    assert codes(findings.overloaded("e", [run(0.1)])) == ["TS-BENCH-OVERLOAD"]
-    assert not findings.overloaded("e", [run(0.0)])
+    assert codes(assemble.overloaded([run(0.1)])) == ["TS-BENCH-OVERLOAD"]
+    assert not codes(assemble.overloaded([run(0.0)]))
 
 
 def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
@@ -106,8 +105,6 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
         answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
         return Round(load, answers, 0.0, 9.0, rate=rate)
 
-    found = findings.underfilled("e", [run(4, 80), run(256, 80), run(100, 80)])
-    assert (
-        codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0].message
-    )
-    assert not findings.underfilled("e", [run(80, 80), run(256, 80, rate=2.0)])
+    found = list(assemble.underfilled([run(4, 80), run(256, 80), run(100, 80)]))
+    assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0][2]
+    assert not codes(assemble.underfilled([run(80, 80), run(256, 80, rate=2.0)]))

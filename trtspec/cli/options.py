@@ -14,7 +14,7 @@ from trtspec.errors import UsageError
 from trtspec.records import argument, option
 
 if TYPE_CHECKING:
-    from trtspec.bench.load.findings import RequestLimits
+    from trtspec.bench.load.measure import RequestLimits
     from trtspec.checkpoint.hub import Resolved
     from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from trtspec.bench.load import findings
+from trtspec.bench.check.rows import forced_sizes
+from trtspec.bench.check.thresholds import MIN_STEPS, TOKENS_PER_ARRIVAL
 from trtspec.bench.load.journal import good
 from trtspec.bench.load.loops import Round, ServiceLevel, inter_token
-from trtspec.bench.load.measure import BenchWorkload, LoadLevel, MeasuredEndpoint, total_rate
+from trtspec.bench.load.measure import BenchWorkload, LoadLevel, MeasuredEndpoint, RequestLimits, total_rate
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
@@ -23,10 +26,24 @@ from trtspec.bench.results import (
     Throughput,
     speed_ratio,
 )
-from trtspec.bench.statistics import by_category, summarize
+from trtspec.bench.statistics import (
+    AcceptanceSummary,
+    add_histograms,
+    by_category,
+    per_question,
+    ratio,
+    summarize,
+)
 from trtspec.client.client import Answer
+from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import OutputQuality, judge_run
-from trtspec.errors import Problem
+from trtspec.errors import Problem, Severity
+
+ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
+WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
+AIM = 0.05
+SHOWN = 3
+Findings = Iterator[tuple[str, Severity, str, str]]  # code, severity, message, remedy
 
 
 def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> BenchResults:
@@ -40,27 +57,6 @@ def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> Be
         speedups=speedups(described),
         problems=found,
     )
-
-
-def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
-    name, answers = target.name, target.answers()
-    counts = [count for level in target.counts.values() for count in level]
-    told = counts or target.category_counts
-    runs = [run for runs in target.rounds.values() for run in runs]
-    return [
-        *findings.failed_requests(name, answers),
-        *findings.degenerate_output(name, answers),
-        *findings.no_acceptance(name, target.server.kind, told, target.unmeasured, target.uncounted),
-        *findings.nothing_accepted(name, counts),
-        *findings.forced_acceptance(name, counts, answers),
-        *findings.limited_parameters(name, target.limits, workload.body()),
-        *findings.ignored_end(name, workload.body()),
-        *findings.counters_disagree(name, counts),
-        *findings.buffered(name, answers),
-        *findings.too_few(name, summarize(told), told),
-        *findings.overloaded(name, runs),
-        *findings.underfilled(name, runs),
-    ]
 
 
 def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> EndpointResult:
@@ -193,3 +189,165 @@ def answer_records(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
         for run in rounds
         for answer in run.answers
     ]
+
+
+# --- findings: the gate judges servers; these name what a figure cannot say ---
+
+
+def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
+    """What makes the figures of one endpoint worth less than they look."""
+    answers = target.answers()
+    counts = [count for level in target.counts.values() for count in level]
+    told = counts or target.category_counts
+    runs = [run for runs in target.rounds.values() for run in runs]
+    found = [
+        *failed_requests(answers),
+        *degenerate_output(answers),
+        *no_acceptance(target.server.kind, told, target.unmeasured, target.uncounted),
+        *nothing_accepted(counts),
+        *forced_acceptance(counts, answers),
+        *limited_parameters(target.limits, workload.body()),
+        *counters_disagree(counts),
+        *buffered(answers),
+        *too_few(summarize(told), told),
+        *overloaded(runs),
+        *underfilled(runs),
+    ]
+    return [Problem(code, severity, target.name, message, remedy) for code, severity, message, remedy in found]
+
+
+def failed_requests(answers: Sequence[Answer]) -> Findings:
+    errors = [answer.error for answer in answers if answer.error]
+    if errors:
+        message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
+        yield "TS-BENCH-ERRORS", "error", message, "look at the server's log; lower `concurrency`"
+
+
+def degenerate_output(answers: Sequence[Answer]) -> Findings:
+    verdict = judge_run([answer.written for answer in answers if not answer.error])
+    if verdict.degenerate:
+        message = (
+            f"{verdict.loop} loops, {verdict.empty} empty, {verdict.noise} noise among {verdict.answers} answers "
+            f"(distinct 4-grams {verdict.distinct_4gram_ratio}): loops flatter every drafter"
+        )
+        remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
+        yield "TS-BENCH-DEGENERATE", "warning", message, remedy
+
+
+def no_acceptance(
+    kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str] = (), uncounted: Sequence[str] = ()
+) -> Findings:
+    """That acceptance is not measured, in whole or in part: `unmeasured` is what the server said that is no figure,
+    `uncounted` which answers its counters do not cover."""
+    code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
+    if unmeasured:
+        yield code, "warning", f"{start}: {unmeasured[0]}", "read the server's metrics by hand; ask it, not a proxy"
+    if uncounted:
+        more = f", and {len(uncounted) - SHOWN} more" if len(uncounted) > SHOWN else ""
+        message = f"{start}: the server counts all requests together, and {'; '.join(uncounted[:SHOWN])}{more}"
+        yield code, "warning", message, "measure again with `force` for all of it"
+    if not (unmeasured or uncounted or counts):
+        message = f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
+        yield code, "info", message, "only throughput and latency are shown"
+
+
+def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
+    steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
+    # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
+    if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
+        message = (
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is "
+            "served with another function than it was trained with"
+        )
+        yield "TS-BENCH-NOTHING-ACCEPTED", "error", message, "trtspec inspect HEAD --against TARGET"
+
+
+def forced_acceptance(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
+    """Acceptance that a server makes up, which no drafter yields but on a loop."""
+    histogram = add_histograms(count.histogram for count in counts) or []
+    sizes = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
+    if sizes and not judge_run([answer.text for answer in answers if not answer.error]).degenerate:
+        message = f"every step brought {sizes} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
+        remedy = "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent), restart the server"
+        yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message, remedy
+
+
+def limited_parameters(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
+    """Parameters with which the answers are not what was asked for: those that this release drops or refuses under
+    speculation, and ignore_eos."""
+    for key, what in (("ignored", "ignores"), ("refused", "refuses")):
+        if named := sorted(set(asked) & set(limits.get(key, ()))):
+            message = f"this release {what} {', '.join(named)} under speculation"
+            yield "TS-BENCH-PARAMETER", "warning", message, "measure without it, or without speculation"
+    if asked.get("ignore_eos"):
+        message = "ignore_eos makes the model write past its own end: acceptance there is not that of real answers"
+        yield "TS-BENCH-IGNORE-EOS", "warning", message, "measure acceptance without ignore_eos"
+
+
+def counters_disagree(counts: Sequence[TurnCounts]) -> Findings:
+    """Counters around a run that hold requests of others."""
+    pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
+    tokens, steps, asked, surplus = (
+        sum(getattr(count, key) for count in pooled) for key in ("tokens", "steps", "answers", "surplus")
+    )
+    drafts = sum(count.drafted or 0 for count in pooled) / max(1, steps)
+    reason = ""
+    if tokens < steps:
+        reason = f"{steps} steps for {tokens} tokens in {asked} answers"
+    elif surplus > asked * drafts:
+        reason = f"{surplus} more accepted drafts than {asked} answers can leave behind"
+    if reason:
+        remedy = "measure alone on the server, whose counters hold everybody's requests"
+        yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}", remedy
+
+
+def buffered(answers: Sequence[Answer]) -> Findings:
+    """Every long answer comes at once or in large chunks: a proxy between server and user holds them back."""
+    long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
+    sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
+    if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
+        message = (
+            f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
+            "tokens are not the server's"
+        )
+        remedy = "turn buffering off in the proxy (nginx: proxy_buffering off), or lower the server's stream_interval"
+        yield "TS-BENCH-BUFFERED", "warning", message, remedy
+
+
+def overloaded(rounds: Sequence[Round]) -> Findings:
+    """A request rate that the server cannot keep: waiting grows with the length of the run. One finding is enough."""
+    for run in rounds:
+        ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)
+        if run.rate is None or len(ordered) < ENOUGH_ANSWERS:
+            continue
+        waits = [a.first_token - a.started for a in ordered]  # type: ignore[operator]
+        quarter = len(ordered) // 4
+        first, last = median(waits[:quarter]), median(waits[-quarter:])
+        mean = sum(a.finished - a.started for a in ordered) / len(ordered)
+        if last > 2 * first and last - first > 0.1 * mean:
+            message = (
+                f"{run.rate:g} requests/s are more than it serves: the time to the first token grew from "
+                f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
+            )
+            yield "TS-BENCH-OVERLOAD", "warning", message, "lower `rate`"
+            return
+
+
+def underfilled(runs: Sequence[Round]) -> Findings:
+    """The highest load that a round had too few conversations to reach; one finding is enough."""
+    held = [(run.concurrency, len({answer.question for answer in run.answers})) for run in runs if run.rate is None]
+    if missed := max(((load, count) for load, count in held if count < load), default=None):
+        message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*missed)
+        remedy = "ask more questions (`dataset`, `samples`), or fewer `rounds`"
+        yield "TS-BENCH-FEW-QUESTIONS", "info", message, remedy
+
+
+def too_few(summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> Findings:
+    """An acceptance length that is too uncertain to judge by, with how many questions would do."""
+    length, units = summary.acceptance_length, list(per_question(counts).values())
+    found = ratio([steps + accepted for steps, accepted, _ in units], [steps for steps, _, _ in units])
+    if length is None or (found and found.high / found.value - 1 <= WIDE) or (not units and counts):
+        return
+    needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
+    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}"
+    yield "TS-BENCH-FEW-STEPS", "info", message, f"about {needed} questions give +- {100 * AIM:.0f} %"

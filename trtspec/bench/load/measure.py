@@ -7,14 +7,13 @@ of them alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 
-from trtspec.bench.load import findings
 from trtspec.bench.load.journal import PartName, RunJournal, good
 from trtspec.bench.load.loops import Ask, Load, Round, ServiceLevel, closed_loop, open_loop
 from trtspec.bench.questions.datasets import Dataset, Question, spread
@@ -23,7 +22,7 @@ from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
 from trtspec.client.client import OWNED, Answer, Endpoint, RequestSampling, new_client, refuse_owned
 from trtspec.client.servers import TurnCounts
-from trtspec.errors import UsageError
+from trtspec.errors import TrtspecError, UsageError
 
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
@@ -36,7 +35,12 @@ BENCH_OWNED = {  # keys of a request that options set and every figure states
     "stream_options": "leave it out: usage is always asked for",
 }
 THINKING_VARIABLES = ("thinking", "enable_thinking", "reasoning_effort")  # of the chat templates of model families
+SETS = {"reasoning_effort": "--thinking on or off: this server takes no mode"}  # key of a request -> another option
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
+
+
+# request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
+RequestLimits = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class MeasuredEndpoint:
     endpoint: Endpoint
     server: servers.DetectedServer
     rounds: dict[LoadLevel, list[Round]] = field(default_factory=dict)
-    limits: findings.RequestLimits = field(default_factory=dict)
+    limits: RequestLimits = field(default_factory=dict)
     counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
     category_counts: list[TurnCounts] = field(default_factory=list)
     unmeasured: list[str] = field(default_factory=list)  # what it said of its speculation that is not understood
@@ -183,7 +187,7 @@ async def measure(
     workload: BenchWorkload,
     model: str | None = None,
     progress: Progress | None = None,
-    limits: Callable[[servers.DetectedServer], findings.RequestLimits] = lambda server: {},
+    limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
 ) -> tuple[list[MeasuredEndpoint], BenchWorkload]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
@@ -203,7 +207,7 @@ async def measure(
             endpoint = Endpoint(url, server.model, extra_body=workload.body(), limit_s=workload.limit_s)
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
             found.restless = progress.journal.segment > 0
-            findings.refuse_what_ends_engines(name, found.limits, workload.body())
+            refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
         again = sum(question.requests for question in workload.questions(0))  # of servers that keep only totals
         progress.total = sum(workload.answers() + again * t.server.adapter.around_runs for t in targets)
@@ -217,7 +221,7 @@ async def measure(
             part = replace(workload, rounds=min(workload.rounds, len(questions)))
             await run_level(targets, part, questions, level, progress)
         for target in targets:
-            findings.refuse_all_failed(target.name, target.answers())
+            refuse_all_failed(target.name, target.answers())
             await count_outside(target, workload, asked[0], progress)
     return targets, workload
 
@@ -234,6 +238,23 @@ def refuse_other_server(
         if sampled and None not in drawn and drawn[0] != drawn[1]:
             message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
             raise UsageError(message, "compare runs with the same draft sampling, or at temperature 0")
+
+
+def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
+    """Raises TrtspecError with the server's own words when no request succeeded."""
+    if answers and all(answer.error for answer in answers):
+        refused = next((option for key, option in SETS.items() if key in (answers[0].error or "")), None)
+        raise TrtspecError(
+            f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
+            f"give {refused}" if refused else "look at the server's log; send one request by hand (curl)",
+        )
+
+
+def refuse_what_ends_engines(name: str, limits: RequestLimits, asked: Iterable[str]) -> None:
+    """Raises UsageError, before anything is sent, for parameters that end an engine of this release."""
+    if deadly := sorted(set(asked) & set(limits.get("end_engine", ()))):
+        message = f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
+        raise UsageError(message, "leave it out of `extra_body`, or use a later release")
 
 
 async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:

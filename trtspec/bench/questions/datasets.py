@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,7 @@ class Question:
         return replace(self, turns=self.turns[:1], parts=self.parts[:1])
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
-        """(messages, tools) of the first request, with its pictures. A command that sends only this one says with
-        `left_out` what it does not ask."""
+        """(messages, tools) of the first request, with its pictures."""
         return self.request(0), list(self.tools)
 
     def request(self, turn: int) -> list[Message]:
@@ -163,18 +161,6 @@ def _with_pictures(conversation: Conversation, pictures: dict[int, list[Message]
         words = [{"type": "text", "text": message["content"]}] if message["content"] else []
         messages[-place] = {**message, "content": [*words, *parts]}
     return messages
-
-
-def left_out(questions: Sequence[Question], tools: bool = True, pictures: bool = True) -> str:
-    """What a command does not ask that sends the first request of each question, in words, or "". `tools`, `pictures`:
-    whether it sends those."""
-    counts = {
-        "requests after the first": sum(question.requests > 1 for question in questions),
-        "tools": 0 if tools else sum(bool(question.tools) for question in questions),
-        "pictures": 0 if pictures else sum(question.has_pictures for question in questions),
-    }
-    parts = [f"the {what} of {count} of {len(questions)} questions" for what, count in counts.items() if count]
-    return f"{' and '.join(parts)} are not asked" if parts else ""
 
 
 def text_of(message: Message) -> str:
