@@ -14,10 +14,17 @@ import pytest
 
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
-from trtspec.bench.report import tables
-from trtspec.bench.report.bench import all_tables, bench_html, category_bars, figures, sentence, speed_curve
-from trtspec.bench.report.page import Figure, Plot, Section, render
-from trtspec.bench.report.plots import Bars, Point, bars, curve
+from trtspec.bench.report.bench import (
+    acceptance_table,
+    all_tables,
+    bench_html,
+    category_bars,
+    figures,
+    sentence,
+    speed_curve,
+    speedup_table,
+)
+from trtspec.bench.report.page import Bars, Figure, Plot, Point, Section, bars, curve, render
 from trtspec.bench.results import BenchResults, from_dict
 from trtspec.client.client import RequestSampling
 from trtspec.errors import Problem
@@ -105,8 +112,8 @@ def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchR
     found = broken(results)
     assert "output is degenerate" in sentence(found) and "times as fast" not in sentence(found)
     assert not [figure for figure in figures(found)[:3] if figure]
-    assert all(row[3:] == ["", ""] for row in tables.acceptance_table(found, found).rows)
-    assert tables.speedup_table(found) is None and category_bars([found]) == ""
+    assert all(row[3:] == ["", ""] for row in acceptance_table(found, found).rows)
+    assert speedup_table(found) is None and category_bars([found]) == ""
     assert ">eagle3<" not in speed_curve(found) and ">eagle3<" in speed_curve(results)
     assert "DEGENERATE" in bench_html(found)
 

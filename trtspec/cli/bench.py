@@ -246,14 +246,13 @@ def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]])
 def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:
     """The results without the figures of single answers, their tables, and below these the result in a sentence."""
     from trtspec.bench.report import bench as page
-    from trtspec.bench.report import tables
 
     left = ("turns_detail", "questions_detail", "problems")
     return report.Result(
         {key: value for key, value in results.to_dict().items() if key not in left},
         results.problems,
         page.all_tables(results),
-        [tables.quality_line(results), page.sentence(results)],
+        [page.quality_line(results), page.sentence(results)],
         failure,
     )
 

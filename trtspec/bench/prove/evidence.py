@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.bench.prove.script import ProveSetup
-from trtspec.bench.report import bench, tables
+from trtspec.bench.report import bench
 from trtspec.bench.report.page import Figure, Section, render
 from trtspec.bench.results import BenchResults, LevelResult, SpeedUp
 from trtspec.report import Table
@@ -122,7 +122,7 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
         figures,
         [replace(speed, tables=[first, *speed.tables[1:], _plan_table(evidence)]), acceptance,
          Section(title=same.title, tables=[same]), *more],
-        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {tables.workload_line(spec)}.",
+        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(spec)}.",
         verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
         created=evidence.created,
         versions=evidence.versions,
@@ -132,7 +132,7 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
 def _plan_table(evidence: ProofEvidence) -> Table | None:
     """Step times beside the plan's; None without a plan."""
     rows = [
-        [str(at.concurrency), *map(tables.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
+        [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
         for at in evidence.step_times
         if at.planned_plain_ms
     ]

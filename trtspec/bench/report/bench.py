@@ -1,14 +1,25 @@
-"""The report of `bench`: its sentence, its figures and its sections, for the page and the terminal."""
+"""The report of `bench`: its sentence, its figures, its sections and their tables. Terminal and page show the same
+tables, each within 80 columns.
+
+Acceptance on degenerate output is blank, and no speed-up is made of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from trtspec.bench.report import tables
-from trtspec.bench.report.page import Figure, Plot, Section, render
-from trtspec.bench.report.plots import Bars, Point, bars, curve
-from trtspec.bench.results import BenchResults, EndpointResult, user_speed
+from trtspec.bench.report.page import Bars, Figure, Plot, Point, Section, bars, curve, render
+from trtspec.bench.results import BenchResults, Comparison, EndpointResult, LatencySpread, SpeedUp, user_speed
+from trtspec.bench.statistics import LEAST_RUNS
 from trtspec.report import Table
+
+BLANK = ""
+DASH = "\u2014"
+PER_QUESTION = (
+    "per question = tokens per iteration of each question, turns pooled and prefills counted, averaged over questions, "
+    "as NVIDIA's cards have it"
+)
 
 
 def subject(results: BenchResults) -> EndpointResult:
@@ -19,7 +30,7 @@ def subject(results: BenchResults) -> EndpointResult:
 def sentence(results: BenchResults) -> str:
     """The result in one sentence: speed-up or speed with its range, acceptance, on what."""
     about, first = subject(results), results.concurrency[0].label
-    best = next((found for found in tables.shown_speedups(results) if found.of == about.name), None)
+    best = next((found for found in shown_speedups(results) if found.of == about.name), None)
     speed, parts = user_speed(about, first), list[str]()
     if best:
         parts.append(f"{best.ratio:.2f} times as fast as {best.over} ({best.words}) at {best.level}")
@@ -30,9 +41,9 @@ def sentence(results: BenchResults) -> str:
     elif about.speculates:
         ends = about.acceptance_length_interval
         sure = f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
-        parts.append(f"{tables.number(about.acceptance_length)} tokens per step{sure}")
+        parts.append(f"{number(about.acceptance_length)} tokens per step{sure}")
     what = f"on {max(results.workload.questions)} questions of {results.workload.dataset}"
-    return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {tables.condition(results)}."
+    return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
 
 
 def figures(results: BenchResults) -> list[Figure | None]:
@@ -40,7 +51,7 @@ def figures(results: BenchResults) -> list[Figure | None]:
     about, at = subject(results), results.concurrency[0].label
     level = about.at(at)
     user, wait = user_speed(about, at), level.throughput.ttft_s if level else None
-    found = next((found for found in tables.shown_speedups(results) if found.of == about.name), None)
+    found = next((found for found in shown_speedups(results) if found.of == about.name), None)
     ends, length = about.acceptance_length_interval, about.acceptance_length
     return [
         Figure(f"{found.ratio:.2f}x", found.words, f"as fast as {found.over}, {found.level}") if found else None,
@@ -58,32 +69,32 @@ def figures(results: BenchResults) -> list[Figure | None]:
 
 def sections(results: BenchResults) -> list[Section]:
     speculating = [endpoint for endpoint in results.all if endpoint.speculates]
-    condition = tables.condition(results)
+    where = condition(results)
     comparison, choice = results.comparison, results.draft_choice
     return [
         Section(
             title="Speed",
             plots=[
-                Plot(speed_curve(results), f"Each dot is a load, {condition}; lines at the dots are 95 % intervals.")
+                Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")
             ],
-            tables=[tables.speedup_table(results), tables.speed_table(results), tables.latency_table(results)],
+            tables=[speedup_table(results), speed_table(results), latency_table(results)],
         ),
         Section(
             title="Acceptance",
-            text=tables.quality_line(results),
+            text=quality_line(results),
             plots=[
-                Plot(category_bars(speculating), f"Tokens per step by category, {condition}, with 95 % intervals."),
+                Plot(category_bars(speculating), f"Tokens per step by category, {where}, with 95 % intervals."),
                 Plot(
                     position_bars(speculating), "Share of verification steps that accepted the draft at each position."
                 ),
             ],
             tables=[
-                *(tables.acceptance_table(results, endpoint) for endpoint in speculating),
-                tables.position_table(results, speculating),
+                *(acceptance_table(results, endpoint) for endpoint in speculating),
+                position_table(results, speculating),
             ],
         ),
-        Section(title="Draft length", tables=[tables.draft_table(results, choice) if choice else None]),
-        Section(title="Comparison", tables=[tables.comparison_table(results, comparison) if comparison else None]),
+        Section(title="Draft length", tables=[draft_table(results, choice) if choice else None]),
+        Section(title="Comparison", tables=[comparison_table(results, comparison) if comparison else None]),
         Section(title="Findings", problems=results.problems),
     ]
 
@@ -99,7 +110,7 @@ def bench_html(results: BenchResults) -> str:
         sentence(results),
         figures(results),
         sections(results),
-        about=tables.workload_line(results),
+        about=workload_line(results),
         created=results.created,
         versions=results.versions,
     )
@@ -141,3 +152,195 @@ def position_bars(endpoints: Sequence[EndpointResult]) -> str:
         for endpoint in endpoints
         if endpoint.cumulative and not endpoint.degenerate()
     ])  # fmt: skip
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A figure, or an em dash where there is none."""
+    return DASH if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def interval(value: float | None, low_high: Sequence[float] | None, digits: int = 2) -> str:
+    if value is None or not low_high:
+        return number(value, digits)
+    return f"{value:,.{digits}f} ({low_high[0]:,.{digits}f} to {low_high[1]:,.{digits}f})"
+
+
+def median_ms(spread: LatencySpread | None) -> str:
+    return number(1000 * spread.p50 if spread else None, 1)
+
+
+def condition(results: BenchResults) -> str:
+    """Part of every figure's name: the temperature, how drafts were drawn above 0, and whether the model thinks."""
+    temperature, mode = results.workload.temperature, results.server.draft_sampling
+    drawn = f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})" if temperature else ""
+    return f"temperature {temperature:g}{drawn}{thinking_words(results.workload.thinking)}"
+
+
+def thinking_words(mode: str | None) -> str:
+    """What a title says of `--thinking`, with a comma before it."""
+    return {None: "", "on": ", thinking on", "off": ", thinking off"}.get(mode, f", {mode} reasoning")
+
+
+def workload_line(results: BenchResults) -> str:
+    """What was asked of what, in a sentence."""
+    work, version = results.workload, results.server.version
+    loads = [f"{rate:g}/s" for rate in work.rates] or [str(level) for level in work.concurrency]
+    return (
+        f"{results.server.model} at {results.url}{f' (version {version})' if version else ''}; dataset {work.dataset} "
+        f"(sha256 {work.dataset_sha256[:12]}), {' / '.join(map(str, work.questions))} questions at load "
+        f"{' / '.join(loads)}, {condition(results)}, at most {work.max_tokens} tokens, {work.template}, seed "
+        f"{work.seed}"
+    )
+
+
+def quality_line(endpoint: EndpointResult) -> str:
+    """One sentence on the output itself; printed wherever acceptance is."""
+    d = endpoint.degeneration
+    verdict = "DEGENERATE OUTPUT, acceptance on it says little: " if d.degenerate else "output: "
+    return (
+        f"{verdict}{d.answers} answers, {d.loop} loops, {d.empty} empty, {d.noise} noise; distinct 4-grams "
+        f"{number(d.distinct_4gram_ratio)}"
+    )
+
+
+def acceptance_table(results: BenchResults, endpoint: EndpointResult) -> Table:
+    """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
+    rows = []
+    for name, group in endpoint.groups.items():
+        cells = [interval(group.acceptance_length, group.acceptance_length_interval), number(group.per_question_mean)]
+        counts = [name, str(group.questions), number(group.steps, 0)]
+        rows.append([*counts, *([BLANK] * 2 if endpoint.degenerate(name) else cells)])
+    note = (
+        f"{results.workload.dataset}, {condition(results)}, at most {results.workload.max_tokens} tokens; source: "
+        f"{endpoint.source}. Acceptance length = 1 + accepted / steps, 95 % interval over questions; {PER_QUESTION}. "
+        "Blank: degenerate output."
+    )
+    if endpoint.surplus:
+        note += f" {endpoint.surplus} drafts accepted past the end of answers, which nobody received, are taken out."
+    columns = ["category", "N", "steps", "acceptance length", "per question"]
+    return Table(f"Acceptance of {endpoint.name}, {condition(results)}", columns, rows, note)
+
+
+def position_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -> Table | None:
+    """Share of steps that accepted the draft at each position."""
+    told = [endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()]
+    depth = max((len(endpoint.cumulative or ()) for endpoint in told), default=0)
+    rows = [
+        [endpoint.name, words, *map(number, shares or ()), *([BLANK] * (depth - len(shares or ())))]
+        for endpoint in told
+        for words, shares in (("of all steps", endpoint.cumulative), ("once reached", endpoint.conditional))
+    ]
+    if not rows:
+        return None
+    columns = ["endpoint", "accepted", *map(str, range(1, depth + 1))]
+    return Table(f"Acceptance by draft position, {condition(results)}", columns, rows, "", frozenset({0, 1}))
+
+
+def speed_table(results: BenchResults) -> Table:
+    rows = []
+    for endpoint in results.all:
+        for level in endpoint.concurrency:
+            speed, user = level.throughput, user_speed(endpoint, level.label)
+            loops = level.degeneration.degenerate
+            rows.append([
+                endpoint.name,
+                level.load,
+                number(speed.tokens_per_s, 1),
+                BLANK if loops else interval(user.value, (user.low, user.high), 1) if user else DASH,
+                BLANK if loops else number(level.acceptance_length),
+            ])  # fmt: skip
+    note = (
+        "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
+        "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
+        "Blank: degenerate output."
+    )
+    columns = ["endpoint", "load", "tokens/s", "per user", "length"]
+    return Table(f"Output tokens per second, {condition(results)}", columns, rows, note)
+
+
+def latency_table(results: BenchResults) -> Table:
+    promise = results.workload.promise
+    rows = []
+    for endpoint in results.all:
+        for level in endpoint.concurrency:
+            speed = level.throughput
+            first, token, chunk, good = speed.ttft_s, speed.inter_token_s, speed.itl_s, speed.goodput
+            row = [
+                endpoint.name,
+                level.load,
+                median_ms(first),
+                number(1000 * first.p99 if first else None, 1),
+                median_ms(token),
+                median_ms(chunk),
+            ]
+            kept = [f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else DASH] if promise else []
+            rows.append(row + kept)
+    note = (
+        "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
+        "chunks, of several tokens each under speculation."
+    ) + (f" goodput = answers per second with {promise}." if promise else "")
+    columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL", *(["goodput/s"] if promise else [])]
+    return Table(f"Latency in ms, {condition(results)}", columns, rows, note)
+
+
+def shown_speedups(results: BenchResults) -> list[SpeedUp]:
+    """Those over endpoints that do not speculate, or over the second one if all do."""
+    plain = [endpoint.name for endpoint in results.all if not endpoint.speculates]
+    over = plain or list(results.endpoints)[:1]
+    return [found for found in results.speedups if found.over in over and (found.of not in plain or not plain)]
+
+
+def speedup_table(results: BenchResults) -> Table | None:
+    rows = [
+        [f"{found.of} over {found.over}", found.level, number(found.ratio, 2, "x"), found.words, str(found.questions)]
+        for found in shown_speedups(results)
+    ]
+    if not rows:
+        return None
+    note = "Output tokens/s of a user, paired by question, with its 95 % interval. Rounds alternate between servers."
+    columns = ["endpoints", "load", "times as fast", "range", "questions"]
+    return Table(f"Speed-up, {condition(results)}", columns, rows, note, frozenset({0, 1}))
+
+
+def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
+    """`--compare`: new over old."""
+    rows = [
+        [
+            f.figure,
+            number(f.ratio, 3),
+            DASH if f.low is None else f"{f.low:.3f} to {f.high:.3f}",
+            f"{f.units} {f.paired_by}s" if f.units else DASH,
+            f.verdict,
+        ]
+        for f in comparison.figures
+    ]
+    note = (
+        f"Intervals of {100 * comparison.confidence:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
+        f"comparisons; a regression lies wholly below {1 - comparison.max_regression:g}. Speed is judged from "
+        f"{LEAST_RUNS} earlier runs on; here {comparison.runs}."
+    )
+    columns = ["figure", "new / old", "interval", "over", "verdict"]
+    return Table(
+        f"This run over {comparison.old['name']}, {condition(results)}", columns, rows, note, frozenset({0, 4})
+    )
+
+
+def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
+    """`--choose-draft`: every length at every load, and what is proposed."""
+    rows = [
+        [
+            str(load["concurrency"]),
+            str(figures["draft_len"]),
+            number(figures["acceptance_length"]),
+            number(figures["tokens_per_s"], 1),
+            interval(figures["of_best"][0], figures["of_best"][1:]) if figures["of_best"] else "fastest",
+            "proposed" if figures["draft_len"] == load["best"] else "",
+        ]
+        for load in choice["loads"]
+        for figures in load["lengths"]
+    ]
+    note = f"Proposed: trtspec build-config TARGET --head HEAD {' '.join(choice['options'])}. " + ". ".join(
+        choice["notes"]
+    )
+    columns = ["concurrency", "drafts", "length", "per user", "over the fastest", ""]
+    return Table(f"Draft length by load, {condition(results)}", columns, rows, note.strip(), frozenset({5}))

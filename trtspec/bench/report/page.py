@@ -6,9 +6,11 @@ A page is a sentence, at most three figures with their ranges, then sections: pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib import resources
 from typing import Literal
 
@@ -16,6 +18,11 @@ import jinja2
 
 from trtspec.errors import Problem
 from trtspec.report import Table
+
+# of plots: all are 420 units wide, so that their text is as large as the page's on a phone and on paper
+WIDTH, ROW, LEFT, RIGHT = 420, 19, 112, 46
+HEIGHT, BOTTOM, TOP, MARGIN = 260, 38, 24, 44  # of a curve
+COLORS = 6
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Plot:
-    """`svg` of plots.py; an empty one is not shown."""
+    """`svg` of `bars` or `curve`; an empty one is not shown."""
 
     svg: str
     caption: str
@@ -94,3 +101,131 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FunctionLoader(load), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+
+
+# --- plots as inline SVG, in the colours of the page ---
+
+Value = tuple[float, float | None, float | None]  # value, low, high
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One colour of a bar plot: label -> (value, low, high); low and high are None without an interval."""
+
+    name: str
+    values: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve, named by `label`; `low` and `high` are the interval of `y`."""
+
+    x: float
+    y: float
+    label: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+def bars(series: Sequence[Bars], baseline: float = 0.0, digits: int = 2) -> str:
+    """Horizontal bars from `baseline` on, grouped by label, with the value behind each; "" without values."""
+    labels = list(dict.fromkeys(label for one in series for label in one.values))
+    if not labels:
+        return ""
+    top = max(max(value, high or value) for one in series for value, _, high in one.values.values())
+    scale = (WIDTH - LEFT - RIGHT) / max(top - baseline, 1e-9)
+    found, y = list[str](), 2.0
+    if len(series) > 1:
+        legend, y = _legend([one.name for one in series], y)
+        found += legend
+    for label in labels:
+        rows = [(number, one.values[label]) for number, one in enumerate(series) if label in one.values]
+        found.append(_text(LEFT - 6, y + ROW * len(rows) / 2 + 4, _short(label), "end"))
+        for number, (value, low, high) in rows:
+            width = max(0.0, value - baseline) * scale
+            fill = f'style="fill:var(--series-{number % COLORS + 1})"'
+            found.append(f'<rect x="{LEFT}" y="{y + 3:.1f}" width="{width:.1f}" height="{ROW - 6}" {fill}/>')
+            end = LEFT + width
+            if low is not None and high is not None:
+                ends = [LEFT + max(0.0, edge - baseline) * scale for edge in (low, high)]
+                found.append(_line(ends[0], y + ROW / 2, ends[1], y + ROW / 2, "currentColor"))
+                end = max(end, ends[1])
+            found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.{digits}f}"))
+            y += ROW
+        y += 5
+    return _svg(found, y)
+
+
+def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> str:
+    """One line per name, with a dot at each point that has a label; "" without points."""
+    points = [point for line in series.values() for point in line]
+    if not points:
+        return ""
+    xs, ys = _ticks([p.x for p in points]), _ticks([e for p in points for e in (p.y, p.low, p.high) if e is not None])
+    found, start = _legend(list(series), 2.0) if len(series) > 1 else ([], 2.0)
+    top, bottom = start + TOP, start + HEIGHT - BOTTOM
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        share = (x - xs[0]) / (xs[-1] - xs[0]), (y - ys[0]) / (ys[-1] - ys[0])
+        return MARGIN + share[0] * (WIDTH - MARGIN - 14), bottom - share[1] * (bottom - top)
+
+    for tick in ys:
+        level = at(xs[0], tick)[1]
+        found += [
+            _line(MARGIN, level, WIDTH - 14, level, "var(--rule)"),
+            _text(MARGIN - 5, level + 4, f"{tick:g}", "end"),
+        ]
+    found += [_text(at(tick, ys[0])[0], bottom + 15, f"{tick:g}", "middle") for tick in xs]
+    found += [_text(MARGIN - 38, top - 12, ylabel), _text(WIDTH - 14, bottom + 31, xlabel, "end")]
+    for number, line in enumerate(series.values()):
+        color = f"var(--series-{number % COLORS + 1})"
+        path = " ".join("{:.1f},{:.1f}".format(*at(point.x, point.y)) for point in line)
+        found.append(f'<polyline points="{path}" fill="none" style="stroke:{color}" stroke-width="1.8"/>')
+        for point in line:
+            x, y = at(point.x, point.y)
+            if point.low is not None and point.high is not None:
+                found.append(_line(x, at(point.x, point.low)[1], x, at(point.x, point.high)[1], color))
+            if point.label:
+                found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill:{color}"/>')
+                found.append(_text(min(x + 6, WIDTH - 12), y - 5, point.label, "start" if x < WIDTH - 60 else "end"))
+    return _svg(found, start + HEIGHT)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Three to six round numbers that hold all values, from 0 on if that is near."""
+    low, high = min(values), max(values)
+    low = 0.0 if 0 <= low < 0.6 * high else low
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(m * power for m in (1, 2, 5, 10) if span / (m * power) <= 5)
+    first = math.floor(low / step)
+    return [round(number * step, 10) for number in range(first, max(math.ceil(high / step), first + 1) + 1)]
+
+
+def _legend(names: Sequence[str], y: float) -> tuple[list[str], float]:
+    """A line for each name that does not fit beside the one before; returns where the plot begins."""
+    found, x = list[str](), 0.0
+    for number, name in enumerate(names):
+        width = 26 + 6.2 * len(name)
+        if x and x + width > WIDTH:
+            x, y = 0.0, y + 16
+        fill = f'style="fill:var(--series-{number % COLORS + 1})"'
+        found += [f'<rect x="{x:.0f}" y="{y + 2:.0f}" width="10" height="10" {fill}/>', _text(x + 15, y + 11, name)]
+        x += width
+    return found, y + 22
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 18 else f"{label[:17]}\u2026"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="stroke:{color}"/>'
+
+
+def _svg(parts: Sequence[str], height: float) -> str:
+    return f'<svg role="img" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
