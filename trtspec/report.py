@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 
@@ -48,13 +48,6 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
-
-
-def open_private(path: Path) -> BinaryIO:
-    """A new file, open for writing, which only its owner may read, also where one that others may read is replaced."""
-    stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, PRIVATE), "wb")
-    os.fchmod(stream.fileno(), PRIVATE)
-    return stream
 
 
 def fsync_directory(directory: Path) -> None:
