@@ -1,10 +1,11 @@
 """Files that somebody else wrote: read within bounds, and never waited for.
 
 Whatever is at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes), opening it ends in
-bytes or in one error that names the file and the reason. YAML is read as nodes with positions and the values that
-`yaml.safe_load` would give: size, depth and the number of values that aliases expand to are bounded on the parser's
-events, before anything is built from them, because composing a deep file overflows the C stack, and a few aliases of
-aliases expand to more values than any memory holds.
+bytes or in one error that names the file and the reason.
+
+YAML is read as nodes with positions and the values that `yaml.safe_load` would give. Size, depth and the number of
+values with aliases written out are bounded on the parser's events, before anything is built from them. Composing a deep
+file overflows the C stack, and a few aliases of aliases expand to more values than any memory holds.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ _dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
 COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
+MOST_ITEMS = 8  # of a list on one line
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -182,8 +183,11 @@ def _to_nowhere(stream: Any) -> None:
 @dataclass(frozen=True, repr=False)
 class Result:
     """What a command found: `values` are the keys of `--json` beside `ok`, `problems` and `error`; `tables` and `lines`
-    say the same to people. With `text`, a file on stdout, problems go to stderr, where `messages` always go. `failure`
-    is raised after all was printed. From Python, `result["key"]` is a value."""
+    say the same to people. Without tables and lines, the values are printed by their names.
+
+    With `text`, a file on stdout, problems go to stderr, where `messages` always go. `failure` is raised after all was
+    printed. From Python, `result["key"]` is a value.
+    """
 
     values: Mapping[str, Any]
     problems: Sequence[Problem] = ()
@@ -222,11 +226,28 @@ def print_result(result: Result, as_json: bool) -> None:
         sys.stdout.write(result.text)
         write_stderr("".join(f"{line}\n" for line in problems))
     else:
-        print_tables(result.tables, [*result.lines, *problems])
+        lines = result.lines if result.lines or result.tables else value_lines(result.values)
+        print_tables(result.tables, [*lines, *problems])
     for message in result.messages:
         say(message)
     if result.failure is not None:
         raise result.failure
+
+
+def value_lines(values: Mapping[str, Any]) -> list[str]:
+    """The values of `--json` for people, a line for each that is known."""
+    width = max(map(len, values), default=0)
+    return [f"{name.replace('_', ' '):{width}}  {_plain(value)}" for name, value in values.items() if value is not None]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict | list | tuple):
+        items = [f"{name} {_plain(item)}" for name, item in value.items()] if isinstance(value, dict) else value
+        more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+        return ", ".join([*map(_plain, items[:MOST_ITEMS]), *more]) or "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,7 +11,7 @@ from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption
 from trtspec.report import OutputOptions, Result, progress_bar
 
 if TYPE_CHECKING:
-    from trtspec.calibrate import Calibrated, CalibrationPlan
+    pass
 
 GIB = 2**30
 
@@ -70,29 +69,5 @@ def calibrate(options: CalibrateOptions) -> Result:
     again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
-    return Result(asdict(result), lines=list(_lines(result, options.source)))
-
-
-def _lines(result: Calibrated | CalibrationPlan, source: str) -> Iterator[str]:
-    from trtspec.calibrate import CalibrationPlan
-
-    yield f"texts     {result.texts:,}, {result.tokens:,} tokens, computed in {result.dtype}"
-    yield f"linears   {result.linears:,} under policy {result.policy}, {result.layers} layers"
-    if isinstance(result, CalibrationPlan):
-        states = "in memory" if result.states_in_memory else "on disk"
-        layers = "two layers" if result.load_ahead else "one layer"
-        yield f"memory    about {result.memory_bytes_estimate:,} bytes: {layers} of {result.layer_bytes:,}"
-        yield f"states    {result.states_bytes:,} bytes, {states}; {result.disk_bytes:,} bytes of disk needed"
-        yield f"reads     {result.bytes_read:,} bytes once; would write {result.output}"
-        return
-    scale = result.input_scale
-    yield f"scales    {scale['min']:.3g} to {scale['max']:.3g}, median {scale['median']:.3g}"
-    if result.experts:
-        yield f"experts   {result.experts_unreached:,} of {result.experts:,} reached by no token"
-    if result.experts_unreached:
-        yield "          they have their layer's scale, which all experts of a layer share; more --samples reach more"
-    for place in result.dead_inputs:
-        yield f"warning   {place}: its input was always zero; the scale is ModelOpt's substitute"
-    resumed = f", {result.layers_resumed} layers resumed" if result.layers_resumed else ""
-    yield f"took      {result.seconds:.0f} s{resumed}, peak memory {result.peak_rss_bytes:,} bytes"
-    yield f"next: trtspec quantize {source} -o OUT --policy {result.policy} --input-scales {result.output}"
+    then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
+    return Result(asdict(result), messages=[] if options.dry_run else [then])

@@ -49,10 +49,10 @@ class ProveOptions:
 
 
 def prove(options: ProveOptions) -> Result:
-    """Prove a target and its head on your own GPUs: as fast as planned, and the same output as without the head?
+    """Prove on your own GPUs that a target with its head is fast and has the same output as without the head.
 
-    Launches the target with and without its head, one after the other, runs bench and check on both, and writes a page
-    with a verdict. --dry-run prints the script. A killed run resumes.
+    Launches the target with its head, then without it. Runs bench and check on both. Writes a page with a verdict.
+    --dry-run prints the script. A killed run resumes.
     """
     if options.head is None:
         raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")

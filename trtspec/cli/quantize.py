@@ -15,7 +15,7 @@ from trtspec.report import OutputOptions, Result, Table, progress_bar
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.quant.run import Quantized, QuantizePlan
+    from trtspec.quant.run import Quantized
 
 KvCache = Literal["fp8", "none"]
 WeightScales = Literal["max", "mse"]
@@ -84,7 +84,7 @@ def quantize(options: QuantizeOptions) -> Result:
     with progress_bar("quantizing") as bar:
         result = quantize_checkpoint(source, options.output, policy, settings, again, bar.show)
     if isinstance(result, QuantizePlan):
-        return Result(to_json(result), lines=_planned(result))
+        return Result(to_json(result))
     rows = [
         (name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
         for name, entry in result.classes.items()
@@ -103,25 +103,6 @@ def _source(options: QuantizeOptions) -> Path | Checkpoint:
     from trtspec.checkpoint.remote import open_headers
 
     return open_headers(options.source)
-
-
-def _planned(plan: QuantizePlan) -> list[str]:
-    """The lines of --dry-run."""
-    counts = ", ".join(f"{count:,} {name}" for name, count in plan.tensors_by_class.items())
-    lines = [
-        f"would write {plan.output} with policy {plan.policy} ({plan.published}), {plan.weight_scales} weight scales",
-        *(f"otherwise than published: {text}" for text in plan.deviations),
-        f"NVFP4: {counts}",
-        f"decoded to BF16: {plan.decoded:,}; unchanged: {plan.copied:,}",
-        f"{plan.bytes_in:,} bytes in, {plan.bytes_out:,} out, {plan.free_bytes:,} free",
-    ]
-    if hub := plan.hub:
-        lines.append(
-            f"{hub['id']} at {hub['revision'][:12]} is not on this machine: read {hub['bytes_read']:,} bytes of "
-            f"headers and small files; the run fetches {hub['weight_bytes']:,} into the hub's cache, which has "
-            f"{hub['cache_free_bytes']:,} free"
-        )
-    return [*lines, f"packing takes about {plan.packing_seconds_estimate} s with {plan.workers} workers"]
 
 
 def _done(result: Quantized, source: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, argument, option
-from trtspec.report import Result, file_sha256, json_text, progress_bar, provenance, refuse_overwrite, write_json
+from trtspec.report import Result, file_sha256, progress_bar, provenance, refuse_overwrite, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
@@ -88,8 +88,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     if not resumes:
         refuse_overwrite(output, options.force)
     if options.dry_run:
-        plan = _plan(options, len(chosen), sampling, resumes)
-        return Result(plan, lines=[json_text(plan).rstrip()])
+        return Result(_plan(options, len(chosen), sampling, resumes))
     if options.restart:
         journal.unlink(missing_ok=True)
     outcome = _answer(chosen, output, endpoint, sampling, journal)

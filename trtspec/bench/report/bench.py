@@ -74,9 +74,7 @@ def sections(results: BenchResults) -> list[Section]:
     return [
         Section(
             title="Speed",
-            plots=[
-                Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")
-            ],
+            plots=[Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")],
             tables=[speedup_table(results), speed_table(results), latency_table(results)],
         ),
         Section(
