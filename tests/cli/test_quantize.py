@@ -40,7 +40,7 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
 def test_dry_run_then_inspect_against(tmp_path):
     source = make_target(tmp_path / "in", layers=2)
     run = trtspec("quantize", source, "-o", tmp_path / "out", "--dry_run")  # underscores are fine too
-    assert run.returncode == 0 and "4 routed experts down_proj" in run.stdout
+    assert run.returncode == 0 and "routed experts down_proj 4" in run.stdout
     assert not (tmp_path / "out").exists()
     run = trtspec("quantize", source, "-o", tmp_path / "out")
     assert run.returncode == 0 and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
