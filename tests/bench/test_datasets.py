@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench.questions.datasets import load_dataset, read_questions, text_of
-from trtspec.bench.questions.rows import DatasetSource, NamedSet, catalogue
+from trtspec.bench.questions.datasets import DatasetSource, NamedSet, catalogue, load_dataset, read_questions, text_of
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16

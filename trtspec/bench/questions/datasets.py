@@ -1,24 +1,35 @@
 """Data sets of bench and check: questions, however a file or a hub data set holds them.
 
-A question is asked turn by turn, each with the model's own earlier answers.
+A question is asked turn by turn, each with the model's own earlier answers. Rows of the sets that data/datasets.yaml
+knows by name are put into the words that the reader of conversations knows. Pictures are taken out before the words are
+read, and sent as parts of the content.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
+import io
 import json
+import re
+import string
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
-from trtspec.bench.questions.rows import DatasetSource, locate, rows_of, without_pictures
-from trtspec.checkpoint.conversations import Conversation, conversation, note_unread
+from trtspec.checkpoint.conversations import IDS, Conversation, conversation, note_unread
+from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError
 from trtspec.report import file_sha256
 
 NANO = "nano"
+LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
+NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
+PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 Message = dict[str, Any]
 
 
@@ -204,3 +215,206 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
         chosen += row[: samples - len(chosen)]
         depth += 1
     return chosen
+
+
+# --- rows of the sets that are known by name ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSet:
+    """One row of data/datasets.yaml. `configs` are read one after the other; `others` only when they are named."""
+
+    name: str
+    title: str
+    hub: str
+    licence: str
+    source: str
+    revision: str = "main"
+    split: str = "test"
+    configs: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    fields: dict[str, str] = field(default_factory=dict)
+    category: str = ""
+    placeholder: str = ""
+    prepare: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSource:
+    """Where rows come from: a known set from the hub or from a file of its form, or any file, directory or hub id."""
+
+    label: str
+    known: NamedSet | None = None
+    file: str = ""
+    config: str = ""
+
+
+@functools.cache
+def catalogue() -> dict[str, NamedSet]:
+    found = {}
+    for name, entry in data_files.load_yaml("datasets.yaml")["datasets"].items():
+        lists = {key: tuple(entry[key]) for key in ("configs", "others") if key in entry}
+        found[name] = NamedSet(name=name, **{**entry, **lists})
+    return found
+
+
+def locate(text: str) -> DatasetSource:
+    """A path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id. Raises UsageError for anything else."""
+    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    if Path(text).expanduser().exists():
+        return DatasetSource(label=Path(text).name, file=str(Path(text).expanduser()))
+    match = NAMED.fullmatch(text)
+    known = catalogue().get(match["name"]) if match else None
+    if match and known:
+        config, file = match["config"] or "", match["file"] or ""
+        if config and config not in (*known.configs, *known.others):
+            listed = ", ".join((*known.configs, *known.others)) or "none"
+            raise UsageError(f"the data set {known.name} has no configuration {config}", f"it has {listed}")
+        if file and not Path(file).expanduser().exists():
+            raise UsageError(f"the dataset {file} does not exist", f"`dataset` {known.name} alone reads the hub")
+        return DatasetSource(label=text.partition("=")[0], known=known, file=file, config=config)
+    if from_hub(text):
+        return DatasetSource(label=text, file=text)
+    raise UsageError(f"the dataset {text} does not exist", remedy)
+
+
+def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow]:
+    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError, also for a
+    `split` of files, all of whose rows are read."""
+    known, file = source.known, source.file
+    if split is not None and file and not from_hub(file):
+        kind = "a directory" if Path(file).is_dir() else "a file"
+        remedy = "pass the file of that split alone as `dataset`, without `split`"
+        raise UsageError(f"`split` {split} is not used: the data set {source.label} is {kind}", remedy)
+    if known is None:
+        yield from read_rows(file, split)
+        return
+    if file:
+        yield from (row_in_words(row, known) for row in read_rows(file))
+        return
+    configs = (source.config,) if source.config else known.configs or ("",)
+    for config in configs:
+        own = replace(known, category=known.category or (config if len(known.configs) > 1 else ""))
+        name = f"{known.hub}:{config}" if config else known.hub
+        for row in hub_rows(name, split or known.split, known.revision):
+            value = dict(row.value)
+            if value.get("category") == (split or known.split):
+                del value["category"]  # hub_rows puts the split's name where a row has none
+            yield row_in_words(replace(row, value=value), own)
+
+
+def row_in_words(row: DataRow, known: NamedSet) -> DataRow:
+    """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a row of a
+    known set without one of the fields that make its question, and for a text that is only a placeholder."""
+    if not isinstance(row.value, dict):
+        return row
+    value = _renamed(row, row.value, known)
+    found = {key: item for key, item in value.items() if item is not None}
+    if known.placeholder and known.placeholder in json.dumps(found, default=str):
+        raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
+    if "images" in known.fields and not _has_picture(found):
+        raise _no_field(row, known.fields["images"], known)
+    return replace(row, value=found)
+
+
+def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, Any]:
+    """The fields of a known set under the reader's names; a row that is in the reader's words already stays."""
+    fields = known.fields
+    template = fields.get("template", "")
+    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    wanted = wanted or ([fields["turns"]] if "turns" in fields else [])
+    missing = [name for name in wanted if name not in value]
+    about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
+    if missing and not any(key in value for key in LISTS):
+        raise _no_field(row, " and no ".join(missing), known)
+    made: dict[str, Any] = {}
+    if missing or not wanted:
+        made = {key: value[key] for key in (*LISTS, "tools", "system", "images") if key in value}
+    elif template:
+        words = {name: _words_in(row, value.get(name), name, known) for name in wanted}
+        made["prompt"] = template.format(**words).strip()
+    else:
+        made = {"turns": value[fields["turns"]]}
+    if fields.get("images") in value:
+        made["images"] = value[fields["images"]]
+    if fields.get("id") != "":  # an empty name: the set's ids are not unique
+        about.setdefault("id", next((value[key] for key in IDS if key in value), None))
+    about.setdefault("category", value.get("category") or known.category)
+    return made | about
+
+
+def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
+    """The words of one field of a question. Raises UsageError for a field without any, or of another kind."""
+    if item is None or (isinstance(item, str) and not item.strip()):
+        raise _no_field(row, name, known)
+    if not isinstance(item, (str, int)) or isinstance(item, bool):
+        raise UsageError(f"{CODE} {row.where} has a {name} that is not text", f"write {name} as a string")
+    return str(item)
+
+
+def _no_field(row: DataRow, names: str, known: NamedSet) -> UsageError:
+    return UsageError(
+        f"{CODE} {row.where} has no {names}, which rows of {known.title} have",
+        f"the fields are listed at {known.source}",
+    )
+
+
+def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, Any]]]]:
+    """The row without its pictures, and these as parts of content, by the message's place counted from the end (1 is
+    the last). A row's own `images` belong to its first question."""
+    if not isinstance(row.value, dict):
+        return row, {}
+    value, found = dict(row.value), {}
+    for key in LISTS:
+        items = value.get(key)
+        if not isinstance(items, list):
+            continue
+        value[key] = [_words_only(item) for item in items]
+        for place, item in enumerate(reversed(items), 1):
+            if parts := _picture_parts(item):
+                found[place] = parts
+    images = value.pop("images", None)
+    if images is not None and images != []:
+        single = images if isinstance(images, list) else [images]
+        turns = value.get("turns")
+        place = len(turns) if isinstance(turns, list) else 1
+        found.setdefault(place, []).extend(
+            {"type": "image_url", "image_url": {"url": url_of(row, one)}} for one in single
+        )
+    return replace(row, value=value), found
+
+
+def _has_picture(value: dict[str, Any]) -> bool:
+    """Whether a row in the reader's words asks about a picture."""
+    said = [message for key in LISTS if isinstance(value.get(key), list) for message in value[key]]
+    return value.get("images", []) != [] or any(_picture_parts(message) for message in said)
+
+
+def _picture_parts(message: Any) -> list[dict[str, Any]]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return []
+    return [part for part in content if isinstance(part, dict) and part.get("type") in ("image_url", "video_url")]
+
+
+def _words_only(message: Any) -> Any:
+    pictures = _picture_parts(message)
+    if not pictures:
+        return message
+    return {**message, "content": [part for part in message["content"] if part not in pictures]}
+
+
+def url_of(row: DataRow, image: Any) -> str:
+    """A picture as a URL: an address stays, bytes become a data: URL. Raises UsageError for anything else."""
+    if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
+        return image
+    data: Any = image.get("bytes") if isinstance(image, dict) else image
+    if hasattr(data, "save"):  # as the datasets library decodes it
+        buffer = io.BytesIO()
+        data.save(buffer, format="PNG")
+        data = buffer.getvalue()
+    kind = next((name for magic, name in PICTURES if isinstance(data, bytes) and data.startswith(magic)), None)
+    if kind is None:
+        raise UsageError(f"{CODE} {row.where} has an image that is neither a URL nor PNG, JPEG, GIF or WebP bytes",
+                         "give a URL, a data: URL, or the bytes of a picture")  # fmt: skip
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
