@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from trtspec import report
 from trtspec.cli.options import request_limits_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.exchange import Exchange
 
+T = TypeVar("T")
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
 # by the name of their row
@@ -92,7 +93,7 @@ async def _check(options: CheckOptions) -> Result:
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
-        got, plain, askers = await (_scored(options, bar) if options.score else _asked(options, bar))
+        got, plain, askers = await _exchanges(options, bar)
     cost = {
         "requests": sum(asker.requests for asker in askers),
         "tokens": sum(asker.tokens for asker in askers),
@@ -117,63 +118,50 @@ async def _check(options: CheckOptions) -> Result:
     return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
 
 
-Asked = tuple["list[Exchange]", "list[Exchange] | None", "list[Asker]"]
-
-
-async def _asked(options: CheckOptions, bar: report.Bar) -> Asked:
-    """The exchanges of `url`, and of the server without speculation, where there is one."""
+async def _exchanges(
+    options: CheckOptions, bar: report.Bar
+) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
+    """What users get, what the server without speculation answered (None without one), and who asked."""
     from trtspec.bench.check.asking import record
     from trtspec.bench.check.scoring import score_answers
     from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.client.exchange import read_recording, write_recording
 
+    recorded = read_recording(options.score) if options.score else None
     asker = await _connect(options, options.url, "the URL", bar)
-    questions = load_dataset(options.dataset).questions
-    withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
-    sizes = {"samples": options.samples, "max_tokens": options.max_tokens, "context": options.context_tokens}
-    got = await _written(options, asker, lambda: record(asker, questions, **sizes, withheld=withheld))
+    async with aclosing(asker.client):
+        if recorded is not None:
+            got, plain = await _journaled(asker, options.record, score_answers(asker, recorded))
+        else:
+            questions = load_dataset(options.dataset).questions
+            withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
+            sizes = {"samples": options.samples, "max_tokens": options.max_tokens, "context": options.context_tokens}
+            asked = record(asker, questions, **sizes, withheld=withheld)
+            got, plain = await _journaled(asker, options.record, asked), None
+    if options.record:
+        write_recording(options.record, got if plain is None else plain)
+        _journal(options.record).unlink()
     if options.against is None:
-        return got, None, [asker]
+        return got, plain, [asker]
     other = await _connect(options, options.against, "--against", bar)
     async with aclosing(other.client):
-        got, plain = await score_answers(other, got)
-    return got, plain, [asker, other]
+        return *await score_answers(other, got), [asker, other]
 
 
-async def _scored(options: CheckOptions, bar: report.Bar) -> Asked:
-    """The recording that --score names, scored by `url`, and what `url` itself answered."""
-    from trtspec.bench.check.scoring import score_answers
-    from trtspec.client.exchange import read_recording
-
-    assert options.score is not None
-    spec = read_recording(options.score)
-    asker = await _connect(options, options.url, "the URL", bar)
-    got: list[Exchange] = []
-
-    async def answers() -> list[Exchange]:
-        nonlocal got
-        got, plain = await score_answers(asker, spec)
-        return plain
-
-    plain = await _written(options, asker, answers)
-    return got, plain, [asker]
-
-
-async def _written(options: CheckOptions, asker: Asker, ask: Any) -> list[Exchange]:
-    """What `ask` returns, which --record keeps: in a journal while it is asked, then in the file."""
+async def _journaled(asker: Asker, file: Path | None, asking: Awaitable[T]) -> T:
+    """The result of `asking`, whose answers are kept beside `file` while they come."""
     from trtspec.bench.check.asking import open_journal
-    from trtspec.client.exchange import write_recording
 
-    async with aclosing(asker.client):
-        if options.record is None:
-            return list(await ask())
-        journal = options.record.with_name(f"{options.record.name}.part")
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        asker.journal, asker.known = open_journal(journal)
-        with asker.journal:
-            found = list(await ask())
-        write_recording(options.record, found)
-        journal.unlink()
-        return found
+    if file is None:
+        return await asking
+    file.parent.mkdir(parents=True, exist_ok=True)
+    asker.journal, asker.known = open_journal(_journal(file))
+    with asker.journal:
+        return await asking
+
+
+def _journal(file: Path) -> Path:
+    return file.with_name(f"{file.name}.part")
 
 
 async def _connect(options: CheckOptions, url: str, what: str, bar: report.Bar) -> Asker:
