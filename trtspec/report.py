@@ -226,7 +226,8 @@ def print_result(result: Result, as_json: bool) -> None:
         sys.stdout.write(result.text)
         write_stderr("".join(f"{line}\n" for line in problems))
     else:
-        lines = result.lines if result.lines or result.tables else value_lines(result.values)
+        said = result.lines or result.tables or result.failure
+        lines = result.lines if said else value_lines(result.values)
         print_tables(result.tables, [*lines, *problems])
     for message in result.messages:
         say(message)

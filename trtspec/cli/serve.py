@@ -14,7 +14,7 @@ import typer
 
 from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.launch.options import ENGINE, FRONT, REFERENCE, VLLM, ServeOptions
+from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
 
@@ -30,42 +30,15 @@ def serve(options: ServeOptions) -> Result | None:
     from trtspec.client.addresses import bearer
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
-    servers = {ENGINE: _serve_trtllm, FRONT: _serve_front, VLLM: _serve_vllm, REFERENCE: _serve_reference}
-    return servers[options.mode](options)
-
-
-def _serve_trtllm(options: ServeOptions) -> Result | None:
-    from trtspec.trtllm.serve.start import plan_engine
-
-    _refuse_any_port(options.port, "trtllm-serve")
-    typed = words(replace(options, passed=(), dry_run=False, json_=False))
-    after = ("--", *options.passed) if options.passed else ()
-    plan = plan_engine(options, replay=("trtspec", "serve", *typed, *after), launching=not options.dry_run)
-    return _planned_or_launched(plan, options)
-
-
-def _serve_front(options: ServeOptions) -> Result | None:
-    from trtspec.trtllm.serve.start import plan_front
-
-    return _planned_or_launched(plan_front(options, launching=not options.dry_run), options)
-
-
-def _serve_vllm(options: ServeOptions) -> Result | None:
-    from trtspec.vllm import plan_vllm
-
-    _refuse_any_port(options.port, "vllm serve")
-    return _planned_or_launched(plan_vllm(options, launching=not options.dry_run), options)
-
-
-def _refuse_any_port(port: int, program: str) -> None:
-    if port == 0:
-        raise UsageError(f"{program} cannot be asked for any free port", "pass --port with a number above 0")
-
-
-def _planned_or_launched(plan: ServerPlan, options: ServeOptions) -> Result | None:
-    """What any engine is started with; a dry run that found an error fails."""
-    from trtspec.launch.preflight import launch
-
+    if options.mode is REFERENCE:
+        if options.dry_run:
+            return _command(options)
+        if options.json_:
+            print_json(_command(options).to_dict())
+        _run(options)
+        return None
+    plan = _planned(options)
+    # a dry run that found an error fails
     wrong = CheckFailed("a launch would be refused for the errors above") if has_errors(plan.problems) else None
     values = {key: value for key, value in plan.to_dict().items() if key not in ("ok", "problems")}
     found = Result(values, plan.problems, failure=wrong, text=plan.text())
@@ -73,18 +46,30 @@ def _planned_or_launched(plan: ServerPlan, options: ServeOptions) -> Result | No
         return found
     if options.json_:
         print_json(replace(found, failure=None).to_dict())
+    from trtspec.launch.preflight import launch
+
     if status := launch(plan):
         raise typer.Exit(status)
     return None
 
 
-def _serve_reference(options: ServeOptions) -> Result | None:
-    if options.dry_run:
-        return _command(options)
-    if options.json_:
-        print_json(_command(options).to_dict())
-    _run(options)
-    return None
+def _planned(options: ServeOptions) -> ServerPlan:
+    """What an engine is started with, or the front of several."""
+    if options.mode is FRONT:
+        from trtspec.trtllm.serve.start import plan_front
+
+        return plan_front(options, launching=not options.dry_run)
+    if options.port == 0:
+        raise UsageError("an engine cannot be asked for any free port", "pass --port with a number above 0")
+    if options.mode is VLLM:
+        from trtspec.vllm import plan_vllm
+
+        return plan_vllm(options, launching=not options.dry_run)
+    from trtspec.trtllm.serve.start import plan_engine
+
+    typed = words(replace(options, passed=(), dry_run=False, json_=False))
+    after = ("--", *options.passed) if options.passed else ()
+    return plan_engine(options, replay=("trtspec", "serve", *typed, *after), launching=not options.dry_run)
 
 
 def _command(options: ServeOptions) -> Result:
