@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 from trtspec.cli.app import main
-from trtspec.cli.inspect import Inspected, InspectOptions, look
+from trtspec.cli.inspect import InspectOptions, inspect
+from trtspec.report import Result
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def trtspec(*words: object, **environment: str) -> Done:
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def inspected(path: object, against: object = None, sample: int | None = None) -> Inspected:
+def inspected(path: object, against: object = None, sample: int | None = None) -> Result:
     """What `trtspec inspect` finds, before it is printed."""
     against = None if against is None else str(against)
-    return look(InspectOptions(path=str(path), against=against, sample=sample))
+    return inspect(InspectOptions(path=str(path), against=against, sample=sample))

@@ -226,19 +226,18 @@ def print_result(result: Result, as_json: bool) -> None:
         sys.stdout.write(result.text)
         write_stderr("".join(f"{line}\n" for line in problems))
     else:
-        said = result.lines or result.tables or result.failure
-        lines = result.lines if said else value_lines(result.values)
-        print_tables(result.tables, [*lines, *problems])
+        rows = [] if result.lines or result.tables or result.failure else value_rows(result.values)
+        width = max((len(name) for name, _ in rows), default=0)
+        print_tables(result.tables, [*(f"{name:{width}}  {text}" for name, text in rows), *result.lines, *problems])
     for message in result.messages:
         say(message)
     if result.failure is not None:
         raise result.failure
 
 
-def value_lines(values: Mapping[str, Any]) -> list[str]:
-    """The values of `--json` for people, a line for each that is known."""
-    width = max(map(len, values), default=0)
-    return [f"{name.replace('_', ' '):{width}}  {_plain(value)}" for name, value in values.items() if value is not None]
+def value_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and text of each of the values of `--json` that is known, for people."""
+    return [(name.replace("_", " "), _plain(value)) for name, value in values.items() if value is not None]
 
 
 def _plain(value: Any) -> str:
@@ -247,7 +246,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict | list | tuple):
         items = [f"{name} {_plain(item)}" for name, item in value.items()] if isinstance(value, dict) else value
         more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
-        return ", ".join([*map(_plain, items[:MOST_ITEMS]), *more]) or "none"
+        return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
