@@ -39,6 +39,7 @@ STAND_INS = {
     "TARGET": "target", "SRC": "target", "$SRC": "target", "SOURCE": "target", "PATH": "target",
     "moonshotai/Kimi-K2.6": "target", "nvidia/Kimi-K2.6-NVFP4": "target", "nvidia/Kimi-K2.5-NVFP4": "target",
     "NVFP4": "nvfp4", "HEAD": "shipped", "CONVERTED": "converted", "nvidia/Kimi-K2.5-Eagle3": "shipped",
+    "nvidia/Kimi-K2.6-Eagle3": "shipped",
     "lightseekorg/kimi-k2.5-eagle3-mla": "shipped", "$OUT": "slurm-out", "/shared/OUT": "shared-out",
     "mt-bench": "nano", "my-kimi": "target", "my-kimi-nvfp4": "nvfp4", "published-head": "shipped",
     "baseline/1": "week-1", "baseline/2": "week-2",
@@ -103,7 +104,8 @@ class Room:
         shutil.copy(place / "extra-llm-api-config.yml", place / "file.yml")
         self.made("build-config", "target", "--head", "shipped", "-o", "nano.yml", "--max-seq-len", "1024")
         for name in ("last-week", "week-1", "week-2", "week-3", "week-4"):
-            self.made("bench", self.urls["eagle"], *BENCH, "-o", name)
+            questions = [] if name == "last-week" else ["--dataset", "prompts.jsonl"]
+            self.made("bench", self.urls["eagle"], *questions, *BENCH, "-o", name)
 
     def made(self, *words: str) -> None:
         done = trtspec(*words, HF_HUB_OFFLINE="1")
