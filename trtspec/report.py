@@ -117,14 +117,23 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **package_versions()}
+
+
+def now() -> str:
+    """The time in UTC, as results name it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The record written as provenance.json beside everything a command makes."""
+    """The record written as provenance.json beside everything a command makes: without a time, because a run that was
+    killed and resumed leaves the same bytes as one that was not."""
     return {
         "command": command,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "source": source,
         "options": options,
-        "versions": {"python": platform.python_version(), **package_versions()},
+        "versions": versions(),
         **more,
     }
 

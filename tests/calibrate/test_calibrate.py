@@ -143,6 +143,7 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     calibrate_checkpoint(source, data, tmp_path / "whole.safetensors", K26, FLOAT32)
     seconds = time.monotonic() - begin
     expected = (tmp_path / "whole.safetensors").read_bytes()
+    record = (tmp_path / "whole.safetensors.provenance.json").read_bytes()
     output, shuffle, kills, finished = tmp_path / "scales.safetensors", random.Random(1), 0, 0
     arguments = (source, data, output, K26, FLOAT32)
     resumed = []
@@ -162,6 +163,7 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
             resumed.append(before.count(b"\n") - 1)
     calibrate_checkpoint(*arguments)  # what is finished is only tidied up
     assert output.read_bytes() == expected
+    assert output.with_name(f"{output.name}.provenance.json").read_bytes() == record
     print(f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}")
     assert not list(tmp_path.glob(".*"))
     assert max(resumed) > 0

@@ -77,7 +77,7 @@ def quantize(source: Path, out: Path, **environment: str) -> subprocess.Complete
 
 
 def files(path: Path) -> dict[str, bytes]:
-    kept = (file for file in path.iterdir() if file.name != "provenance.json" and not file.name.startswith("."))
+    kept = (file for file in path.iterdir() if not file.name.startswith("."))
     return {file.name: file.read_bytes() for file in kept}
 
 

@@ -228,8 +228,7 @@ def run(
             again = "give the same command with --resume" if path else "give --output, which --resume continues"
             raise Interrupted(f"stopped; {kept}", again) from None
         results, answers = assemble.assemble(*found), assemble.answer_records(found[0])
-    stamp = report.provenance("bench", {"endpoints": urls}, stated)
-    return replace(results, created=stamp["created"], versions=stamp["versions"]), answers
+    return replace(results, created=report.now(), versions=report.versions()), answers
 
 
 def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:

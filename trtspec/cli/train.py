@@ -434,7 +434,7 @@ def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     shares = ", ".join(f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"]))
     yield f"head        {output}"
     yield f"parameters  {record['parameters']:,}"
-    yield f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens, {training['seconds']:.0f} s"
+    yield f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens"
     yield f"agreement   {shares} per training-time-test step"
     if estimate := training.get("estimated_acceptance_length"):
         yield f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating"

@@ -109,6 +109,7 @@ def test_train_killed_twenty_times(tmp_path, target_dir, data):
         assert curve(output) == curve(whole)
         ours = load_file(output / "model.safetensors")
         assert all(torch.equal(ours[name], want[name]) for name in want)
+        assert (output / "provenance.json").read_bytes() == (whole / "provenance.json").read_bytes()
     print(
         f"train: {kills} kills over {len(finished)} runs to the end, {len(curve(whole))} equal points of the curve each"
     )

@@ -124,7 +124,7 @@ def _evidence(setup: ProveSetup, found: dict[str, Any], directory: Path) -> dict
     if verdict == "SAFE" and (invalid or not ups):
         said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
-    sound, stamp = not spec.degenerate(), report.provenance("prove", {}, {})
+    sound = not spec.degenerate()
     return {
         "verdict": verdict,
         "sentence": sentence(verdict, message, ups),
@@ -138,6 +138,6 @@ def _evidence(setup: ProveSetup, found: dict[str, Any], directory: Path) -> dict
         "step_times": step_times(spec, plain, found.get("plan", {}), setup.draft_len),
         "rows": [RowEvidence(**row) for row in found["score"]["results"]],
         "logs": sorted(f"logs/{path.name}" for path in (directory / "logs").iterdir()),
-        "created": stamp["created"],
-        "versions": stamp["versions"],
+        "created": report.now(),
+        "versions": report.versions(),
     }

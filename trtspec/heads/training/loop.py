@@ -285,7 +285,6 @@ class Result:
     steps: int
     total: int
     tokens: int = 0
-    seconds: float = 0.0
     stopped: str | None = None
 
     @property
@@ -294,10 +293,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """For the record."""
-        return {
-            "steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped,
-            "seconds": round(self.seconds, 2),
-        }  # fmt: skip
+        return {"steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped}
 
 
 @dataclass
@@ -356,7 +352,7 @@ def train_head(
             break
     if curve:
         curve.close()
-    result.seconds, result.stopped = time.monotonic() - began, way.stop.reason
+    result.stopped = way.stop.reason
     return result
 
 
