@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Completion
+from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -98,5 +98,5 @@ def expected(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, 
     return {request.id: greedy_by_definition(target, request) for request in requests}
 
 
-def token_ids(completions: dict[str, Completion]) -> dict[str, list[int]]:
+def token_ids(completions: dict[str, Output]) -> dict[str, list[int]]:
     return {name: completion.token_ids for name, completion in completions.items()}

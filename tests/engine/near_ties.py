@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from trtspec.engine.sequence import Completion
+from trtspec.engine.sequence import Output
 from trtspec.models.layers import TextPiece
 from trtspec.quant import nvfp4
 
@@ -77,7 +77,7 @@ class Rounding:
         return max(divergence.gap, self.behind) <= SAFETY * self.change
 
 
-def first_divergence(plain: Completion, other: Completion) -> Divergence | None:
+def first_divergence(plain: Output, other: Output) -> Divergence | None:
     """Compares two completions of the same greedy request, both recorded with `record_gaps`; None: the same tokens."""
     for index, (left, right) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if left != right:
@@ -88,7 +88,7 @@ def first_divergence(plain: Completion, other: Completion) -> Divergence | None:
     return None
 
 
-def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, divergence: Divergence) -> Rounding:
+def rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence) -> Rounding:
     """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target alone."""
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
@@ -101,7 +101,7 @@ def rounding_at(target: KimiModel, prompt: list[int], plain: Completion, diverge
     return Rounding(change, float(behind.max()))
 
 
-def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Completion, divergence: Divergence) -> Rounding:
+def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence) -> Rounding:
     """As `rounding_at`, for a target that quantizes its activations and another implementation of it: sums in another
     order move an activation by about NOISE, which takes some of them to the next of NVFP4's few values. The context is
     computed DRAWS times with that much noise before each quantization."""

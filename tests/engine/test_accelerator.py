@@ -111,7 +111,8 @@ def test_a_round_reads_the_device_once(
         engine = rounds.engine = Engine(target, head if drafter else None, options)
         for number, (temperature, top_k, top_p) in enumerate(SAMPLING):
             prompt = list(range(10 + 20 * number))
-            engine.submit(GenerationRequest(str(number), prompt, 6, temperature, top_p, top_k, 1, ignore_eos=True))
+            sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+            engine.submit(GenerationRequest(str(number), prompt, 6, **sampling, seed=1, ignore_eos=True))
         computed = finished = passes = 0
         while engine.has_work:
             outputs = engine.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -66,7 +65,8 @@ def test_every_acceptance_pattern(
 def test_batch_of_64(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    copies = [replace(request, id=f"{copy}:{request.id}") for copy in range(8) for request in requests][:96]
+    repeated = [(copy, request) for copy in range(8) for request in requests][:96]
+    copies = [request.model_copy(update={"id": f"{copy}:{request.id}"}) for copy, request in repeated]
     engine = Engine(target, head_of(("mla", "3.1", None)), EngineOptions(max_batch_size=64, max_seq_len=128))
     for name, tokens in token_ids(engine.generate(copies)).items():
         assert tokens == expected[name.partition(":")[2]]
@@ -104,7 +104,7 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
         head_of(("mha", "3", None)) if drafting else None,
         EngineOptions(max_batch_size=2, max_seq_len=64),
     )
-    expected = greedy_by_definition(target, replace(request, max_tokens=24))
+    expected = greedy_by_definition(target, request.model_copy(update={"max_tokens": 24}))
     if drafting:
         assert isinstance(engine.drafter, Eagle3Drafter)
         engine.drafter = OracleDrafter(engine.drafter, {"end": expected}, hit=0.9)
@@ -121,7 +121,7 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
     engine = Engine(target, head_of(("mha", "3", None)), EngineOptions(draft_len=6, max_batch_size=1))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
-    completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=(end,))])["e"]
+    completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=[end])])["e"]
     assert completion.token_ids == cut
     assert completion.finish_reason == "stop"
     assert completion.stats.accepted <= len(cut) - 1

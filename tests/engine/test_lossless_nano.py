@@ -21,7 +21,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Completion
+from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Models = Callable[[str], tuple[KimiModel, Eagle3Head]]
-Plain = Callable[[str, int], dict[str, Completion]]
+Plain = Callable[[str, int], dict[str, Output]]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def models(request: pytest.FixtureRequest) -> Models:
 @pytest.fixture(scope="module")
 def plain(models: Models) -> Plain:
     """Answers without speculation at batch 1, computed once per format."""
-    made: dict[tuple[str, int], dict[str, Completion]] = {}
+    made: dict[tuple[str, int], dict[str, Output]] = {}
 
-    def answers(format: str, count: int) -> dict[str, Completion]:
+    def answers(format: str, count: int) -> dict[str, Output]:
         if (format, count) not in made:
             made[format, count] = generate(models(format)[0], None, held_out(count), 1)[0]
         return made[format, count]
@@ -91,7 +91,7 @@ def held_out(count: int) -> list[GenerationRequest]:
 
 def generate(
     target: KimiModel, head: Eagle3Head | None, requests: list[GenerationRequest], rows: int
-) -> tuple[dict[str, Completion], Engine]:
+) -> tuple[dict[str, Output], Engine]:
     engine = Engine(
         target,
         head,

@@ -18,7 +18,7 @@ from trtspec.engine.batch import Chunk
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Completion, Output
+from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -33,7 +33,7 @@ def half(target_dir: Path) -> KimiModel:
 
 @pytest.mark.slow
 def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]) -> None:
-    wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:8]]
+    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:8]]
     plain = Engine(half, options=EngineOptions(max_batch_size=1, record_gaps=True)).generate(wanted)
     engine = Engine(
         half,
@@ -44,7 +44,7 @@ def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, reques
 
 
 def judged(
-    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Completion], engine: Engine
+    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Output], engine: Engine
 ) -> list[tuple[Divergence, Rounding]]:
     """The earliest two first divergences of the engine's answers with the rounding measured there."""
     done = engine.generate(requests)
@@ -71,7 +71,7 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
     On kimi-nano: the tiny target's logits are the same to the bit in every shape.
     """
     target = load_target(kimi_nano_dir(), dtype=torch.float32)
-    request = replace(requests[0], max_tokens=8, ignore_eos=True)
+    request = requests[0].model_copy(update={"max_tokens": 8, "ignore_eos": True})
     plain = Engine(target, options=EngineOptions(record_gaps=True)).generate([request])[request.id]
     context = torch.tensor([request.prompt_ids + plain.token_ids[:5]])
     state = target(context).hidden[0, -1]
@@ -122,7 +122,7 @@ class WrongDraftAccepted(Engine):
 def test_a_slightly_wrong_engine_is_judged_real(
     mutant: type[Engine], target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
-    wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
+    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:12]]
     plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
     engine = mutant(
         target,
@@ -140,7 +140,7 @@ def test_a_wrong_engine_is_found_in_bfloat16_too(
     mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
     """One spacing of bfloat16 is let pass, which is far less than these do."""
-    wanted = [replace(request, max_tokens=16, ignore_eos=True) for request in requests[:12]]
+    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:12]]
     plain = Engine(half, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
     head = copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16)
     engine = mutant(half, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True))
@@ -160,10 +160,10 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
 
 def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[GenerationRequest]) -> None:
     """The best two tokens may be close; what was emitted must be one of them."""
-    request = replace(requests[0], max_tokens=12, ignore_eos=True)
+    request = requests[0].model_copy(update={"max_tokens": 12, "ignore_eos": True})
     plain = Engine(target, options=EngineOptions(record_gaps=True)).generate([request])[request.id]
     closest = min(range(12), key=lambda index: plain.gaps[index])
-    wrong = Completion("w", list(plain.token_ids), gaps=[0.0] * 12)
+    wrong = Output("w", list(plain.token_ids), gaps=[0.0] * 12)
     wrong.token_ids[closest] = (wrong.token_ids[closest] + 1) % 512
     divergence = first_divergence(plain, wrong)
     assert divergence == Divergence(closest, plain.token_ids[closest], wrong.token_ids[closest], plain.gaps[closest])
@@ -172,7 +172,7 @@ def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: 
 
 
 def test_a_shorter_answer_is_no_near_tie(target: KimiModel) -> None:
-    plain, short = Completion("a", [1, 2, 3], gaps=[1.0, 1.0, 1.0]), Completion("a", [1, 2], gaps=[1.0, 1.0])
+    plain, short = Output("a", [1, 2, 3], gaps=[1.0, 1.0, 1.0]), Output("a", [1, 2], gaps=[1.0, 1.0])
     divergence = first_divergence(plain, short)
     assert divergence is not None and not rounding_at(target, [1, 2, 3], plain, divergence).explains(divergence)
     assert first_divergence(plain, plain) is None
@@ -199,7 +199,7 @@ def test_logprobs_are_the_models(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
-    wanted = [replace(request, logprobs=3) for request in requests[:6]]
+    wanted = [request.model_copy(update={"logprobs": 3}) for request in requests[:6]]
     engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
     assert isinstance(engine.drafter, Eagle3Drafter)
     engine.drafter = OracleDrafter(engine.drafter, expected)

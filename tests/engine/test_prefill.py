@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -91,7 +89,10 @@ def test_a_prompt_that_fails_fails_alone(
     target: KimiModel, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Counted(target, monkeypatch, fails=99)
-    some = [replace(r, prompt_ids=[3 if token == 99 else token for token in r.prompt_ids]) for r in requests[:4]]
+    some = [
+        r.model_copy(update={"prompt_ids": [3 if token == 99 else token for token in r.prompt_ids]})
+        for r in requests[:4]
+    ]
     bad = GenerationRequest("bad", [1, 99, 2], 5)
     engine = Engine(target, options=EngineOptions(max_batch_size=8, max_seq_len=128))
     good = token_ids(Engine(target, options=EngineOptions(max_batch_size=8)).generate(some))

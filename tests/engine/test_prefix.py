@@ -151,8 +151,8 @@ def test_reported_tokens_and_prompt_logprobs(target: KimiModel) -> None:
     """A prompt whose own log-probabilities are asked for is computed whole."""
     engine = Engine(target, options=REUSE)
     request = GenerationRequest("first", list(range(40)), 4, ignore_eos=True)
-    again = replace(request, id="again")
-    scored = replace(request, id="scored", prompt_logprobs=True)
+    again = request.model_copy(update={"id": "again"})
+    scored = request.model_copy(update={"id": "scored", "prompt_logprobs": True})
     assert engine.generate([request])["first"].cached_tokens == 0
     assert engine.generate([again])["again"].cached_tokens == 39
     done = engine.generate([scored])["scored"]

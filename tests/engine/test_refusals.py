@@ -11,7 +11,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import ApiCall, Preparation
-from trtspec.engine.request import GenerationRequest, LogitsConstraints, RequestRefused
+from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.models.kimi import KimiModel
 
 HELLO = {"role": "user", "content": "hello"}
@@ -56,6 +56,7 @@ def tool(**fields: Any) -> dict:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"verbosity": "high"}, "verbosity"),
+        ({"min_p": 0.1}, "min_p"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "a lot"}, "reasoning_effort"),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort"),
@@ -134,7 +135,7 @@ def test_reasoning_effort_switches_thinking(preparation: Preparation) -> None:
     assert [call.thinking for call in efforts.values()] == [False, True, True]
     for effort, thinking in (("none", False), ("low", True)):
         switched = chat(preparation, chat_template_kwargs={"thinking": thinking})
-        assert efforts[effort].prompts == switched.prompts
+        assert efforts[effort].requests[0].prompt_ids == switched.requests[0].prompt_ids
 
 
 def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
@@ -164,10 +165,9 @@ def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
         ({"top_k": 2**63}, "top_k"),
         ({"seed": 2**64}, "seed"),
         ({"stop": ["x"]}, "stop"),
-        ({"stop_token_ids": (10**6,)}, "stop_token_ids"),
-        ({"constraints": LogitsConstraints(repetition_penalty=0.0)}, "repetition_penalty"),
-        ({"constraints": LogitsConstraints(min_p=1.5)}, "min_p"),
-        ({"constraints": LogitsConstraints(logit_bias={10**6: 1.0})}, "logit_bias"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
     ],
 )
 def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str, Any], param: str) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from scipy.stats import chi2_contingency, chisquare
 from torch import nn
 from transformers import (
     LogitsProcessor,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.request import GenerationRequest, LogitsConstraints
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
@@ -58,8 +58,7 @@ def outcomes(
     head: Eagle3Head | None,
     seed: int,
     draft_sampling: str = "argmax",
-    constraints: LogitsConstraints | None = None,
-    **sampling: float,
+    **sampling: Any,
 ) -> Counter:
     """Counts of the three tokens after the prompt, over independent requests."""
     options = EngineOptions(
@@ -70,8 +69,8 @@ def outcomes(
         draft_sampling=draft_sampling,  # type: ignore[arg-type]
     )
     engine = Engine(small, head, options)
-    one = GenerationRequest("", PROMPT, 3, constraints=constraints, **{"temperature": 1.2, **sampling})  # type: ignore[arg-type]
-    wanted = [replace(one, id=str(n)) for n in range(RUNS)]
+    one = GenerationRequest("", PROMPT, 3, **{"temperature": 1.2, **sampling})
+    wanted = [one.model_copy(update={"id": str(n)}) for n in range(RUNS)]
     done = engine.generate(wanted)
     if head is not None:
         assert 0.05 * RUNS < engine.totals.accepted < engine.totals.drafted
@@ -128,33 +127,39 @@ def test_speculation_keeps_the_distribution(
 
 @pytest.mark.parametrize("draft_sampling", [pytest.param("argmax", marks=pytest.mark.slow), "probabilistic"])
 def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, small: KimiModel, head_of: HeadOf) -> None:
-    constraints = LogitsConstraints(presence_penalty=1.1, logit_bias={2: 0.8})
+    constraints: dict[str, Any] = {"presence_penalty": 1.1, "logit_bias": {2: 0.8}}
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     expected = exact(small, 1.1, 0.8)
-    assert fits(outcomes(small, None, 5, constraints=constraints), expected)
-    counts = outcomes(small, head, 6, draft_sampling, constraints)
+    assert fits(outcomes(small, None, 5, **constraints), expected)
+    counts = outcomes(small, head, 6, draft_sampling, **constraints)
     assert fits(counts, expected) and not fits(counts, exact(small))
 
 
-OPTIONS: dict[str, tuple[dict[str, float], LogitsConstraints | None]] = {
-    "temperature": ({"temperature": 0.5}, None),
-    "top_k": ({"top_k": 3}, None),
-    "top_p": ({"top_p": 0.6}, None),
-    "min_p": ({}, LogitsConstraints(min_p=0.5)),
-    "frequency": ({}, LogitsConstraints(frequency_penalty=1.5)),
-    "presence": ({}, LogitsConstraints(presence_penalty=1.5)),
-    "repetition": ({}, LogitsConstraints(repetition_penalty=3.0)),
-    "logit_bias": ({}, LogitsConstraints(logit_bias={2: 0.8, 4: -1.0})),
-    "all": ({"temperature": 0.9, "top_k": 4, "top_p": 0.9}, LogitsConstraints(0.4, 0.3, 1.5, 0.1, logit_bias={2: 0.8})),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.6},
+    "frequency": {"frequency_penalty": 1.5},
+    "presence": {"presence_penalty": 1.5},
+    "repetition": {"repetition_penalty": 3.0},
+    "logit_bias": {"logit_bias": {2: 0.8, 4: -1.0}},
+    "all": {
+        "temperature": 0.9,
+        "top_k": 4,
+        "top_p": 0.9,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.5,
+        "logit_bias": {2: 0.8},
+    },
 }
 
 
 @torch.inference_mode()
-def exact_by_transformers(
-    small: KimiModel, sampling: dict[str, float], constraints: LogitsConstraints
-) -> dict[tuple[int, ...], float]:
+def exact_by_transformers(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
     """Probability of each outcome by the chain rule with transformers' processors, in the documented order: bans,
-    biases, penalties, temperature, min_p, top_k, top_p. OpenAI's two penalties by their formula."""
+    biases, penalties, temperature, top_k, top_p. OpenAI's two penalties by their formula."""
+    constraints = GenerationRequest("", PROMPT, 3, **{"temperature": 1.2, **fields})
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
@@ -165,7 +170,7 @@ def exact_by_transformers(
                 scores = processor(ids, scores)
             counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=VOCAB)
             scores = scores - constraints.frequency_penalty * counts - constraints.presence_penalty * (counts > 0)
-            for warper in warpers(sampling, constraints):
+            for warper in warpers(constraints):
                 scores = warper(ids, scores)
             for token, conditional in enumerate(scores.softmax(-1)[0].tolist()):
                 longer[(*tokens, token)] = probability * conditional
@@ -173,7 +178,7 @@ def exact_by_transformers(
     return found
 
 
-def before_penalties(constraints: LogitsConstraints) -> list[LogitsProcessor]:
+def before_penalties(constraints: GenerationRequest) -> list[LogitsProcessor]:
     processors: list[LogitsProcessor] = []
     if constraints.logit_bias:
         processors.append(
@@ -182,13 +187,11 @@ def before_penalties(constraints: LogitsConstraints) -> list[LogitsProcessor]:
     return [*processors, RepetitionPenaltyLogitsProcessor(constraints.repetition_penalty)]
 
 
-def warpers(sampling: dict[str, float], constraints: LogitsConstraints) -> list[LogitsProcessor]:
-    chain: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.get("temperature", 1.2))]
-    if constraints.min_p:
-        chain.append(MinPLogitsWarper(constraints.min_p))
-    if "top_k" in sampling:
-        chain.append(TopKLogitsWarper(int(sampling["top_k"])))
-    return [*chain, TopPLogitsWarper(sampling.get("top_p", 1.0))]
+def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
+    chain: list[LogitsProcessor] = [TemperatureLogitsWarper(asked.temperature)]
+    if asked.top_k:
+        chain.append(TopKLogitsWarper(asked.top_k))
+    return [*chain, TopPLogitsWarper(asked.top_p)]
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", pytest.param("probabilistic", marks=pytest.mark.slow)])
@@ -197,12 +200,11 @@ def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
     """With drafts, against probabilities of transformers' own processors; without the option they would differ."""
-    sampling, constraints = OPTIONS[option]
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
-    counts = outcomes(small, head, 7, draft_sampling, constraints, **sampling)
-    expected = exact_by_transformers(small, sampling, constraints or LogitsConstraints())
+    counts = outcomes(small, head, 7, draft_sampling, **OPTIONS[option])
+    expected = exact_by_transformers(small, **OPTIONS[option])
     assert fits(counts, expected)
-    assert not fits(counts, exact_by_transformers(small, {}, LogitsConstraints()))
+    assert not fits(counts, exact_by_transformers(small))
     assert all(expected[outcome] > 0 for outcome in counts)
 
 

@@ -25,25 +25,31 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import Function
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.grammars import Grammar, Grammars, tool_call_grammar
-from trtspec.engine.request import GenerationRequest, LogitsConstraints
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
 HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 PROMPT = [1, 2, 3, 1, 2, 3, 40, 41]
-CONSTRAINTS = {
-    "frequency": LogitsConstraints(frequency_penalty=0.7),
-    "presence": LogitsConstraints(presence_penalty=1.5),
-    "repetition": LogitsConstraints(repetition_penalty=1.4),
-    "bias": LogitsConstraints(logit_bias={7: 3.0, 9: -100.0}),
-    "all": LogitsConstraints(0.3, 0.4, 1.2, 0.0, 6, {7: 1.0, 200: 2.0}),
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "frequency": {"frequency_penalty": 0.7},
+    "presence": {"presence_penalty": 1.5},
+    "repetition": {"repetition_penalty": 1.4},
+    "bias": {"logit_bias": {7: 3.0, 9: -100.0}},
+    "all": {
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "min_tokens": 6,
+        "logit_bias": {7: 1.0, 200: 2.0},
+    },
 }
 
 
 @torch.inference_mode()
-def by_definition(target: KimiModel, constraints: LogitsConstraints, count: int) -> list[int]:
+def by_definition(target: KimiModel, wish: dict[str, Any], count: int) -> list[int]:
     """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's penalty formula."""
-    processors = LogitsProcessorList()
+    processors, constraints = LogitsProcessorList(), GenerationRequest("", PROMPT, count, **wish)
     if constraints.logit_bias:
         processors.append(
             SequenceBiasLogitsProcessor({(token,): bias for token, bias in constraints.logit_bias.items()})
@@ -66,28 +72,22 @@ def by_definition(target: KimiModel, constraints: LogitsConstraints, count: int)
 
 
 def generate(
-    target: KimiModel, head: Eagle3Head | None, constraints: list[LogitsConstraints], **fields: Any
+    target: KimiModel, head: Eagle3Head | None, constraints: list[dict[str, Any]], **fields: Any
 ) -> list[list[int]]:
     options = EngineOptions(max_batch_size=3, max_seq_len=96)
-    requests = [GenerationRequest(str(n), PROMPT, 24, constraints=wish, **fields) for n, wish in enumerate(constraints)]
+    requests = [GenerationRequest(str(n), PROMPT, 24, **wish, **fields) for n, wish in enumerate(constraints)]
     done = Engine(target, head, options).generate(requests)
     return [done[str(n)].token_ids for n in range(len(constraints))]
 
 
 def test_every_wish_is_what_transformers_does(target: KimiModel, head_of: HeadOf) -> None:
-    free = by_definition(target, LogitsConstraints(), 24)
+    free = by_definition(target, {}, 24)
     constraints = list(CONSTRAINTS.values())
     expected = [by_definition(target, wish, 24) for wish in constraints]
     assert sum(tokens != free for tokens in expected) >= 4
     assert generate(target, None, constraints) == expected
     for kind in (("mla", "3.1", None), ("mha", "3", 100)):
         assert generate(target, head_of(kind), constraints) == expected
-
-
-def test_min_p_one_is_greedy(target: KimiModel, head_of: HeadOf) -> None:
-    greedy = by_definition(target, LogitsConstraints(), 24)
-    for head in (None, head_of(("mla", "3", None))):
-        assert generate(target, head, [LogitsConstraints(min_p=1.0)], temperature=1.5, seed=3) == [greedy]
 
 
 SCHEMA = {
@@ -105,11 +105,11 @@ def test_a_grammar_holds_with_and_without_drafts(
     grammars = Grammars(tokenizer, tokenizer.eos_ids)
     schema = json.dumps(SCHEMA)
 
-    def constraints() -> list[LogitsConstraints]:
+    def constraints() -> list[dict[str, Any]]:
         return [
-            LogitsConstraints(grammar=Grammar(grammars.compile("json", schema))),
-            LogitsConstraints(grammar=Grammar(grammars.compile("regex", "[ab]{3,9}c"))),
-            LogitsConstraints(grammar=Grammar(grammars.compile("json", schema)), frequency_penalty=0.5),
+            {"grammar": Grammar(grammars.compile("json", schema))},
+            {"grammar": Grammar(grammars.compile("regex", "[ab]{3,9}c"))},
+            {"grammar": Grammar(grammars.compile("json", schema)), "frequency_penalty": 0.5},
         ]
 
     found = []
@@ -117,7 +117,7 @@ def test_a_grammar_holds_with_and_without_drafts(
         options = EngineOptions(max_batch_size=3, max_seq_len=128)
         engine = Engine(target, head, options, tokenizer)
         requests = [
-            GenerationRequest(str(n), PROMPT, 80, constraints=wish, temperature=temperature, seed=n)
+            GenerationRequest(str(n), PROMPT, 80, **wish, temperature=temperature, seed=n)
             for n, wish in enumerate(constraints())
         ]
         texts = [engine.generate([request])[request.id] for request in requests]

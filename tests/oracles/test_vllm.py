@@ -36,7 +36,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.servers import FROM_COUNTERS, VLLM, Counters, counters_in, read_samples
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Completion
+from trtspec.engine.sequence import Output
 from trtspec.engine.server import ServerOptions, build_engine
 
 PYTHON = os.environ.get("TRTSPEC_VLLM_PYTHON", "")
@@ -188,7 +188,7 @@ def own_word(url: str) -> Counters:
 class Reference:
     """What the reference engine answers, its verification steps, and its target."""
 
-    answers: dict[str, Completion]
+    answers: dict[str, Output]
     steps: int
     target: Any
 
@@ -205,11 +205,11 @@ def plain(prompts: list[GenerationRequest]) -> Reference:
     return reference(NANO, None, prompts)
 
 
-def differing(found: dict[str, Any], wanted: dict[str, Completion]) -> list[str]:
+def differing(found: dict[str, Any], wanted: dict[str, Output]) -> list[str]:
     return [name for name, answer in wanted.items() if found[name]["token_ids"] != answer.token_ids]
 
 
-def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Completion]) -> float:
+def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Output]) -> float:
     """Of the chosen tokens, over answers whose tokens agree."""
     pairs = [
         abs(theirs - ours.logprob)
@@ -356,7 +356,7 @@ def test_nvfp4_differs_at_near_ties_only(
         found = ask(url, prompts)
     names, gaps = differing(found, ours.answers), []
     for name in names:
-        other = Completion(name, found[name]["token_ids"], gaps=[0.0] * NEW_TOKENS)
+        other = Output(name, found[name]["token_ids"], gaps=[0.0] * NEW_TOKENS)
         divergence = first_divergence(ours.answers[name], other)
         assert divergence is not None
         prompt = next(one.prompt_ids for one in prompts if one.id == name)

@@ -68,8 +68,8 @@ def converse(engine: Engine, options: argparse.Namespace) -> list[float]:
         for number, talk in enumerate(talks):
             talk.append({"role": "user", "content": says[(number * options.turns + turn) % len(says)]})
             prompt = tokenizer.apply_chat_template(talk)
-            request = GenerationRequest(str(number), prompt, options.new_tokens, temperature=options.temperature)
-            requests.append(replace(request, seed=number, ignore_eos=True))
+            fields = {"temperature": options.temperature, "seed": number, "ignore_eos": True}
+            requests.append(GenerationRequest(str(number), prompt, options.new_tokens, **fields))
         done = engine.generate(requests)
         for number, talk in enumerate(talks):
             answer = tokenizer.decode(done[str(number)].token_ids, skip_special=True)

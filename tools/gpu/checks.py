@@ -21,7 +21,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Completion
+from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -102,7 +102,7 @@ class Models:
             GenerationRequest(str(number), prompt, self.sizes.answer_tokens, seed=number, ignore_eos=True)
             for number, prompt in enumerate(prompts)
         ]
-        return [replace(request, **fields) for request in made]  # type: ignore[arg-type]
+        return [request.model_copy(update=fields) for request in made]
 
     def engine(self, drafts: int, rows: int, dtype: torch.dtype | None = None, **options: object) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
@@ -164,7 +164,7 @@ def losslessness(models: Models) -> list[Row]:
 
 
 def compared(
-    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Completion], other: dict[str, Completion]
+    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Output], other: dict[str, Output]
 ) -> tuple[int, int]:
     """(equal answers, answers that diverge within rounding)."""
     found = [(request, first_divergence(plain[request.id], other[request.id])) for request in requests]

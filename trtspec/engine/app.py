@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
-from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, GenerationBody
+from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody
 from trtspec.engine.boundary import BodyRoute, Boundary, body_limit, error_response
 from trtspec.engine.engine import Engine
 from trtspec.engine.grammars import Grammars, GrammarsBusy
@@ -84,21 +84,20 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
     _add_errors(app)
     _add_status(app, worker, options.served_model_name)
 
-    async def answer(asked: GenerationBody, request: Request, prepare: Callable[[Any], ApiCall]) -> Response:
+    async def answer(asked: CompletionBody | ChatBody, request: Request) -> Response:
         """Prepares beside the event loop, then generates."""
         reservation = Reservation(worker)
         _require_model(asked.model, options.served_model_name)
         try:
             _require_room(asked.choices, reservation)
-            job = await asyncio.to_thread(prepare, asked)
+            job = await asyncio.to_thread(preparation.call, asked)
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
             if job.form is not None:
                 job = await _unless_disconnected(request, _guided(job, grammars))
             if asked.stream:
                 return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
             completions = await _unless_disconnected(request, worker.collect(job.requests))
-            parts = body(job.answer, completions, job.prompts, job.prompt_tokens, job.thinking)
-            pieces = await asyncio.to_thread(encoded, parts)
+            pieces = await asyncio.to_thread(encoded, body(job, completions))
             length = {"Content-Length": str(sum(map(len, pieces)))}
             return Reply(reservation, _sent(pieces), media_type="application/json", headers=length)
         except BaseException:
@@ -108,12 +107,12 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
     @app.post("/v1/completions", response_model=None, responses=ERRORS)
     async def completions(asked: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts, given as text or as token ids."""
-        return await answer(asked, request, preparation.completion)
+        return await answer(asked, request)
 
     @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
     async def chat_completions(asked: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await answer(asked, request, preparation.chat)
+        return await answer(asked, request)
 
     return app
 
@@ -172,7 +171,7 @@ async def _disconnected(request: Request) -> None:
 
 async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     """Server-sent events of all choices, in the order in which the engine makes them."""
-    streams = [ChoiceStream(job.answer, at, job.thinking, prompt) for at, prompt in enumerate(job.prompts)]
+    streams = [ChoiceStream(job, index) for index in range(len(job.requests))]
     try:
         async for index, output in worker.run(job.requests):
             push = streams[index].push  # a long prompt's log-probabilities are written beside the event loop
@@ -182,8 +181,8 @@ async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     except GENERATION_ENDED as failure:
         yield f"data: {json.dumps(_as_api_error(failure).to_dict())}\n\n"
         return
-    if job.answer.usage != "no":
-        yield usage_chunk(job.answer, job.prompt_tokens, [stream.completion for stream in streams])
+    if job.asked.usage_wanted != "no":
+        yield usage_chunk(job, [stream.completion for stream in streams])
     yield DONE
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from trtspec.engine.request import ConstraintRanges, SamplingRanges
+from trtspec.engine.request import Sampling, TokenId
 
-MAX_INT32 = 2**31 - 1
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 StopString = Annotated[str, Field(max_length=1000)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
 Item = TypeVar("Item")
@@ -136,18 +134,17 @@ def _null_is_absent(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
 
 
-class GenerationBody(SamplingRanges, ConstraintRanges):
-    """What both endpoints share. `top_k` (0 and -1: off), `ignore_eos`, `stop_token_ids` and `return_token_ids` are
-    extensions. The last fields have no effect on what is generated; they are taken so that ordinary clients work."""
+class GenerationBody(Sampling):
+    """What both endpoints share. The last fields have no effect on what is generated; they are taken so that ordinary
+    clients work."""
 
+    chat: ClassVar[bool]
     model_config = ConfigDict(json_schema_extra=_null_is_absent)
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
-    stop_token_ids: list[TokenId] = Field([], max_length=64)
-    ignore_eos: bool = False
     n: int = Field(1, ge=1, le=16)
     logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     response_format: ResponseFormat | None = None
@@ -180,11 +177,6 @@ class GenerationBody(SamplingRanges, ConstraintRanges):
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
 
     @property
-    def choices(self) -> int:
-        """How many generations the request asks for."""
-        return self.n
-
-    @property
     def stops(self) -> list[str]:
         """Stop strings, without empty ones."""
         return [word for word in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if word]
@@ -204,6 +196,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions. `prompt` is text or token ids, one or several. Names of special tokens in a text stand for
     them only with `allow_special_tokens`, an extension; in a chat only the template writes special tokens."""
 
+    chat: ClassVar[bool] = False
     prompt: str | Prompts[TokenId] | Prompts[str] | Prompts[Prompts[TokenId]]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -220,7 +213,18 @@ class CompletionBody(GenerationBody):
 
     @property
     def choices(self) -> int:
+        """How many generations the request asks for."""
         return self.n * len(self.prompts)
+
+    @property
+    def top(self) -> int | None:
+        """Alternatives that each log-probability comes with; None without log-probabilities."""
+        return self.logprobs
+
+    @property
+    def shown(self) -> bool:
+        """Whether more than the prompt is answered."""
+        return self.max_tokens > 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -279,6 +283,9 @@ class NamedTool(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions. Kimi has no levels of reasoning: any `reasoning_effort` but "none" is thinking."""
 
+    chat: ClassVar[bool] = True
+    echo: ClassVar[bool] = False
+    shown: ClassVar[bool] = True
     messages: Prompts[Message]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -303,6 +310,14 @@ class ChatBody(GenerationBody):
         if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
             raise ApiError("reasoning_effort and thinking are two names of one thing", param="reasoning_effort")
         return self
+
+    @property
+    def choices(self) -> int:
+        return self.n
+
+    @property
+    def top(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:

@@ -28,7 +28,7 @@ from trtspec.engine.sampling import (
     on_host,
     token_logprobs,
 )
-from trtspec.engine.sequence import Completion, Output, Sequence, Totals, steered
+from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.models.layers import TextPiece
 from trtspec.models.weights import prepare_for_decoding
 
@@ -201,12 +201,12 @@ class Engine:
             output = sequence.fail(error)
         return output
 
-    def generate(self, requests: list[GenerationRequest]) -> dict[str, Completion]:
+    def generate(self, requests: list[GenerationRequest]) -> dict[str, Output]:
         """Runs the requests to their end, in slots that are refilled as they become free.
 
         Raises what any of the requests raised.
         """
-        completions = {request.id: Completion(request.id) for request in requests}
+        completions = {request.id: Output(request.id) for request in requests}
         for request in requests:
             self.submit(request)
         while self.has_work:
@@ -365,4 +365,4 @@ class Engine:
             if self.batch.sequences[row].id in gone:
                 dropped.append(self.batch.sequences[row])
                 self._remove(row)
-        return [Output(s.id, [], s.text.finish(), "cancelled", stats=s.stats) for s in dropped]
+        return [Output(s.id, text=s.text.finish(), finish_reason="cancelled", stats=s.stats) for s in dropped]

@@ -4,16 +4,16 @@ event loop and before an answer begins."""
 from __future__ import annotations
 
 import json
+import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trtspec.checkpoint.chat_parser import SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import CompletionAnswer
-from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody, GenerationBody
+from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody
 from trtspec.engine.engine import Engine
 from trtspec.engine.grammars import Grammar, tool_call_grammar
-from trtspec.engine.request import GenerationRequest, LogitsConstraints, PromptTooLong
+from trtspec.engine.request import GenerationRequest, PromptTooLong, Sampling
 from trtspec.errors import TrtspecError
 
 LONGEST_ESCAPE = 6  # characters of JSON per byte of text
@@ -33,19 +33,26 @@ class Form:
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One API call: the engine requests behind its choices, and how to answer. `prompt_tokens` counts each prompt once.
-    A `form` is yet to be compiled."""
+    """One API call: what was asked, and the engine request behind each choice, `asked.n` for every prompt.
+    A `form` is yet to be compiled. `thinking`: the prompt ends in an open think tag."""
 
-    answer: CompletionAnswer
+    asked: CompletionBody | ChatBody
+    tokenizer: KimiTokenizer
+    model: str
     requests: list[GenerationRequest]
-    prompt_tokens: int
     thinking: bool = False
     form: Form | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
-    def prompts(self) -> list[list[int]]:
-        """The token ids of each choice's prompt."""
-        return [request.prompt_ids for request in self.requests]
+    def id(self) -> str:
+        return f"{'chatcmpl' if self.asked.chat else 'cmpl'}-{self.number}"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once."""
+        return sum(len(request.prompt_ids) for request in self.requests[:: self.asked.n])
 
     def scores(self, max_seq_len: int) -> int:
         """How many log-probabilities the answers may have: of each token, and of its alternatives."""
@@ -58,14 +65,12 @@ class ApiCall:
 
     def guided(self, grammar: Grammar, ends: list[int]) -> ApiCall:
         """The same call; each choice follows its own copy of the grammar, and `ends` end it."""
-        after = self.form.after if self.form else None
         requests = []
         for request in self.requests:
-            constraints = replace(
-                request.constraints or LogitsConstraints(), grammar=grammar.copy(), grammar_after=after
-            )
-            stops = (*request.stop_token_ids, *ends)
-            requests.append(replace(request, constraints=constraints, stop_token_ids=stops))
+            stops = [*request.stop_token_ids, *ends]
+            after = self.form.after if self.form else None
+            guide = {"grammar": grammar.copy(), "grammar_after": after, "stop_token_ids": stops}
+            requests.append(request.model_copy(update=guide))
         return replace(self, requests=requests)
 
 
@@ -76,52 +81,33 @@ class Preparation:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.max_bytes = engine.max_seq_len * max(map(len, tokenizer.token_bytes), default=1)
 
+    def call(self, asked: CompletionBody | ChatBody) -> ApiCall:
+        return self.chat(asked) if isinstance(asked, ChatBody) else self.completion(asked)
+
     def completion(self, asked: CompletionBody) -> ApiCall:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
-        special = asked.allow_special_tokens
-        prompts = [p if isinstance(p, list) else self.tokenizer.encode(p, allow_special=special) for p in asked.prompts]
-        answer = CompletionAnswer(
-            self.tokenizer,
-            self.model,
-            chat=False,
-            n=asked.n,
-            logprobs=asked.logprobs is not None,
-            top=asked.logprobs or 0,
-            usage=asked.usage_wanted,
-            token_ids=asked.return_token_ids,
-            echo=asked.echo,
-            shown=bool(asked.max_tokens),
-        )
-        common = _engine_request(asked, max(1, asked.max_tokens), answer)
-        requests = [one for prompt in prompts for one in self._choices(replace(common, prompt_ids=prompt), asked.n)]
+        requests = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                prompt = self.tokenizer.encode(prompt, allow_special=asked.allow_special_tokens)
+            requests += self._choices(asked, prompt, max(1, asked.max_tokens), asked.echo and asked.top is not None)
         form = Form(*asked.grammar, "response_format") if asked.grammar else None
-        return ApiCall(answer, requests, sum(map(len, prompts)), form=form)
+        return ApiCall(asked, self.tokenizer, self.model, requests, form=form)
 
     def chat(self, asked: ChatBody) -> ApiCall:
         text, prompt = self._rendered(asked)
-        answer = CompletionAnswer(
-            self.tokenizer,
-            self.model,
-            chat=True,
-            n=asked.n,
-            logprobs=asked.logprobs,
-            top=asked.top_logprobs,
-            usage=asked.usage_wanted,
-            token_ids=asked.return_token_ids,
-        )
         limit = asked.max_completion_tokens or asked.max_tokens or max(1, self.engine.max_seq_len - len(prompt))
         thinking = text.rstrip().endswith("<think>")
         special = self.tokenizer.special_tokens
         marks = ["<|im_end|>"] if not asked.ignore_eos else []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")
-        ends = tuple(special[mark] for mark in marks if mark in special)
-        common = _engine_request(asked, limit, answer)
-        common = replace(common, prompt_ids=prompt, stop_token_ids=(*common.stop_token_ids, *ends))
+        ends = [special[mark] for mark in marks if mark in special]
         form = self._form(asked, special.get(SECTION if asked.strict_tools else "</think>" if thinking else ""))
-        return ApiCall(answer, self._choices(common, asked.n), len(prompt), thinking, form)
+        requests = self._choices(asked, prompt, limit, stop_token_ids=[*asked.stop_token_ids, *ends])
+        return ApiCall(asked, self.tokenizer, self.model, requests, thinking, form)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
         """Text and tokens of a conversation."""
@@ -153,15 +139,28 @@ class Preparation:
                 reason = f"the chat template refuses the request: {reason}"
             raise ApiError(reason, param="messages") from None
 
-    def _choices(self, common: GenerationRequest, count: int) -> list[GenerationRequest]:
+    def _choices(
+        self,
+        asked: CompletionBody | ChatBody,
+        prompt: list[int],
+        max_tokens: int,
+        prompt_logprobs: bool = False,
+        **more: list[int],
+    ) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt, each with its own seed."""
+        fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
+        fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
+        scores = 0 if asked.top is None else max(1, asked.top)
+        common = GenerationRequest(
+            "", prompt, max_tokens, stop=asked.stops, logprobs=scores, prompt_logprobs=prompt_logprobs, **fields
+        )
         self.engine.check(common)
         requests = []
-        for choice in range(count):
+        for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
-            requests.append(replace(common, id=uuid.uuid4().hex, seed=seed))
+            requests.append(common.model_copy(update={"id": uuid.uuid4().hex, "seed": seed}))
         return requests
 
     def _form(self, asked: ChatBody, after: int | None) -> Form | None:
@@ -182,29 +181,3 @@ class Preparation:
         """Raises PromptTooLong, before anything is tokenized, for text that cannot fit whatever its tokens are."""
         if size > self.max_bytes:
             raise PromptTooLong(f"{size} bytes of text cannot fit into the context", param=param)
-
-
-def _engine_request(asked: GenerationBody, max_tokens: int, answer: CompletionAnswer) -> GenerationRequest:
-    constraints = LogitsConstraints(
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        min_p=asked.min_p,
-        min_tokens=asked.min_tokens,
-        logit_bias={int(token): value for token, value in asked.logit_bias.items()},
-    )
-    return GenerationRequest(
-        id="",
-        prompt_ids=[],
-        max_tokens=max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=max(asked.top_k, 0),
-        seed=asked.seed,
-        stop=asked.stops,
-        ignore_eos=asked.ignore_eos,
-        logprobs=max(1, answer.top) if answer.logprobs else 0,
-        stop_token_ids=tuple(asked.stop_token_ids),
-        constraints=None if constraints == LogitsConstraints() else constraints,
-        prompt_logprobs=answer.echo and answer.logprobs,
-    )

@@ -59,28 +59,12 @@ class Stats:
 
 @dataclass
 class Output:
-    """What one engine step added to one request. The last one of a request has a finish reason and the statistics.
+    """What one engine step added to one request, or all that its steps added, joined by `add`.
 
-    `round` is (drafts offered, drafts accepted) of this step, None for a prefill. `cached_tokens` of the prompt needed
-    no computation; the first output says so.
+    The last one of a request has a finish reason and the statistics. `round` is (drafts offered, drafts accepted) of
+    this step, None for a prefill. `cached_tokens` of the prompt needed no computation; the first output says so.
+    `gaps` (with record_gaps): best minus second-best logit at each emitted token.
     """
-
-    id: str
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    stats: Stats | None = None
-    round: tuple[int, int] | None = None
-    error: Exception | None = None
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    cached_tokens: int = 0
-
-
-@dataclass
-class Completion:
-    """A whole answer. `gaps` (with record_gaps): best minus second-best logit at each emitted token."""
 
     id: str
     token_ids: list[int] = field(default_factory=list)
@@ -89,23 +73,20 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    round: tuple[int, int] | None = None
     error: Exception | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
 
-    def add(self, output: Output) -> None:
-        self.token_ids += output.token_ids
-        self.text += output.text
-        self.logprobs += output.logprobs
-        self.prompt_logprobs += output.prompt_logprobs
-        self.gaps += output.gaps
-        self.cached_tokens += output.cached_tokens
-        if output.finish_reason:
-            self.finish_reason = output.finish_reason
-        if output.stats:
-            self.stats = output.stats
-        if output.error:
-            self.error = output.error
+    def add(self, step: Output) -> None:
+        self.token_ids += step.token_ids
+        self.text += step.text
+        self.logprobs += step.logprobs
+        self.prompt_logprobs += step.prompt_logprobs
+        self.gaps += step.gaps
+        self.cached_tokens += step.cached_tokens
+        if step.finish_reason:
+            self.finish_reason, self.stats, self.error = step.finish_reason, step.stats, step.error
 
     @property
     def avg_decoded_tokens_per_iter(self) -> float:
@@ -133,9 +114,7 @@ class Sequence:
         ends = set(request.stop_token_ids)
         self.ends = frozenset(ends if request.ignore_eos else ends | set(eos_ids))
         self.text = TextStream(tokenizer, request.stop)
-        self.steering = None
-        if request.constraints is not None:
-            self.steering = Steering(request.constraints, request.prompt_ids, self.ends, request.temperature)
+        self.steering = Steering(request, self.ends) if request.constrained else None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= COLDEST
@@ -165,7 +144,7 @@ class Sequence:
     def fail(self, error: Exception) -> Output:
         """The last output of a request that something went wrong in."""
         self.finish_reason = "error"
-        return Output(self.id, [], "", "error", stats=self.stats, error=error)
+        return Output(self.id, finish_reason="error", stats=self.stats, error=error)
 
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
         """Takes the tokens a step produced, cut at the token that ends the request; `offered` drafts were verified.
@@ -212,7 +191,7 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
     for row, sequence in enumerate(sequences):
         if sequence.steering is None:
             continue
-        grammar = sequence.steering.constraints.grammar
+        grammar = sequence.request.grammar
         try:
             if grammar is not None and grammar.slow and time.thread_time() - began > STEP_SECONDS:
                 raise RequestRefused("the form of the answer takes too long to follow beside others: simplify it")

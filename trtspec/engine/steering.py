@@ -13,35 +13,32 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from trtspec.engine.request import LogitsConstraints, RequestRefused
+from trtspec.engine.request import GenerationRequest, RequestRefused
 
 
 class Steering:
     """The constraints of one request on its way. `ends` are the tokens that end it."""
 
-    def __init__(
-        self, constraints: LogitsConstraints, prompt_ids: Sequence[int], ends: Iterable[int], temperature: float
-    ) -> None:
-        self.constraints = constraints
-        self.temperature = temperature
+    def __init__(self, request: GenerationRequest, ends: Iterable[int]) -> None:
+        self.request = request
         self.ends = sorted(ends)
         self.counts: Counter[int] = Counter()
-        self.biased = torch.tensor(list(constraints.logit_bias), dtype=torch.int64)
-        self.biases = torch.tensor(list(constraints.logit_bias.values()), dtype=torch.float32)
-        self.prompt = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)
+        self.biased = torch.tensor(list(request.logit_bias), dtype=torch.int64)
+        self.biases = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
+        self.prompt = torch.tensor(sorted(set(request.prompt_ids)), dtype=torch.int64)
         self.length = 0
-        self.guided = constraints.grammar is not None and constraints.grammar_after is None
+        self.guided = request.grammar is not None and request.grammar_after is None
         self.dead_end: tuple[int, str] | None = None  # after so many tokens of the step nothing is allowed, and why
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were emitted. Raises RequestRefused where no token is left to go on with."""
         if self.dead_end is not None and len(tokens) > self.dead_end[0]:
             raise RequestRefused(f"no answer can continue here: {self.dead_end[1]}")
-        constraints = self.constraints
+        request = self.request
         for token in tokens:
-            if self.guided and token not in self.ends and not constraints.grammar.consume(token):
-                raise RequestRefused(f"the form of the answer cannot be followed: {constraints.grammar.fault}")
-            self.guided = self.guided or token == constraints.grammar_after
+            if self.guided and token not in self.ends and not request.grammar.consume(token):
+                raise RequestRefused(f"the form of the answer cannot be followed: {request.grammar.fault}")
+            self.guided = self.guided or token == request.grammar_after
         self.length += len(tokens)
         self.counts.update(tokens)
 
@@ -50,52 +47,50 @@ class Steering:
 
         Rows behind a draft that is forbidden are left as they are: that draft is rejected.
         """
-        constraints = self.constraints
+        request = self.request
         counts, length = Counter(self.counts), self.length
         guided, consumed = self.guided, 0
         self.dead_end = None
         for index, (row, draft) in enumerate(zip(logits, [*drafts, None], strict=True)):
             if guided:
                 self._keep_allowed(row)
-            if length < constraints.min_tokens:
+            if length < request.min_tokens:
                 row[self.ends] = -math.inf
-            if constraints.logit_bias:
+            if request.logit_bias:
                 row[self.biased] += self.biases.to(row.device)
             self._penalize(row, counts)
-            if constraints.min_p and self.temperature:
-                row[row < row.max() + self.temperature * math.log(constraints.min_p)] = -math.inf
             if row.max() == -math.inf:
-                fault = constraints.grammar.fault if constraints.grammar else ""
+                fault = request.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
             if draft is None or row[draft] == -math.inf:
                 break
             if guided:
-                if draft in self.ends or not constraints.grammar.consume(draft):
+                if draft in self.ends or not request.grammar.consume(draft):
                     break
                 consumed += 1
-            guided = guided or draft == constraints.grammar_after
+            guided = guided or draft == request.grammar_after
             length += 1
             counts[draft] += 1
         if consumed:
-            constraints.grammar.rollback(consumed)
+            request.grammar.rollback(consumed)
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:
-        constraints = self.constraints
+        request = self.request
         seen = torch.tensor(sorted(counts), dtype=torch.int64)
-        if constraints.repetition_penalty != 1:
+        if request.repetition_penalty != 1:
             known = torch.cat((self.prompt, seen)).unique()
             values = row[known]
-            factor = constraints.repetition_penalty
+            factor = request.repetition_penalty
             row[known] = torch.where(values > 0, values / factor, values * factor)
-        if len(seen) and (constraints.frequency_penalty or constraints.presence_penalty):
+        if len(seen) and (request.frequency_penalty or request.presence_penalty):
             times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
-            row[seen] -= (constraints.frequency_penalty * times + constraints.presence_penalty).to(row.device)
+            row[seen] -= (request.frequency_penalty * times + request.presence_penalty).to(row.device)
 
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""
-        bits = torch.frombuffer(bytearray(self.constraints.grammar.mask()), dtype=torch.uint8)
+        bits = torch.frombuffer(bytearray(self.request.grammar.mask()), dtype=torch.uint8)
         allowed = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten().bool()
         size = min(len(allowed), len(row))
         row[:size][~allowed[:size].to(row.device)] = -math.inf

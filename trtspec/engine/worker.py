@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine
 from trtspec.engine.request import GenerationRequest, RequestRefused
-from trtspec.engine.sequence import Completion, Output
+from trtspec.engine.sequence import Output
 
 SCORES_IN_FLIGHT = 2_000_000  # 25 bytes each
 
@@ -120,9 +120,9 @@ class Worker:
                 del self._outputs[name]
             self._commands.put(lambda: self.engine.cancelled.update(running))
 
-    async def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def collect(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """The whole answers; raises what `run` raises."""
-        completions = [Completion(request.id) for request in requests]
+        completions = [Output(request.id) for request in requests]
         async for index, output in self.run(requests):
             completions[index].add(output)
         return completions
@@ -132,7 +132,7 @@ class Worker:
             try:
                 self.engine.enqueue(request)
             except Exception as error:
-                self._deliver([Output(request.id, [], "", "error", error=error)])
+                self._deliver([Output(request.id, finish_reason="error", error=error)])
 
     def _run(self) -> None:
         try:
