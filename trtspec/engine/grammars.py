@@ -1,20 +1,22 @@
 """What an answer must look like (a JSON schema, a regular expression, a Kimi tool call), compiled where it harms none.
 
 A grammar comes from a stranger, and a short one may take minutes and gigabytes. So each is first tried in a process of
-lowest priority, which the kernel ends after COMPILE_SECONDS of processor time or beyond COMPILE_BYTES: a fork of one of
-two workers that hold the vocabulary (`main`). What passed there is compiled once more here, in a thread of lowest
-priority that leaves Python's lock alone, and kept for the next request.
+lowest priority, which the kernel ends after COMPILE_SECONDS of processor time or beyond COMPILE_BYTES: a fork of a
+process that holds the vocabulary (`main`). What passed there is compiled once more here, in a thread of lowest priority
+that leaves Python's lock alone, and kept for the next request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import resource
+import select
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -31,9 +33,10 @@ from trtspec.errors import MissingDependency
 if TYPE_CHECKING:
     from trtspec.engine.bodies import Function
 
-WORKERS = 2
-MOST_WAITING = 4  # grammars that wait for a worker; further ones are refused at once
+AT_ONCE = 2  # grammars that are compiled
+MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
+TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
 ANSWER_SECONDS = 10.0  # on the clock: a busy machine may give the lowest priority next to nothing
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
@@ -91,12 +94,12 @@ class Grammars:
 
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
-        self._jobs: asyncio.Queue[tuple[str, str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
-        self._waiting: set[asyncio.Future[dict[str, Any]]] = set()
-        self._running: dict[asyncio.Future[dict[str, Any]], asyncio.subprocess.Process] = {}
-        self._workers: list[asyncio.Task[None]] = []
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(WORKERS, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOWEST))
+        self._threads = ThreadPoolExecutor(AT_ONCE, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOWEST))
+        self._turns, self._waiting = asyncio.Semaphore(AT_ONCE), 0
+        self._starting = asyncio.Lock()
+        self._forking: subprocess.Popen[bytes] | None = None  # `main`, which hears of each try through `_control`
+        self._control: socket.socket | None = None
         self._vocabulary: Any = None
         self._lock = threading.Lock()
 
@@ -119,59 +122,53 @@ class Grammars:
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
         _library()
-        if len(self._waiting) >= MOST_WAITING:
+        if self._waiting >= MOST_WAITING:
             raise GrammarsBusy
-        while len(self._workers) < WORKERS:
-            self._workers.append(asyncio.create_task(self._work()))
-        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting.add(result)
-        self._jobs.put_nowait((kind, text, result))
+        self._waiting += 1
         try:
-            reply = await result
+            await self._turns.acquire()
         finally:
-            self._waiting.discard(result)
-            if result.cancelled() and result in self._running:  # the client left
-                self._running[result].send_signal(signal.SIGUSR1)
+            self._waiting -= 1
+        try:
+            control = await self._started()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reply = await self._ask(control, json.dumps([kind, text]).encode())
+        except TimeoutError:
+            raise GrammarsBusy from None
+        except OSError as error:
+            raise ValueError(f"no process can compile it: {error.strerror}") from None
+        finally:
+            self._turns.release()
+        if not reply:  # the kernel ended it
+            reply = {"error": TOO_DEAR}
         if "error" in reply:
             raise ValueError(reply["error"])
         return int(reply["bytes"])
 
-    async def _work(self) -> None:
-        """Gives one worker process its jobs, and starts another when it has ended."""
-        process: asyncio.subprocess.Process | None = None
+    async def _ask(self, control: socket.socket, asked: bytes) -> dict[str, Any]:
+        """The reply of a new fork, {} without one. To leave early ends the fork, which sees the connection close."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [b"."], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            while True:
-                kind, text, result = await self._jobs.get()
-                try:
-                    process = process or await self._started()
-                except OSError as error:
-                    if not result.done():
-                        result.set_result({"error": f"no process can compile it: {error.strerror}"})
-                if result.done() or process is None:
-                    continue
-                assert process.stdin is not None and process.stdout is not None
-                self._waiting.discard(result)
-                self._running[result] = process
-                process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
-                late = asyncio.get_running_loop().call_later(ANSWER_SECONDS, _give_up, result, process)
-                line = await process.stdout.readline()
-                late.cancel()
-                del self._running[result]
-                if not line:
-                    process = None
-                if not result.done():
-                    result.set_result(json.loads(line) if line else {"error": "it ended the process that compiles"})
+            writer.write(asked)
+            writer.write_eof()
+            return dict(json.loads(await reader.read() or b"{}"))
         finally:
-            if process is not None:
-                process.kill()
+            writer.close()
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        words = [sys.executable, "-m", __name__, str(self.tokenizer.directory), json.dumps(self.ends)]
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=null)
-        assert process.stdout is not None
-        await process.stdout.readline()  # it holds the vocabulary
-        return process
+    async def _started(self) -> socket.socket:
+        """The control socket of the process that forks, which is started where none runs."""
+        async with self._starting:
+            if self._control is None or self._forking is None or self._forking.poll() is not None:
+                self._control, theirs = socket.socketpair()
+                words = [sys.executable, "-m", __name__, str(self.tokenizer.directory), json.dumps(self.ends)]
+                with theirs:
+                    self._forking = subprocess.Popen(words, stdin=theirs.fileno(), stderr=subprocess.DEVNULL)
+                self._control.setblocking(False)
+                await asyncio.get_running_loop().sock_recv(self._control, 1)  # it holds the vocabulary
+            return self._control
 
     def compile(self, kind: str, text: str) -> Any:
         """A matcher, here and now. Raises ValueError."""
@@ -193,16 +190,10 @@ class Grammars:
         return matcher
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends what compiles."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.cancel()
-
-
-def _give_up(result: asyncio.Future[dict[str, Any]], process: asyncio.subprocess.Process) -> None:
-    if not result.done():
-        result.set_exception(GrammarsBusy())
-    process.send_signal(signal.SIGUSR1)
+        if self._forking is not None:
+            self._forking.kill()
 
 
 def _library() -> Any:
@@ -215,38 +206,31 @@ def _library() -> Any:
 
 
 def main() -> None:
-    """A worker: `python -m trtspec.engine.grammars DIRECTORY ENDS`. Reads [kind, text] lines, writes {"bytes"} or
-    {"error"}. SIGUSR1 ends what it is at. It ends with its stdin."""
-    child = 0
+    """The process that forks: `python -m trtspec.engine.grammars DIRECTORY ENDS`. Its stdin is a socket that brings the
+    socket of each try: [kind, text] come in there, {"bytes"} or {"error"} go out. It ends with its stdin."""
+    control = socket.socket(fileno=0)
     grammars = Grammars(KimiTokenizer(Path(sys.argv[1])), json.loads(sys.argv[2]))
     grammars.compile("regex", "a")
-
-    def end_child(*_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if child:
-                os.kill(child, signal.SIGKILL)
-
-    signal.signal(signal.SIGUSR1, end_child)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the forks
     os.nice(LOWEST)
-    print(flush=True)
-    for line in sys.stdin:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(write, json.dumps(_limited(grammars, *json.loads(line))).encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            reply = pipe.read()
-        _, status = os.waitpid(child, 0)
-        child = 0
-        if not reply:
-            slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
-            most = f"{COMPILE_SECONDS:g} s" if slow else f"{COMPILE_BYTES >> 20} MB"
-            reply = json.dumps({"error": f"it takes more than {most} to compile: simplify it"})
-        print(reply, flush=True)
+    control.send(b".")
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        with socket.socket(fileno=fds[0]) as connection:
+            if os.fork() == 0:
+                try:
+                    asked = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+                    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+                    connection.sendall(json.dumps(_limited(grammars, *json.loads(asked))).encode())
+                finally:
+                    os._exit(0)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """Ends the process when the other end closes the connection."""
+    poll = select.poll()
+    poll.register(connection, 0)  # hanging up is always reported
+    poll.poll()
+    os._exit(0)
 
 
 def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
@@ -271,7 +255,7 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)[:500]}
     except MemoryError:
-        return {"error": f"it takes more than {COMPILE_BYTES >> 20} MB to compile: simplify it"}
+        return {"error": TOO_DEAR}
     if slowest > MASK_SECONDS:
         return {"error": "it takes too long to follow: simplify it"}
     return {"bytes": max(0, _data_bytes() - before)}
