@@ -101,17 +101,13 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
             raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
         if remedy := _meant(name, flag, _releases()["refused_options"]):
             raise UsageError(f"{flag} is not used after --", remedy)
-    problems += preflight.check_port(options.host, options.port)
-    models = [target.resolved, *([head.resolved] if head else [])]
-    problems += [problem for model in models for problem in preflight.check_files(model, os.environ)]
-    if target.spec.remote_code and not options.trust_remote_code:
-        problems.append(preflight.remote_code_problem(target.resolved))
     problems += _target_problems(options, target.spec, version)
     problems += _head_problems(options, head, target, version) if head is not None else ()
-    problems += preflight.check_gpus(_ranks(options), preflight.read_gpus())
-    if launching:
-        problems += preflight.check_host(models, options.host, target.spec.remote_code, os.environ)
-    problems += PROGRAM.check()
+    code = target.spec.remote_code
+    problems += preflight.check_start(
+        PROGRAM, [target.resolved, *([head.resolved] if head else [])], options.host, options.port, _ranks(options),
+        preflight.read_gpus(), untrusted=code and not options.trust_remote_code, remote_code=code, launching=launching,
+    )  # fmt: skip
     names = preflight.model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,

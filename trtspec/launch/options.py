@@ -45,9 +45,7 @@ class ServeOptions:
         option("trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
     ] = "trtllm"
     config: Annotated[
-        Path | None,
-        option("Engine YAML, or vLLM's configuration file. Default: one generated for this launch."),
-        ENGINES,
+        Path | None, option("Engine YAML, or vLLM's configuration file. Default: one for this launch."), ENGINES
     ] = None
     trtllm_version: Annotated[
         str | None, option("Version to check for. Default: the installed one."), Modes(ENGINE)
@@ -86,10 +84,7 @@ class ServeOptions:
     ] = None
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
-        option(
-            "Drafts of sampled requests: the head's likeliest tokens (argmax, the default), or drawn from its "
-            "distribution. Both keep the target's distribution."
-        ),
+        option("Drafts of sampled requests: the head's likeliest tokens (argmax, default), or from its distribution."),
         Modes(VLLM, REFERENCE),
         Needs("head"),
     ] = None
@@ -110,9 +105,7 @@ class ServeOptions:
     ] = None
     api_key: Annotated[
         str | None,
-        option(
-            "Key that requests must carry. Better set TRTSPEC_SERVE_API_KEY: a command line is visible to other users."
-        ),
+        option("Key that requests must carry. Better TRTSPEC_SERVE_API_KEY: other users see a command line."),
         Modes(VLLM, REFERENCE),
     ] = field(default=None, repr=False)
     trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), ENGINES] = False

@@ -41,23 +41,19 @@ class InstalledGpu:
 
 def read_gpus() -> list[InstalledGpu] | None:
     """None where nvidia-smi is missing, fails, or is too old for the question."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
     except (OSError, subprocess.SubprocessError):
         return None
-    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
-    if any(len(row) != len(FIELDS) for row in rows):
-        return None
-    return [InstalledGpu(name, _bytes(memory), driver, capability) for name, memory, driver, capability in rows]
-
-
-def _bytes(memory: str) -> int:
-    """Of `183359` or `183359 MiB`."""
-    mib = memory.partition(" ")[0]
-    return int(mib) * 2**20 if mib.isdigit() else 0
+    found = []
+    for line in filter(str.strip, answer.stdout.splitlines()):
+        name, *rest = (part.strip() for part in line.split(","))
+        if len(rest) != len(FIELDS) - 1:
+            return None
+        mib = rest[0].partition(" ")[0]  # of `183359` or `183359 MiB`
+        found.append(InstalledGpu(name, int(mib) * 2**20 if mib.isdigit() else 0, rest[1], rest[2]))
+    return found
 
 
 def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
@@ -99,6 +95,27 @@ class EngineProgram:
         """Raises MissingDependency where it is not installed."""
         for problem in self.check():
             raise MissingDependency(problem.message, problem.remedy)
+
+
+def check_start(
+    program: EngineProgram | None, models: list[Resolved], host: str, port: int, needed: int,
+    gpus: Sequence[InstalledGpu] | None, *, untrusted: bool, remote_code: bool, launching: bool,
+) -> Iterator[Problem]:  # fmt: skip
+    """What any start needs of this machine. `program`: None where a container brings it; `models`: target and head."""
+    yield from check_port(host, port)
+    for model in models:
+        yield from check_files(model, os.environ)
+    if untrusted:
+        yield remote_code_problem(models[0])
+    yield from check_gpus(needed, gpus)
+    if launching:
+        yield from check_shared_memory(SHARED_MEMORY)
+        size = sum(file.stat().st_size for one in models if one.path for file in one.path.glob("*.safetensors"))
+        yield from check_memory_limit(machine.memory_limit(), size)
+        yield from check_modules_cache(os.environ) if remote_code else ()
+        yield from check_reachable(host, os.environ)
+    if program is not None:
+        yield from program.check()
 
 
 def mentioned(problem: Problem) -> Problem:
@@ -177,16 +194,6 @@ def code_files(directory: Path) -> list[tuple[str, str]]:
     """(relative name, sha256) of every Python file of a checkpoint."""
     found = sorted(path for path in directory.rglob("*.py") if path.is_file())
     return [(os.fspath(path.relative_to(directory)), file_sha256(path)) for path in found]
-
-
-def check_host(targets: list[Resolved], host: str, remote_code: bool, environ: Mapping[str, str]) -> Iterator[Problem]:
-    """What else of the machine a launch needs. Only asked for a real one."""
-    yield from check_shared_memory(SHARED_MEMORY)
-    size = sum(file.stat().st_size for target in targets if target.path for file in target.path.glob("*.safetensors"))
-    yield from check_memory_limit(machine.memory_limit(), size)
-    if remote_code:
-        yield from check_modules_cache(environ)
-    yield from check_reachable(host, environ)
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:

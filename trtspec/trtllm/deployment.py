@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -115,7 +115,8 @@ def deployment_of(
     schema = schema_for(chosen)
     sizes = written.settings_in_argv() if written is not None else {}
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
-    options, problems = _options(schema, passed)
+    read, problems = parse_passed(schema, passed or [])
+    options = {item.option.name: item.value for item in read} if passed is not None else None
     problems += [unfound] if unfound is not None else []
     argv |= {key: value for name, value in (options or {}).items() if (key := schema.options[name].key) is not None}
     deployment = Deployment(
@@ -124,13 +125,6 @@ def deployment_of(
         here=here,
     )  # fmt: skip
     return deployment, reason, problems
-
-
-def _options(schema: Schema, passed: list[str] | None) -> tuple[dict[str, Any] | None, list[Problem]]:
-    if passed is None:
-        return None, []
-    options, problems = parse_passed(schema, passed)
-    return {item.option.name: item.value for item in options}, problems
 
 
 @dataclass(frozen=True)
@@ -144,88 +138,67 @@ class Passed:
 
 def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
     """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value. What only one of the
-    version's possibilities takes is a warning."""
+    version's possibilities refuses is a warning."""
+    read = [_parsed(one, words) for one in schema.possibilities]
+    before, after = read[0][1], read[-1][1]
+    problems = [problem for problem in after if problem in before]
+    for problem in (problem for problem in [*before, *after] if (problem in before) != (problem in after)):
+        # the change that alone brings the problem or takes it away
+        alone = {one: problem in _parsed(schema.assuming(one), words)[1] for one in schema.doubts}
+        when = next((one.interval for one, found in alone.items() if found != (problem in before)), "several changes")
+        message = f"not known for TensorRT-LLM {schema.version}: {problem.message} (changed {when})"
+        remedy = "try `trtllm-serve --help`"
+        problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", problem.where, message, remedy))
+    return max((options for options, _ in read), key=len), problems
+
+
+VALUE = "TS-SERVE-OPTION-VALUE"
+
+
+def _parsed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
+    """By one possibility."""
     passed: list[Passed] = []
     problems: list[Problem] = []
     rest = list(words)
+
+    def refuse(code: str, flag: str, message: str, remedy: str) -> None:
+        problems.append(Problem(code, "error", flag, message, remedy))
+
     while rest:
         word = rest.pop(0)
         flag, has_value, text = word.partition("=")
-        option = next((found for one in reversed(schema.possibilities) if (found := one.option(flag))), None)
-        if not flag.startswith("-") or option is None:
-            problems.append(_unknown(schema, flag))
+        option = schema.option(flag) if flag.startswith("-") else None
+        if option is None:
+            message = f"trtllm-serve {schema.version} has no option {flag}"
+            refuse("TS-SERVE-UNKNOWN-OPTION", flag, message, _near(schema, flag))
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
-            continue
-        if option.is_flag and has_value:
-            message = f"{flag} takes no value; trtllm-serve stops at {word}"
-            problems.append(Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} alone"))
-            continue
-        if option.is_flag:
+        elif option.is_flag and has_value:
+            refuse(VALUE, flag, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone")
+        elif option.is_flag:
             passed.append(Passed(option, flag, not flag.startswith("--no-")))
-            continue
-        if not has_value and not rest:
-            problems.append(
-                Problem("TS-SERVE-OPTION-VALUE", "error", flag, f"{flag} needs a value", f"write {flag} VALUE")
-            )
-            break
-        value = text if has_value else rest.pop(0)
-        problems += _check_value(schema, option, flag, value)
-        passed.append(Passed(option, flag, _converted(option, value)))
-    return passed, [*problems, *_doubts(schema, passed), *_repeated(passed)]
+        elif not has_value and not rest:
+            refuse(VALUE, flag, f"{flag} needs a value", f"write {flag} VALUE")
+        else:
+            value: Any = text if has_value else rest.pop(0)
+            try:
+                value = {"int": int, "float": float}.get(option.type, str)(value)
+            except ValueError:
+                refuse(VALUE, flag, f"{flag} takes {option.type}, not {value!r}", f"write {flag} and a number")
+            if option.choices and value not in option.choices:
+                listed = ", ".join(option.choices)
+                refuse(VALUE, flag, f"{flag} takes one of {listed}, not {value!r}", "choose one of them")
+            passed.append(Passed(option, flag, value))
+    for at, item in enumerate(passed):
+        if not item.option.multiple and item.option.name in {earlier.option.name for earlier in passed[:at]}:
+            refuse("TS-SERVE-OPTION-REPEATED", item.flag, f"{item.flag} is given more than once", "give it once")
+    return passed, problems
 
 
-def _unknown(schema: Schema, flag: str) -> Problem:
-    flags = [known for option in schema.options.values() for known in option.flags]
-    near = difflib.get_close_matches(flag.replace("-", "_"), [known.replace("-", "_") for known in flags], n=1)
-    by_plain = {known.replace("-", "_"): known for known in flags}
-    remedy = f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
-    message = f"trtllm-serve {schema.version} has no option {flag}"
-    return Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
-
-
-def _check_value(schema: Schema, option: Option, flag: str, text: str) -> Iterator[Problem]:
-    kinds = {"int": int, "float": float}
-    if option.type in kinds:
-        try:
-            kinds[option.type](text)
-        except ValueError:
-            message = f"{flag} takes {option.type}, not {text!r}"
-            yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, f"write {flag} and a number")
-    known = [found.choices for one in schema.possibilities if (found := one.option(flag))]
-    refused = [bool(choices) and text not in choices for choices in known]
-    if any(refused) and not all(refused):
-        message = f"not known whether trtllm-serve {schema.version} takes {flag} {text}: that changed between releases"
-        yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, "try `trtllm-serve --help`")
-    elif all(refused):
-        message = f"{flag} takes one of {', '.join(option.choices)}, not {text!r}"
-        yield Problem("TS-SERVE-OPTION-VALUE", "error", flag, message, "choose one of them")
-
-
-def _converted(option: Option, text: str) -> Any:
-    try:
-        return {"int": int, "float": float}.get(option.type, str)(text)
-    except ValueError:
-        return text
-
-
-def _doubts(schema: Schema, passed: list[Passed]) -> Iterator[Problem]:
-    for item in passed:
-        has = [one.option(item.flag) is not None for one in schema.possibilities]
-        if not all(has):
-            change = next(one for one in schema.doubts if bool(schema.assuming(one).option(item.flag)) != has[0])
-            message = f"not known whether trtllm-serve {schema.version} has {item.flag}: it "
-            message += f"{'went' if has[0] else 'came'} {change.interval}"
-            yield Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", item.flag, message, "try `trtllm-serve --help`")
-
-
-def _repeated(passed: list[Passed]) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for item in passed:
-        if item.option.name in seen and not item.option.multiple:
-            message = f"{item.flag} is given more than once"
-            yield Problem("TS-SERVE-OPTION-REPEATED", "error", item.flag, message, "give it once")
-        seen.add(item.option.name)
+def _near(schema: Schema, flag: str) -> str:
+    by_plain = {known.replace("-", "_"): known for option in schema.options.values() for known in option.flags}
+    near = difflib.get_close_matches(flag.replace("-", "_"), list(by_plain), n=1)
+    return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
 
 
 PLACEHOLDER = re.compile(r"[<>{}$\s]|\.\.\.|path/to/|^(TODO|FIXME|CHANGEME|YOUR)", re.IGNORECASE)

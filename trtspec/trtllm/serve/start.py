@@ -15,21 +15,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.hub import Head, Resolved, Target, load_head, load_target
+from trtspec.checkpoint.hub import Head, Target, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import (
     ServerPlan,
-    check_files,
-    check_gpus,
-    check_host,
     check_port,
+    check_start,
     limits_of,
     mentioned,
     model_names,
     read_gpus,
-    remote_code_problem,
 )
 from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.trtllm.build import compose
@@ -45,7 +42,7 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import engine_problems, lint
 from trtspec.trtllm.rules.model import check_tool_parser
-from trtspec.trtllm.schema import Schema, parse_version, schema_for
+from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
     PROGRAM,
@@ -108,15 +105,16 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     problems += [found.problem(file.name) for found in lint(file, deployment)]
     parser = next((value for flag, value in pairwise(command.argv) if flag == "--tool_parser"), None)
     problems += [found.problem(file.name) for found in check_tool_parser(deployment, parser)]
-    problems += _request_problems(options, target, head, command, file)
-    needed = min(world, reach.gpus_per_node)
-    problems += check_gpus(needed, gpus)
+    problems += check_environment(os.environ)
+    models, code = [target.resolved, *([head.resolved] if head else [])], target.spec.remote_code
+    trusted = "--trust_remote_code" in command.argv or file.get("trust_remote_code") is True
+    problems += check_start(
+        None if reach.contained else PROGRAM, models, options.host, options.port, min(world, reach.gpus_per_node), gpus,
+        untrusted=code and not trusted, remote_code=code, launching=launching,
+    )  # fmt: skip
     if launching:
-        models = [target.resolved, *([head.resolved] if head else [])]
         problems += check_hardware(gpus or [], deployment, file, os.environ)
-        problems += check_host(models, options.host, target.spec.remote_code, os.environ)
         problems += [] if reach.contained else engine_problems(file.text, file.name)
-    problems += [] if reach.contained else PROGRAM.check()
     problems += check_cluster(reach, command.argv, world, given is None, os.environ, launching)
     env = {**ENVIRONMENT, **environment(reach, os.environ)}
     names = model_names(options.target, options.served_model_name)
@@ -148,11 +146,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     path = options.disaggregated
     assert path is not None  # it is what asks for a front
     read = read_front(path)
-    problems = [
-        *read.problems,
-        *check_environment(os.environ),
-        *check_servers(read, names),
-    ]
+    problems = [*read.problems, *check_environment(os.environ), *check_servers(read, names)]
     if launching:
         problems += [*check_port(read.host, read.port), *PROGRAM.check()]
     version = engine_version() or "" if launching else ""
@@ -257,38 +251,19 @@ def _sizes(options: ServeOptions) -> dict[str, int]:
     return {key: value for key, value in sizes.items() if value is not None}
 
 
-def _refuse_own(options: ServeOptions, schema: Schema) -> None:
+def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
     """Raises UsageError for what stands after `--` and is decided by an option of this command."""
+    schema, sizes = schema_for(intent.version), _sizes(options)
     for item in parse_passed(schema, options.passed)[0]:
         own = OWN_OPTIONS.get(item.option.name)
         if own is not None:
             raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if item.option.name in _sizes(options):
+        if item.option.name in sizes:
             raise UsageError(f"{item.flag} is given before -- and after it", "give it once")
-
-
-def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
-    schema = schema_for(intent.version)
-    _refuse_own(options, schema)
     passed = list(options.passed)
     passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    given = Given(options.host, options.port, file.name, _sizes(options), passed)
-    return build_command(intent, target.spec, schema, file, given)
-
-
-def _request_problems(
-    options: ServeOptions, target: Target, head: Head | None, command: Command, file: Document
-) -> Iterator[Problem]:
-    """Environment, port, files and remote code."""
-    yield from check_environment(os.environ)
-    yield from check_port(options.host, options.port)
-    models: list[Resolved] = [target.resolved, *([head.resolved] if head else [])]
-    for resolved in models:
-        yield from check_files(resolved, os.environ)
-    trusted = "--trust_remote_code" in command.argv or file.get("trust_remote_code") is True
-    if target.spec.remote_code and not trusted:
-        yield remote_code_problem(target.resolved)
+    return build_command(intent, target.spec, schema, file, Given(options.host, options.port, file.name, sizes, passed))
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:
