@@ -89,7 +89,7 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
 class OneCacheEntryOff(Engine):
     """One cached token of each prompt is 1 % too large in every layer."""
 
-    def _advance_prompt(self, chunk: Chunk) -> Output | None:
+    def _advance_prompt(self, chunk: Chunk) -> list[Output]:
         self.cache.data[:, chunk.piece.row, chunk.piece.end - 1] *= 1.01
         return super()._advance_prompt(chunk)
 

@@ -57,7 +57,7 @@ def test_loaded_entries_are_those_of_the_text(texts: list[list[int]], blocks: in
         prefix.save(text, row)
         assert len(prefix.blocks) + len(prefix.free) == prefix.capacity == blocks
         if len(text) // 2 <= blocks:
-            assert len(prefix._find(text)) == len(text) // 2, "the text just saved is found whole"
+            assert len(prefix._chain(text)[0]) == len(text) // 2, "the text just saved is found whole"
 
 
 def test_the_least_recently_used_text_leaves_first() -> None:

@@ -138,18 +138,9 @@ def test_reasoning_effort_switches_thinking(preparation: Preparation) -> None:
         assert efforts[effort].requests[0].prompt_ids == switched.requests[0].prompt_ids
 
 
-def test_names_of_special_tokens_are_tokens_where_they_are_allowed(
-    preparation: Preparation, tokenizer: KimiTokenizer
-) -> None:
-    def ids(**fields: Any) -> list[int]:
-        body = parsed(CompletionBody, prompt="a<|im_end|>b", **fields)
-        return preparation.completion(body).requests[0].prompt_ids
-
-    end = tokenizer.special_id("<|im_end|>")
-    assert ids(allow_special_tokens=True) == [*tokenizer.encode("a"), end, *tokenizer.encode("b")]
-    assert end not in ids() and ids() == ids(allow_special_tokens=False)
-    with pytest.raises(ApiError, match="allow_special_tokens"):
-        chat(preparation, allow_special_tokens=True)
+def test_names_of_special_tokens_are_text(preparation: Preparation, tokenizer: KimiTokenizer) -> None:
+    ids = preparation.completion(parsed(CompletionBody, prompt="a<|im_end|>b")).requests[0].prompt_ids
+    assert tokenizer.special_id("<|im_end|>") not in ids and tokenizer.decode(ids) == "a<|im_end|>b"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.test_server import launch
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.app import create_app
 from trtspec.engine.bodies import ChatBody, CompletionBody
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import Preparation
@@ -31,7 +31,7 @@ def test_a_burst_finds_a_bounded_queue(
     engine = Engine(target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer)
     gate, step = threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: (gate.wait(120), step())[1])
-    app = create_app(engine, tokenizer, AppOptions("tiny-kimi", max_queue=6))
+    app = create_app(engine, tokenizer, "tiny-kimi", max_queue=6)
     seen: Counter[int] = Counter()
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -61,7 +61,7 @@ def test_a_burst_finds_a_bounded_queue(
 
 def test_what_was_refused_holds_nothing(target: KimiModel, tokenizer: KimiTokenizer) -> None:
     engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64), tokenizer=tokenizer)
-    app = create_app(engine, tokenizer, AppOptions("tiny-kimi", max_queue=1))
+    app = create_app(engine, tokenizer, "tiny-kimi", max_queue=1)
 
     async def ask() -> None:
         async with (
@@ -83,7 +83,7 @@ def test_the_role_comes_with_the_first_token(
     engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer)
     began, gate, step = threading.Event(), threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: (began.set(), gate.wait(120), step())[2])
-    app = create_app(engine, tokenizer, AppOptions("tiny-kimi"))
+    app = create_app(engine, tokenizer, "tiny-kimi")
     asked = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "temperature": 0}
     sent: list[bytes] = []
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
@@ -123,7 +123,7 @@ def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiToken
     echo = {"echo": True, "max_tokens": 0}
     completion = CompletionBody(prompt=[[1] * 50] * 3, logprobs=1, **echo)
     assert preparation.completion(completion).scores(8192) == 3 * 51 * 2
-    app = create_app(engine, tokenizer, AppOptions("tiny-kimi"))
+    app = create_app(engine, tokenizer, "tiny-kimi")
 
     async def ask() -> list[httpx.Response]:
         async with (

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -52,23 +51,22 @@ class ErrorAnswer(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "What was wrong."}}
 
 
-@dataclass(frozen=True)
-class AppOptions:
-    """What the API is besides its engine. Without an `api_key` everyone is served. `on_death` is called when the engine
-    thread has died."""
+def create_app(
+    engine: Engine,
+    tokenizer: KimiTokenizer,
+    served: str,
+    api_key: str | None = None,
+    max_queue: int = 512,
+    on_death: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it.
 
-    served_model_name: str
-    api_key: str | None = None
-    max_queue: int = 512
-    on_death: Callable[[], None] = lambda: None
-
-
-def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) -> FastAPI:
-    """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it."""
-    worker = Worker(engine, options.max_queue, options.on_death)
+    `served` is the name of the model. Without an `api_key` everyone is served. `max_queue` requests wait beside those
+    that run. `on_death` is called in the event loop when the engine's thread has died."""
+    worker = Worker(engine, max_queue, on_death)
     end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
     grammars = Grammars(tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])}))
-    preparation = Preparation(engine, tokenizer, options.served_model_name)
+    preparation = Preparation(engine, tokenizer, served)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -80,14 +78,14 @@ def create_app(engine: Engine, tokenizer: KimiTokenizer, options: AppOptions) ->
     app = FastAPI(title="trtspec reference server", version=metadata.version("trtspec"), lifespan=lifespan)
     app.router.route_class = BodyRoute
     app.state.worker, app.state.body_limit = worker, body_limit(engine.max_seq_len)
-    app.add_middleware(Boundary, api_key=options.api_key)
+    app.add_middleware(Boundary, api_key=api_key)
     _add_errors(app)
-    _add_status(app, worker, options.served_model_name)
+    _add_status(app, worker, served)
 
     async def answer(asked: CompletionBody | ChatBody, request: Request) -> Response:
         """Prepares beside the event loop, then generates."""
         reservation = Reservation(worker)
-        _require_model(asked.model, options.served_model_name)
+        _require_model(asked.model, served)
         try:
             _require_room(asked.choices, reservation)
             job = await asyncio.to_thread(preparation.call, asked)

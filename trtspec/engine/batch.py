@@ -1,25 +1,16 @@
-"""The rows that decode together, and the prompts on their way to them.
-
-Sequence i of the batch always is row i of the tensors here and of every cache. Chunks of several prompts are computed
-in one pass of target and drafter: they lie one behind the other in a single row of tokens, without padding. Every
-product takes them all at once, so that a weight is read once; only attention goes from text to text.
-"""
+"""The rows that decode together, and the prompts on their way to them. Sequence i of the batch always is row i of the
+tensors here and of every cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trtspec.engine.sampling import BatchSampling, on_device
+from trtspec.engine.sampling import BatchSampling
 from trtspec.engine.sequence import Sequence
-from trtspec.models.layers import LatentCache, TextPiece
-
-if TYPE_CHECKING:
-    from trtspec.models.kimi import KimiModel
+from trtspec.models.layers import TextPiece
 
 
 class DecodeBatch:
@@ -93,9 +84,6 @@ class DecodeBatch:
         self.draft_probs[rows, step] = probs
 
 
-FirstTokens = Callable[[list[Sequence], Tensor], list[int]]
-
-
 @dataclass
 class Chunk:
     """A piece of a sequence's prompt. Its pass fills in the token that follows it, and the logits [rows, V] behind its
@@ -122,28 +110,3 @@ class Chunk:
     def scored(self) -> int:
         """Positions, from the last one back, that logits are needed of."""
         return len(self) if self.sequence.request.prompt_logprobs else 1
-
-
-def compute_chunks(
-    chunks: list[Chunk], target: KimiModel, cache: LatentCache, aux_layers: tuple[int, ...], first_tokens: FirstTokens
-) -> tuple[Tensor | None, Tensor]:
-    """Fills the cache's rows of the chunks; returns the captured states [1, N, n_aux*H] and the token that follows each
-    position, int64 [1, N]. `first_tokens` says what follows whole prompts, from logits [n, V]."""
-    device = target.embed.weight.device
-    pieces = [chunk.piece for chunk in chunks]
-    tokens = [token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]]
-    kept: list[int] = []
-    end = 0
-    for chunk in chunks:
-        end += len(chunk)
-        kept += range(end - chunk.scored, end)
-    out = target.prompts(on_device([tokens], device), pieces, cache, aux_layers, kept)
-    for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
-        chunk.logits = logits
-    done = [chunk for chunk in chunks if chunk.done]
-    first = iter(first_tokens([c.sequence for c in done], torch.stack([c.logits[-1] for c in done])) if done else ())
-    following = []
-    for chunk in chunks:
-        chunk.following = next(first) if chunk.done else chunk.prompt[chunk.piece.end]
-        following += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
-    return out.aux, on_device([following], device)

@@ -193,8 +193,8 @@ class GenerationBody(Sampling):
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is text or token ids, one or several. Names of special tokens in a text stand for
-    them only with `allow_special_tokens`, an extension; in a chat only the template writes special tokens."""
+    """POST /v1/completions. `prompt` is text or token ids, one or several. The names of special tokens in a text are
+    ordinary text."""
 
     chat: ClassVar[bool] = False
     prompt: str | Prompts[TokenId] | Prompts[str] | Prompts[Prompts[TokenId]]
@@ -203,7 +203,6 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     best_of: int = Field(1, ge=1, le=1)
     suffix: Literal[""] = ""
-    allow_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _answers_something(self) -> Self:

@@ -21,12 +21,12 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 
-BODY_SECONDS = 60.0  # for a client to send its whole body
 BODY_BYTES = 4 << 20  # of a body, beside BYTES_PER_TOKEN for each token of the context
 BYTES_PER_TOKEN = 64
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -51,7 +51,7 @@ class BodyRoute(APIRoute):
 
 class BodyRequest(Request):
     async def body(self) -> bytes:
-        """At most `app.state.body_limit` bytes. Raises ApiError 413 or 408."""
+        """At most `app.state.body_limit` bytes. Raises ApiError 413."""
         if not hasattr(self, "_body"):
             self._body = await self._read(self.app.state.body_limit) or b" "  # nothing is no JSON
         return self._body
@@ -67,15 +67,11 @@ class BodyRequest(Request):
         if declared.isdigit() and (len(declared) > 15 or int(declared) > limit):
             raise too_large
         parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in self.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-        except TimeoutError:
-            raise ApiError(f"the body did not arrive within {BODY_SECONDS:g} s", status=408) from None
+        async for part in self.stream():
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                raise too_large
         return b"".join(parts)
 
 
@@ -96,7 +92,7 @@ class Boundary:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent = _header(scope, b"x-request-id")
+        sent = Headers(scope=scope).get("x-request-id", "")
         name = sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         started = False
 
@@ -138,9 +134,5 @@ def log_exception(what: str, error: BaseException) -> None:
 
 
 def _has_key(scope: Scope, key: str) -> bool:
-    kind, _, sent = _header(scope, b"authorization").partition(" ")
+    kind, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
     return kind.lower() == "bearer" and hmac.compare_digest(sent.strip().encode(), key.encode())
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

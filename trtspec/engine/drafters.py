@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.sampling import draw, on_device
-from trtspec.errors import UsageError
 from trtspec.models.layers import LatentCache, TextPiece
 
 if TYPE_CHECKING:
@@ -64,9 +63,9 @@ class Eagle3Drafter(Drafter):
     Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
     for the prompt and after each verification; the rows a chain adds beyond them are overwritten by the next ones.
 
-    The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft), accepted
-    with the probability that the target gives them, or drawn from the head's distribution q (`probabilistic`) and
-    accepted with min(1, p/q). Both leave the target's distribution unchanged.
+    The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft): the
+    target's probability p accepts them. Or they are drawn from the head's distribution q (`probabilistic`): min(1, p/q)
+    accepts them. Both leave the target's distribution unchanged.
     """
 
     def __init__(
@@ -128,14 +127,3 @@ class Eagle3Drafter(Drafter):
             ids[sampling.rows] = draw(probs, batch.uniform[sampling.rows, step])
             batch.store_draft_probs(step, sampling.rows, probs)
         return self.head.to_target_ids(ids)
-
-
-def make_drafter(
-    head: Eagle3Head | None, target: KimiModel, rows: int, max_len: int, draft_len: int, draft_sampling: DraftSampling
-) -> Drafter:
-    """A drafter with `head`, or none without one. Raises UsageError for a draft length below 1."""
-    if head is None:
-        return Drafter()
-    if draft_len < 1:
-        raise UsageError(f"draft length {draft_len} drafts nothing", "use a draft length of 1 or more, or no head")
-    return Eagle3Drafter(head, target, rows, max_len, draft_sampling)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.batch import Chunk, DecodeBatch, compute_chunks
-from trtspec.engine.drafters import DraftSampling, Verified, make_drafter
+from trtspec.engine.batch import Chunk, DecodeBatch
+from trtspec.engine.drafters import Drafter, DraftSampling, Eagle3Drafter, Verified
 from trtspec.engine.prefix import BLOCK_TOKENS, PrefixCache, PrefixStats
 from trtspec.engine.request import GenerationRequest, check_request
 from trtspec.engine.sampling import (
@@ -29,6 +29,7 @@ from trtspec.engine.sampling import (
     token_logprobs,
 )
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
+from trtspec.errors import UsageError
 from trtspec.models.layers import TextPiece
 from trtspec.models.weights import prepare_for_decoding
 
@@ -83,9 +84,12 @@ class Engine:
         self.device = target.embed.weight.device
         cache_len = options.max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
         self.cache = target.new_cache(options.max_batch_size, cache_len)
-        self.drafter = make_drafter(
-            head, target, options.max_batch_size, cache_len, self.draft_len, options.draft_sampling
-        )
+        self.drafter = Drafter()
+        if head is not None:
+            if options.draft_len < 1:
+                message = f"draft length {options.draft_len} drafts nothing"
+                raise UsageError(message, "use a draft length of 1 or more, or no head")
+            self.drafter = Eagle3Drafter(head, target, options.max_batch_size, cache_len, options.draft_sampling)
         self.prefix: PrefixCache | None = None
         if options.prefix_bytes:
             self.prefix = PrefixCache(self.cache, self.drafter.cache, options.prefix_bytes, options.block_tokens)
@@ -265,8 +269,7 @@ class Engine:
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
         """One pass over the chunks; where that fails, each is tried alone, so that only what is at fault fails."""
         try:
-            layers = self.drafter.aux_layers
-            aux, following = compute_chunks(chunks, self.target, self.cache, layers, self._first_tokens)
+            aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
         except Exception as error:
             if len(chunks) == 1:
@@ -276,48 +279,65 @@ class Engine:
                     self._prefill_pass([chunk], outputs)
             return
         for chunk in chunks:
-            output = self._advance_prompt(chunk)
-            if output is None:
-                self.prefilling, self.prefill_row = chunk.sequence, chunk.piece.row
-            else:
-                outputs.append(self._join(chunk, output) if output.finish_reason is None else output)
+            outputs += self._advance_prompt(chunk)
 
-    def _advance_prompt(self, chunk: Chunk) -> Output | None:
-        """What came out of the pass: the first token, or nothing where the prompt goes on."""
-        sequence, end = chunk.sequence, chunk.piece.end
+    def _compute(self, chunks: list[Chunk]) -> tuple[Tensor | None, Tensor]:
+        """Fills the cache's rows of the chunks; returns the captured states [1, N, n_aux*H] and the token that follows
+        each position, int64 [1, N].
+
+        The chunks lie one behind the other in a single row of tokens, without padding. Every product takes them all at
+        once, so that a weight is read once; only attention goes from text to text."""
+        tokens = [token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]]
+        kept: list[int] = []  # positions whose logits are needed
+        end = 0
+        for chunk in chunks:
+            end += len(chunk)
+            kept += range(end - chunk.scored, end)
+        pieces = [chunk.piece for chunk in chunks]
+        out = self.target.prompts(on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept)
+        for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
+            chunk.logits = logits
+        first = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
+        following = []
+        for chunk in chunks:
+            chunk.following = next(first) if chunk.done else chunk.prompt[chunk.piece.end]
+            following += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
+        return out.aux, on_device([following], self.device)
+
+    def _advance_prompt(self, chunk: Chunk) -> list[Output]:
+        """What came out of the pass: nothing where the prompt goes on, else the first token. A sequence that goes on
+        gets its row of the batch."""
+        sequence, request, piece = chunk.sequence, chunk.sequence.request, chunk.piece
         try:
-            if sequence.request.prompt_logprobs:
-                known = chunk.prompt[chunk.piece.begin + 1 : end + 1]
-                count = max(1, sequence.request.logprobs)
-                sequence.prompt_logprobs += token_logprobs(chunk.logits[: len(known)].log_softmax(-1), known, count)
-            sequence.prefilled = end
-            return self._first_output(chunk) if chunk.done else None
+            if request.prompt_logprobs:
+                known = chunk.prompt[piece.begin + 1 : piece.end + 1]
+                scores = chunk.logits[: len(known)].log_softmax(-1)
+                sequence.prompt_logprobs += token_logprobs(scores, known, max(1, request.logprobs))
+            sequence.prefilled = piece.end
+            if not chunk.done:
+                self.prefilling, self.prefill_row = sequence, piece.row
+                return []
+            if self.prefix is not None:
+                self.prefix.save(chunk.prompt, piece.row)
+            output = sequence.emit([chunk.following])
+            output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+            self._annotate(output, sequence, chunk.logits[-1:])
+            if output.finish_reason is None:
+                self._move(piece.row, len(self.batch), len(chunk.prompt))
+                self.batch.append(sequence, chunk.following)
+            return [output]
         except Exception as error:
-            return sequence.fail(error)
-
-    def _first_output(self, chunk: Chunk) -> Output:
-        sequence = chunk.sequence
-        if self.prefix is not None:
-            self.prefix.save(chunk.prompt, chunk.piece.row)
-        output = sequence.emit([chunk.following])
-        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
-        self._annotate(output, sequence, chunk.logits[-1:])
-        return output
-
-    def _join(self, chunk: Chunk, output: Output) -> Output:
-        """Gives a sequence that goes on its row of the batch."""
-        sequence = chunk.sequence
-        try:
-            self._move(chunk.piece.row, len(self.batch), len(chunk.prompt))
-            self.batch.append(sequence, chunk.following)
-        except Exception as error:
-            output = sequence.fail(error)
+            failed = [sequence.fail(error)]
             if sequence in self.batch.sequences:
                 self._remove(self.batch.sequences.index(sequence))
-        return output
+            return failed
 
-    def _first_tokens(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
-        """The tokens after whole prompts, from logits [n, V]."""
+    def _first_tokens(self, done: list[Chunk]) -> list[int]:
+        """The tokens after whole prompts."""
+        if not done:
+            return []
+        sequences = [chunk.sequence for chunk in done]
+        logits = torch.stack([chunk.logits[-1] for chunk in done])
         logits = steered(sequences, logits.unsqueeze(1), logits.new_empty(len(sequences), 0))[:, 0]
         tokens = logits.argmax(-1)
         sampling = BatchSampling.of(sequences, self.device)

@@ -98,9 +98,8 @@ class PrefixCache:
     def load(self, tokens: Sequence[int], row: int) -> int:
         """Fills a row of the caches with the longest known beginning of a prompt; returns how many of its tokens need
         no computation, never all."""
-        slots = self._find(tokens)
-        size = self.block_tokens
-        reused = max(0, min(len(slots) * size - self.computed_again, len(tokens) - 1))
+        slots, _ = self._chain(tokens)
+        reused = max(0, min(len(slots) * self.block_tokens - self.computed_again, len(tokens) - 1))
         if reused:
             for store, behind in self.stores:
                 store.load(row, -behind, slots)
@@ -118,45 +117,33 @@ class PrefixCache:
 
     def save(self, tokens: Sequence[int], row: int) -> None:
         """Keeps the whole blocks of `tokens`, whose entries are those of a row."""
-        size = self.block_tokens
+        known, new = self._chain(tokens, grow=True)
+        for store, behind in self.stores:
+            store.save(row, len(known) * self.block_tokens - behind, new)
+
+    def _chain(self, tokens: Sequence[int], grow: bool = False) -> tuple[list[int], list[int]]:
+        """Slots of the longest known chain of blocks that `tokens` begin with; of new blocks behind it, as far as there
+        is room, if it may `grow`. The chain counts as used."""
+        size, before = self.block_tokens, ROOT
         chain: list[Key] = []
-        slots: list[int] = []
-        before = ROOT
+        known: list[int] = []
+        new: list[int] = []
         for begin in range(0, len(tokens) - size + 1, size):
             key = before, tuple(tokens[begin : begin + size])
             block = self.blocks.get(key)
-            if block is None:
-                if not self._make_room(len(chain)):
-                    break
+            if block is not None:
+                known.append(block.slot)
+            elif grow and self._make_room(len(chain)):
                 block = self.blocks[key] = Block(next(self._numbers), self.free.pop())
-                slots.append(block.slot)
+                new.append(block.slot)
+            else:
+                break
             self.blocks.move_to_end(key)
             chain.append(key)
             before = block.number
-        self._use(chain)
-        first = (len(chain) - len(slots)) * size  # behind a new block all are new
-        for store, behind in self.stores:
-            store.save(row, first - behind, slots)
-
-    def _find(self, tokens: Sequence[int]) -> list[int]:
-        """Slots of the longest chain of blocks that `tokens` begin with."""
-        chain: list[Key] = []
-        slots: list[int] = []
-        before = ROOT
-        for begin in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
-            key = before, tuple(tokens[begin : begin + self.block_tokens])
-            block = self.blocks.get(key)
-            if block is None:
-                break
-            chain.append(key)
-            slots.append(block.slot)
-            before = block.number
-        self._use(chain)
-        return slots
-
-    def _use(self, chain: list[Key]) -> None:
         for key in reversed(chain):
             self.blocks.move_to_end(key)
+        return known, new
 
     def _make_room(self, in_use: int) -> bool:
         """Whether there is a free slot, if need be that of the first block; not of the `in_use` last ones."""

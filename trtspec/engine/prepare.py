@@ -91,7 +91,7 @@ class Preparation:
         requests = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
-                prompt = self.tokenizer.encode(prompt, allow_special=asked.allow_special_tokens)
+                prompt = self.tokenizer.encode(prompt)
             requests += self._choices(asked, prompt, max(1, asked.max_tokens), asked.echo and asked.top is not None)
         form = Form(*asked.grammar, "response_format") if asked.grammar else None
         return ApiCall(asked, self.tokenizer, self.model, requests, form=form)

@@ -21,7 +21,7 @@ import uvicorn
 from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.app import create_app
 from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
@@ -72,8 +72,9 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
-    allow_many_connections()
-    app = create_app(engine, tokenizer, AppOptions(name, options.api_key, options.max_queue, lambda: server.end()))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # idle clients should not keep out the others
+    app = create_app(engine, tokenizer, name, options.api_key, options.max_queue, lambda: server.end())
     config = uvicorn.Config(
         app, http="h11", log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
     )
@@ -103,12 +104,6 @@ def described(engine: Engine, options: ServerOptions) -> str:
         parts.append("no speculation")
     parts.append("prefix reuse" if options.prefix_bytes else "no prefix reuse")
     return ", ".join(parts)
-
-
-def allow_many_connections() -> None:
-    """Raises the soft limit of open files to the hard one: idle clients should not keep out the others."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def compute_dtype(options: ServerOptions) -> torch.dtype:

@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from nixl._api import nixl_agent, nixl_agent_config
 
-from trtspec.engine.app import AppOptions, create_app
+from trtspec.engine.app import create_app
 from trtspec.engine.server import ServerOptions, build_engine
 
 SLOTS, LONGEST = 16, 128
@@ -104,7 +104,7 @@ def main() -> None:
     threading.Thread(
         target=uvicorn.run, args=(sidecar(pool),), kwargs=listen | {"port": sidecar_port}, daemon=True
     ).start()
-    app = capturing(create_app(engine, tokenizer, AppOptions("tiny")), engine.target, pool, layers, sidecar_port)
+    app = capturing(create_app(engine, tokenizer, "tiny"), engine.target, pool, layers, sidecar_port)
     uvicorn.run(app, port=port, **listen)
 
 
