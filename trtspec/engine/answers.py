@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from trtspec.checkpoint.chat_parser import ReplyParser, parse_reply
@@ -58,7 +58,7 @@ def speculation(completion: Output) -> dict[str, Any]:
     """What each choice says about its speculation: trtllm-serve's figure, and the counters it is made of."""
     return {
         "avg_decoded_tokens_per_iter": completion.avg_decoded_tokens_per_iter,
-        "spec_decode": completion.stats.to_dict(),
+        "spec_decode": asdict(completion.stats),
     }
 
 

@@ -28,12 +28,11 @@ from trtspec.engine.engine import Engine
 from trtspec.engine.grammars import Grammars, GrammarsBusy
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.request import PromptTooLong, RequestRefused
-from trtspec.engine.worker import SCORES_IN_FLIGHT, EngineThreadDied, GenerationFailed, Reservation, Worker
+from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.errors import MissingDependency
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
-GENERATION_ENDED = (RequestRefused, EngineThreadDied, GenerationFailed)
 Made = TypeVar("Made")
 
 
@@ -97,7 +96,7 @@ def create_app(
             completions = await _unless_disconnected(request, worker.collect(job.requests))
             pieces = await asyncio.to_thread(encoded, body(job, completions))
             length = {"Content-Length": str(sum(map(len, pieces)))}
-            return Reply(reservation, _sent(pieces), media_type="application/json", headers=length)
+            return Reply(reservation, pieces, media_type="application/json", headers=length)
         except BaseException:
             reservation.release()
             raise
@@ -118,7 +117,7 @@ def create_app(
 class Reply(StreamingResponse):
     """An answer in chunks. What its request held is free when it is sent, or cannot be."""
 
-    def __init__(self, reservation: Reservation, chunks: AsyncIterator[str | bytes], **options: Any) -> None:
+    def __init__(self, reservation: Reservation, chunks: AsyncIterator[str] | list[bytes], **options: Any) -> None:
         super().__init__(chunks, **options)
         self.reservation = reservation
 
@@ -127,11 +126,6 @@ class Reply(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.reservation.release()
-
-
-async def _sent(pieces: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
 
 
 async def _guided(job: ApiCall, grammars: Grammars) -> ApiCall:
@@ -176,7 +170,7 @@ async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
             chunk = await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
             if chunk:
                 yield chunk
-    except GENERATION_ENDED as failure:
+    except (ApiError, RequestRefused) as failure:
         yield f"data: {json.dumps(_as_api_error(failure).to_dict())}\n\n"
         return
     if job.asked.usage_wanted != "no":
@@ -212,21 +206,22 @@ def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
         raise ApiError(most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS)
 
 
-def _as_api_error(failure: Exception) -> ApiError:
+def _as_api_error(failure: ApiError | RequestRefused) -> ApiError:
     """What a client hears about the end of a generation."""
-    if isinstance(failure, RequestRefused):
-        code = "context_length_exceeded" if isinstance(failure, PromptTooLong) else None
-        return ApiError(failure.message, param=failure.param, code=code)
-    return ApiError(str(failure), status=503 if isinstance(failure, EngineThreadDied) else 500)
+    if isinstance(failure, ApiError):
+        return failure
+    code = "context_length_exceeded" if isinstance(failure, PromptTooLong) else None
+    return ApiError(failure.message, param=failure.param, code=code)
 
 
 def _add_errors(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException | RoutingError) and not isinstance(error, ApiError):
             error = ApiError(str(error.detail), status=error.status_code)
-        return error_response(error if isinstance(error, ApiError) else _as_api_error(error))
+        assert isinstance(error, ApiError | RequestRefused)
+        return error_response(_as_api_error(error))
 
-    for kind in (RoutingError, HTTPException, ApiError, *GENERATION_ENDED):
+    for kind in (RoutingError, HTTPException, ApiError, RequestRefused):
         app.add_exception_handler(kind, refused)
 
 

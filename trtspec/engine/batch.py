@@ -41,8 +41,8 @@ class DecodeBatch:
         """Where the longest row ends, behind its last token; known without asking the device."""
         return max(sequence.length for sequence in self.sequences)
 
-    def append(self, sequence: Sequence, token: int) -> int:
-        """Adds a sequence whose prompt is in the caches and whose first token is `token`; returns its row."""
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
         self.sequences.append(sequence)
         self.block[row, 0].fill_(token)  # assigning a number to one element is a copy from the host that waits
@@ -50,7 +50,6 @@ class DecodeBatch:
         self.sampling = BatchSampling.of(self.sequences, self.device)
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
-        return row
 
     def remove(self, row: int) -> int:
         """Takes out a row by putting the last one in its place; returns the row that moved (== row: none did)."""

@@ -48,14 +48,6 @@ class Stats:
         self.accepted += accepted
         self.histogram[accepted] += 1
 
-    def to_dict(self) -> dict[str, int | list[int]]:
-        return {
-            "steps": self.steps,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "histogram": list(self.histogram),
-        }
-
 
 @dataclass
 class Output:
@@ -222,8 +214,8 @@ class TextStream:
             return self._detokenizer.push(ids), len(ids)
         for used, token in enumerate(ids, 1):
             self._pending += self._detokenizer.push((token,))
-            found = find_stop(self._pending, self.stop)
-            if found >= 0:
+            found = min((at for word in self.stop if (at := self._pending.find(word)) >= 0), default=None)
+            if found is not None:
                 self.stopped = True
                 text, self._pending = self._pending[:found], ""
                 return text, used
@@ -238,12 +230,6 @@ class TextStream:
             return ""
         text, self._pending = self._pending + self._detokenizer.flush(), ""
         return text
-
-
-def find_stop(text: str, stop: Rows[str]) -> int:
-    """Position of the earliest stop string in `text`, -1 if there is none."""
-    found = [position for position in (text.find(word) for word in stop) if position >= 0]
-    return min(found, default=-1)
 
 
 @dataclass

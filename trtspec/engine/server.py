@@ -78,9 +78,12 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     config = uvicorn.Config(
         app, http="h11", log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
     )
+    drafting = f"drafter eagle3, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
+    how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
     server = AnnouncingServer(
         config,
-        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({described(engine, options)})",
+        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})",
         lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
         options.grace,
     )
@@ -93,17 +96,6 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
         )
     if server.ended_by == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-def described(engine: Engine, options: ServerOptions) -> str:
-    """How a warm engine computes, for the line that says the server is ready."""
-    parts = [dtype_name(engine.target.dtype)]
-    if engine.draft_len:
-        parts += ["drafter eagle3", f"draft length {engine.draft_len}"]
-    else:
-        parts.append("no speculation")
-    parts.append("prefix reuse" if options.prefix_bytes else "no prefix reuse")
-    return ", ".join(parts)
 
 
 def compute_dtype(options: ServerOptions) -> torch.dtype:

@@ -8,20 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from trtspec.engine.bodies import ApiError
 from trtspec.engine.boundary import log_exception
 from trtspec.engine.engine import Engine
 from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.sequence import Output
 
 SCORES_IN_FLIGHT = 2_000_000  # 25 bytes each
-
-
-class EngineThreadDied(Exception):
-    """The engine thread died: every request in flight is told, and the process ends."""
-
-
-class GenerationFailed(Exception):
-    """One request met an exception of its own; the others are not concerned."""
 
 
 @dataclass(eq=False)
@@ -92,11 +85,11 @@ class Worker:
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[tuple[int, Output]]:
         """(index, output) of checked requests as they come. Leaving the loop early cancels them.
 
-        Raises RequestRefused for what shows to be impossible on the way, GenerationFailed for another exception of one
-        of them, EngineThreadDied where no request goes on.
+        Raises RequestRefused for what shows to be impossible on the way, ApiError 500 for another exception of one of
+        them, which the others do not notice, and 503 where no request goes on.
         """
         if not self.healthy:
-            raise EngineThreadDied(self._ending)
+            raise ApiError(self._ending, status=503)
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         running = {request.id: index for index, request in enumerate(requests)}
         self._outputs |= dict.fromkeys(running, outputs)
@@ -105,13 +98,13 @@ class Worker:
             while running:
                 output = await outputs.get()
                 if output is None:
-                    raise EngineThreadDied(self._ending)
+                    raise ApiError(self._ending, status=503)
                 index = running[output.id]
                 if isinstance(output.error, RequestRefused):
                     raise output.error
                 if output.error is not None:
                     log_exception(f"generation {output.id}", output.error)
-                    raise GenerationFailed("the generation failed")
+                    raise ApiError("the generation failed", status=500)
                 if output.finish_reason is not None:
                     del running[output.id], self._outputs[output.id]
                 yield index, output
