@@ -326,23 +326,6 @@ def test_a_hundred_starts_and_stops_leak_nothing(start: Start, tmp_path: Path, f
     assert not left
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_hundred_launches_of_one_process_leak_no_descriptor(
-    standin_path: Path, tiny_target: Path, tmp_path: Path
-) -> None:
-    """Descriptors, threads and children of the process that launches, before and after."""
-    script = Path(__file__).with_name("launch_cycles.py")
-    config = tmp_path / "config.yml"
-    config.write_text("print_iter_log: true\n")
-    command = [sys.executable, str(script), str(tiny_target), str(config), "100"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    print(f"\n{done.stdout}")
-    before, after = (json.loads(line) for line in done.stdout.splitlines())
-    assert before == after
-
-
 def test_upstreams_own_manifest_takes_our_command(
     start: Start, tmp_path: Path, free_port: int, manifests: Path
 ) -> None:
