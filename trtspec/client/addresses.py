@@ -29,15 +29,10 @@ def server_url(text: str, option: str = "the URL") -> str:
 
     whole = text if "://" in text else f"http://{text}"
     remedy = f"write it as {EXAMPLE}"
-    if "@" in text:
+    if re.search(r"[@?#]", text):
         raise UsageError(
-            f"{option} (not shown) holds an @, as one with a user name or password does",
+            f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)",
             f"{remedy}, without them; a key belongs in the variable OPENAI_API_KEY",
-        )
-    if "?" in text or "#" in text:
-        raise UsageError(
-            f"{option} (not shown) holds a query or a fragment (? or #), which no server's address has",
-            f"{remedy}; a key belongs in the variable OPENAI_API_KEY",
         )
     fault = None
     try:

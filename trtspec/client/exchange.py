@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import TypeAdapter
 
 from trtspec.client.client import Answer, Endpoint, RequestFailed, absorb, complete, stream_answer
 from trtspec.errors import UsageError
@@ -121,16 +121,12 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
     )  # fmt: skip
 
 
-@functools.cache
-def _lines() -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Exchange)
+LINES: TypeAdapter[Exchange] = TypeAdapter(Exchange)
 
 
 def to_line(exchange: Exchange) -> bytes:
     """One line of a recording."""
-    return bytes(_lines().dump_json(exchange, exclude_defaults=True)) + b"\n"
+    return LINES.dump_json(exchange, exclude_defaults=True) + b"\n"
 
 
 def read_recording(path: Path, whole: bool = True) -> list[Exchange]:
@@ -147,7 +143,7 @@ def read_recording(path: Path, whole: bool = True) -> list[Exchange]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_lines().validate_json(line))
+            found.append(LINES.validate_json(line))
         except ValueError:
             raise UsageError(f"{path}, line {number}, is no exchange of a recording", remedy) from None
     if whole and not found:

@@ -7,8 +7,8 @@
 | TensorRT-LLM | `avg_decoded_tokens_per_iter` on each choice, prefill included | see below |
 | SGLang | nothing | a mean in /metrics with --enable-metrics |
 
-TensorRT-LLM counts steps in the JSON of /metrics with enable_iter_perf_stats, each record for one reader only, and
-draft tokens in /prometheus/metrics with return_perf_metrics.
+With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics; it gives each record to one reader only.
+With return_perf_metrics, it counts draft tokens in /prometheus/metrics.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class DetectedServer:
 
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics. Raises RequestFailed when nothing answers."""
-    entry = await first_model(client)
-    named = found if isinstance(found := await _json(client, "/version"), dict) else {}
+    entry, named = await first_model(client), None
+    with suppress(ValueError):
+        named = parse_json(await _text(client, "/version"))
+    named = named if isinstance(named, dict) else {}
     owner = str(entry.get("owned_by", "")).lower()
     kind = next((kind for kind in ADAPTERS.values() if kind.owner == owner), UNKNOWN)
     if named.get("backend") == "reference" or "trtspec" in named:
@@ -244,43 +246,26 @@ def counted_between(before: Counters, after: Counters) -> Counters:
     return found
 
 
-def histogram_of(counted: Counters) -> tuple[int, ...] | None:
-    """Entry j = steps that accepted exactly j drafts; None without counts by position, or if they contradict the
-    steps."""
-    reached = [counted.steps, *counted.per_position.values()]
-    whole = list(counted.per_position) == list(range(1, len(reached)))
-    if len(reached) == 1 or not whole or reached != sorted(reached, reverse=True):
-        return None
-    return tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
-
-
 async def read_counters(
-    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None, settled: bool = False
 ) -> Counters | None:
     """The server's counters, if bench reads them around runs; None if it has none or does not speculate. Also None for
-    invalid counts, with the reason appended to `faults`."""
+    invalid counts, with the reason appended to `faults`. `settled`: waits until they no longer change, since a server
+    finishes requests that their client has abandoned."""
     if not server.adapter.around_runs:
         return None
-    try:
-        return counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
-    except ValueError as error:
-        _note(faults, f"its /metrics {error}")
-        return None
-
-
-async def settled_counters(
-    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None
-) -> Counters | None:
-    """`read_counters` once they no longer change: a server finishes requests that their client has abandoned."""
     deadline = time.monotonic() + RESTLESS_S
-    found = await read_counters(client, server, faults)
-    while found is not None and time.monotonic() < deadline:
+    before: Counters | None = None
+    while True:
+        try:
+            found = counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
+        except ValueError as error:
+            _note(faults, f"its /metrics {error}")
+            return None
+        if not settled or found in (None, before) or time.monotonic() > deadline:
+            return found
+        before = found
         await asyncio.sleep(SETTLED_S)
-        again = await read_counters(client, server, faults)
-        if again == found:
-            break
-        found = again
-    return found
 
 
 def counts_between(
@@ -293,10 +278,12 @@ def counts_between(
     except ValueError as error:
         _note(faults, f"its /metrics {error}")
         return None
-    histogram = histogram_of(counted)
-    if counted.per_position and histogram is None:
-        reached = list(counted.per_position.values())
-        _note(faults, f"its /metrics counts {reached} accepted drafts by position in {counted.steps} steps")
+    histogram = None
+    reached = [counted.steps, *counted.per_position.values()]
+    if list(counted.per_position) != list(range(1, len(reached))) or reached != sorted(reached, reverse=True):
+        _note(faults, f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps")
+    elif counted.per_position:  # entry j: steps that accepted exactly j drafts
+        histogram = tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
     counts = counted.steps, counted.accepted, counted.drafted, histogram
     return TurnCounts(f"all of {category}", category, tokens, *counts, FROM_COUNTERS)
 
@@ -328,11 +315,6 @@ def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> li
     if low := next((average for average in averages if average < LEAST_AVERAGE), None):
         _note(faults, f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
     return [counts for answer in good if (counts := counts_of(answer)) is not None]
-
-
-async def _json(client: httpx.AsyncClient, path: str) -> Any:
-    with suppress(ValueError):
-        return parse_json(await _text(client, path))
 
 
 async def _text(client: httpx.AsyncClient, path: str) -> str:

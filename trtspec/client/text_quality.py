@@ -12,17 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WORD = re.compile(r"\w+|[^\w\s]")
+WORD = re.compile(r"\w+|[^\w\s]")  # a unit: a word or a single punctuation mark
 NGRAM = 4
 MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
 NOISE_SHARE = 0.1  # of the characters of an answer
 RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
-
-
-def units(text: str) -> list[str]:
-    """Words and single punctuation marks."""
-    return WORD.findall(text)
 
 
 def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
@@ -33,7 +28,7 @@ def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
 
 def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
     """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with length)."""
-    found = [distinct_ratio(units(text)[:length]) for text in texts]
+    found = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
     known = [ratio for ratio in found if ratio is not None]
     return sum(known) / len(known) if known else None
 
@@ -50,7 +45,7 @@ def noise_share(text: str) -> float:
 
 def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
     """Length in units of a block that ends the text `repeats` times in a row, or None."""
-    tokens = units(text)
+    tokens = WORD.findall(text)
     for period in range(1, longest + 1):
         needed = period * repeats
         if len(tokens) < max(needed, MIN_GRAMS):
@@ -67,7 +62,7 @@ def degeneration(text: str) -> str | None:
         return "empty"
     if noise_share(text) > NOISE_SHARE:
         return "noise"
-    ratio = distinct_ratio(units(text))
+    ratio = distinct_ratio(WORD.findall(text))
     if tail_period(text) or (ratio is not None and ratio < LOOP_RATIO):
         return "loop"
     return None

@@ -341,8 +341,7 @@ async def ask(
     progress: Progress,
 ) -> tuple[Round, list[TurnCounts]]:
     """The load itself, with the server's counters around it where answers do not report speculation."""
-    read = servers.settled_counters if target.restless else servers.read_counters
-    before = await read(target.client, target.server, target.unmeasured)
+    before = await servers.read_counters(target.client, target.server, target.unmeasured, target.restless)
     origin = time.perf_counter()
 
     def heard(answer: Answer) -> None:
