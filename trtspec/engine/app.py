@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, TypeVar
@@ -51,18 +51,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "de
 
 
 def create_app(
-    engine: Engine,
-    tokenizer: KimiTokenizer,
-    served: str,
-    api_key: str | None = None,
-    max_queue: int = 512,
-    on_death: Callable[[], None] = lambda: None,
+    engine: Engine, tokenizer: KimiTokenizer, served: str, api_key: str | None = None, max_queue: int = 512
 ) -> FastAPI:
     """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it.
 
     `served` is the name of the model. Without an `api_key` everyone is served. `max_queue` requests wait beside those
-    that run. `on_death` is called in the event loop when the engine's thread has died."""
-    worker = Worker(engine, max_queue, on_death)
+    that run."""
+    worker = Worker(engine, max_queue)
     end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
     grammars = Grammars(tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])}))
     preparation = Preparation(engine, tokenizer, served)

@@ -177,6 +177,11 @@ class GenerationBody(Sampling):
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
 
     @property
+    def choices(self) -> int:
+        """How many generations the request asks for."""
+        return self.n
+
+    @property
     def stops(self) -> list[str]:
         """Stop strings, without empty ones."""
         return [word for word in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if word]
@@ -212,7 +217,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def choices(self) -> int:
-        """How many generations the request asks for."""
         return self.n * len(self.prompts)
 
     @property
@@ -309,10 +313,6 @@ class ChatBody(GenerationBody):
         if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
             raise ApiError("reasoning_effort and thinking are two names of one thing", param="reasoning_effort")
         return self
-
-    @property
-    def choices(self) -> int:
-        return self.n
 
     @property
     def top(self) -> int | None:

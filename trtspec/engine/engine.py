@@ -360,7 +360,8 @@ class Engine:
         """Takes a row out of the batch; what it computed stays known for prompts that begin like it."""
         sequence = self.batch.sequences[row]
         if self.prefix is not None and sequence.finish_reason != "error":
-            self.prefix.save(sequence.text_ids[:-1], row)  # the last token was never run
+            known = sequence.request.prompt_ids + sequence.token_ids[:-1]  # the last token was never run
+            self.prefix.save(known, row)
         moved = self.batch.remove(row)
         if moved != row:
             self._move(moved, row, self.batch.sequences[row].length)

@@ -117,11 +117,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def text_ids(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.request.prompt_ids + self.token_ids
-
-    @property
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.token_ids)
 

@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import FrameType
 
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
@@ -26,6 +27,7 @@ from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
+from trtspec.engine.worker import Worker
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, check_device, require_fitting
@@ -74,24 +76,17 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     name = options.served_model_name or target.resolve().name
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # idle clients should not keep out the others
-    app = create_app(engine, tokenizer, name, options.api_key, options.max_queue, lambda: server.end())
-    config = uvicorn.Config(
-        app, http="h11", log_level="error", timeout_graceful_shutdown=options.grace + 5, lifespan="on"
-    )
+    app = create_app(engine, tokenizer, name, options.api_key, options.max_queue)
+    worker: Worker = app.state.worker
     drafting = f"drafter eagle3, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
-    server = AnnouncingServer(
-        config,
-        f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})",
-        lambda: app.state.worker.give_up(f"the server was stopped, and the answer took more than {options.grace} s"),
-        options.grace,
-    )
+    ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
+    server = AnnouncingServer(app, worker, ready, options.grace)
     server.run(sockets=[listener])
-    failure = app.state.worker.failure
-    if failure is not None:
+    if worker.failure is not None:
         raise TrtspecError(
-            f"the engine stopped: {type(failure).__name__}: {failure}",
+            f"the engine stopped: {type(worker.failure).__name__}: {worker.failure}",
             "start the server again; with TRTSPEC_DEBUG=1 it prints where the error came from",
         )
     if server.ended_by == signal.SIGINT:
@@ -185,10 +180,13 @@ def bind(host: str, port: int) -> socket.socket:
 class AnnouncingServer(uvicorn.Server):
     """uvicorn, announcing itself when ready, and remembering which signal ended it instead of raising it again."""
 
-    def __init__(self, config: uvicorn.Config, ready: str, give_up: Callable[[], None], grace: int) -> None:
-        super().__init__(config)
-        self.ready, self.give_up, self.grace = ready, give_up, grace
+    def __init__(self, app: FastAPI, worker: Worker, ready: str, grace: int) -> None:
+        super().__init__(
+            uvicorn.Config(app, http="h11", log_level="error", timeout_graceful_shutdown=grace + 5, lifespan="on")
+        )
+        self.worker, self.ready, self.grace = worker, ready, grace
         self.ended_by: int | None = None
+        worker.on_death = self.end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -198,7 +196,8 @@ class AnnouncingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for what runs; what has not ended after the grace is told so, which ends it."""
-        late = asyncio.get_running_loop().call_later(self.grace, self.give_up)
+        reason = f"the server was stopped, and the answer took more than {self.grace} s"
+        late = asyncio.get_running_loop().call_later(self.grace, self.worker.give_up, reason)
         await super().shutdown(sockets)
         late.cancel()
 

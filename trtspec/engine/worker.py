@@ -50,10 +50,10 @@ class Worker:
     event loop when the thread has died.
     """
 
-    def __init__(self, engine: Engine, max_queue: int, on_death: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: Engine, max_queue: int) -> None:
         self.engine = engine
         self.capacity = engine.max_batch_size + max_queue
-        self.on_death = on_death
+        self.on_death: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
         self.reserved: set[Reservation] = set()
         self._ending = "the engine stopped"
