@@ -81,8 +81,8 @@ def create_app(
         reservation = Reservation(worker)
         _require_model(asked.model, served)
         try:
-            _require_room(asked.choices, reservation)
-            job = await asyncio.to_thread(preparation.call, asked)
+            _require_room(asked.choices, reservation)  # before anything is tokenized
+            job = await asyncio.to_thread(preparation.call, asked)  # templates and long texts take a while
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
             if job.form is not None:
                 job = await _unless_disconnected(request, _guided(job, grammars))

@@ -201,9 +201,9 @@ class Engine:
         try:
             output = sequence.emit(tokens, offered)
             self._annotate(output, sequence, logits[row])
+            return output
         except Exception as error:
-            output = sequence.fail(error)
-        return output
+            return sequence.fail(error)
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Output]:
         """Runs the requests to their end, in slots that are refilled as they become free.

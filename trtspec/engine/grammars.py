@@ -133,20 +133,18 @@ class Grammars:
             control = await self._started()
             async with asyncio.timeout(ANSWER_SECONDS):
                 reply = await self._ask(control, json.dumps([kind, text]).encode())
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise GrammarsBusy from None
         except OSError as error:
             raise ValueError(f"no process can compile it: {error.strerror}") from None
         finally:
             self._turns.release()
-        if not reply:  # the kernel ended it
-            reply = {"error": TOO_DEAR}
         if "error" in reply:
             raise ValueError(reply["error"])
         return int(reply["bytes"])
 
     async def _ask(self, control: socket.socket, asked: bytes) -> dict[str, Any]:
-        """The reply of a new fork, {} without one. To leave early ends the fork, which sees the connection close."""
+        """The reply of a new fork. To leave early ends the fork, which sees the connection close."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(control, [b"."], [theirs.fileno()])
@@ -154,7 +152,8 @@ class Grammars:
         try:
             writer.write(asked)
             writer.write_eof()
-            return dict(json.loads(await reader.read() or b"{}"))
+            answer = await reader.read()
+            return dict(json.loads(answer)) if answer else {"error": TOO_DEAR}  # the kernel ended it
         finally:
             writer.close()
 
@@ -165,7 +164,8 @@ class Grammars:
                 self._control, theirs = socket.socketpair()
                 words = [sys.executable, "-m", __name__, str(self.tokenizer.directory), json.dumps(self.ends)]
                 with theirs:
-                    self._forking = subprocess.Popen(words, stdin=theirs.fileno(), stderr=subprocess.DEVNULL)
+                    null = subprocess.DEVNULL
+                    self._forking = subprocess.Popen(words, stdin=theirs.fileno(), stdout=null, stderr=null)
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_recv(self._control, 1)  # it holds the vocabulary
             return self._control

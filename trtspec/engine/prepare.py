@@ -103,7 +103,7 @@ class Preparation:
         special = self.tokenizer.special_tokens
         marks = ["<|im_end|>"] if not asked.ignore_eos else []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
-            marks.append("<|tool_call_end|>")
+            marks.append("<|tool_call_end|>")  # a free answer ends after its first call
         ends = [special[mark] for mark in marks if mark in special]
         form = self._form(asked, special.get(SECTION if asked.strict_tools else "</think>" if thinking else ""))
         requests = self._choices(asked, prompt, limit, stop_token_ids=[*asked.stop_token_ids, *ends])
@@ -159,7 +159,7 @@ class Preparation:
         for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
-                seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
+                seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
             requests.append(common.model_copy(update={"id": uuid.uuid4().hex, "seed": seed}))
         return requests
 

@@ -111,8 +111,8 @@ class Sequence:
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= COLDEST
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
-        self.prefilled = 0
-        self.failure: Exception | None = None
+        self.prefilled = 0  # prompt tokens in the caches
+        self.failure: Exception | None = None  # met where no output could tell it; `emit` raises it
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
 

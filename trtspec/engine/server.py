@@ -38,7 +38,6 @@ from trtspec.specs import ModelSpec
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two
-GRACE_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class ServerOptions:
     max_seq_len: int | None = None
     served_model_name: str | None = None
     max_queue: int = 512
-    grace: int = GRACE_SECONDS
+    grace: int = 30
     api_key: str | None = field(default=None, repr=False)
     max_num_tokens: int | None = None
     prefix_bytes: int = PREFIX_BYTES

@@ -63,7 +63,7 @@ class Steering:
                 fault = request.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
-            if draft is None or row[draft] == -math.inf:
+            if draft is None or row[draft] == -math.inf:  # what lies behind a rejected draft is not read
                 break
             if guided:
                 if draft in self.ends or not request.grammar.consume(draft):
@@ -73,7 +73,7 @@ class Steering:
             length += 1
             counts[draft] += 1
         if consumed:
-            request.grammar.rollback(consumed)
+            request.grammar.rollback(consumed)  # drafts are only tried: `advance` takes what is emitted
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:

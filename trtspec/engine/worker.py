@@ -29,9 +29,8 @@ class Reservation:
     def take(self, generations: int = 0, scores: int = 0) -> bool:
         """Holds more, where there is room for it."""
         held = self.worker.reserved
-        if generations > self.worker.capacity - sum(one.generations for one in held):
-            return False
-        if scores and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held):
+        room = self.worker.capacity - sum(one.generations for one in held)
+        if generations > room or scores and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held):
             return False
         held.add(self)
         self.generations += generations
@@ -69,7 +68,7 @@ class Worker:
 
     def stop(self) -> None:
         """Ends the thread after the current step and waits for it."""
-        self._commands.put(None)
+        self._commands.put(None)  # behind what was asked before
         if self._thread.is_alive():
             self._thread.join(timeout=60)
 
@@ -111,7 +110,7 @@ class Worker:
         finally:
             for name in running:
                 del self._outputs[name]
-            self._commands.put(lambda: self.engine.cancelled.update(running))
+            self._commands.put(lambda: self.engine.cancelled.update(running))  # nobody else touches the engine
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """The whole answers; raises what `run` raises."""
