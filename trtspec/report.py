@@ -249,11 +249,15 @@ def value_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name.replace("_", " "), _plain(value)) for name, value in values.items() if value is not None]
 
 
+def _named(values: Mapping[str, Any]) -> list[str]:
+    return [" ".join(row) for row in value_rows(values)]
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict | list | tuple):
-        items = [f"{name} {_plain(item)}" for name, item in value.items()] if isinstance(value, dict) else value
+        items = _named(value) if isinstance(value, dict) else value
         more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
         return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -337,33 +341,28 @@ def _draw(tables: Sequence[Table]) -> None:
 
 
 class Bar:
-    """What a running command reports to. This one shows nothing but the messages that are wanted without a bar."""
+    """What a running command reports to. Without `progress` it shows nothing but the messages that are wanted."""
+
+    def __init__(self, progress: Progress | None = None, task: Any = None) -> None:
+        self.progress, self.task = progress, task
 
     def advance(self, amount: float, note: str = "") -> None:
         """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
+        if self.progress is not None:
+            self.progress.note = note or self.progress.note  # type: ignore[attr-defined]
+            self.progress.update(self.task, advance=amount)
 
     def show(self, done: float, total: float) -> None:
         """`done` of `total` is done."""
+        if self.progress is not None:
+            self.progress.update(self.task, completed=done, total=total)
 
     def say(self, text: str) -> None:
         """A line above the bar."""
-        say(text)
-
-
-class _Drawn(Bar):
-    def __init__(self, progress: Progress, title: str, total: float | None) -> None:
-        self.progress = progress
-        self.task = progress.add_task(title, total=total)
-
-    def advance(self, amount: float, note: str = "") -> None:
-        self.progress.note = note or self.progress.note  # type: ignore[attr-defined]
-        self.progress.update(self.task, advance=amount)
-
-    def show(self, done: float, total: float) -> None:
-        self.progress.update(self.task, completed=done, total=total)
-
-    def say(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
+        if self.progress is not None:
+            self.progress.console.print(text, markup=False, highlight=False)
+        else:
+            say(text)
 
 
 @contextmanager
@@ -397,4 +396,4 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        yield _Drawn(progress, title, total)
+        yield Bar(progress, progress.add_task(title, total=total))

@@ -78,9 +78,9 @@ def test_nothing_is_judged_of_degenerate_output() -> None:
 @pytest.mark.parametrize("change", [{"dataset_sha256": "1"}, {"temperature": 1.0}, {"extra_body": {"top_k": 1}}])
 def test_another_workload_is_refused_before_the_run(change: dict[str, Any]) -> None:
     (run,) = runs(1)
-    refuse_different(WORKLOAD, [run], "--compare")
+    refuse_different(WORKLOAD, {"--compare": run})
     with pytest.raises(UsageError, match=f"{next(iter(change))} was ") as refused:
-        refuse_different(replace(WORKLOAD, **change), [run], "--compare")
+        refuse_different(replace(WORKLOAD, **change), {"--compare": run})
     assert refused.value.remedy
 
 

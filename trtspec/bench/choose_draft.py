@@ -130,7 +130,7 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
         if told is not None and told != given:
             message = f"`at` {given}: the results of {results.url} are of {told} drafts per step"
             raise UsageError(message, f"write `at` {told}=RESULTS")
-        refuse_different(workload, [results], f"`at` {given}")
+        refuse_different(workload, {f"`at` {given}": results})
         refuse_degenerate(given, results)
     if stored:
         common_loads([workload.concurrency, *(loads_of(results) for results in stored.values())])

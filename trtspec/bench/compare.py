@@ -8,7 +8,7 @@ chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload, speed_ratio
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
@@ -21,10 +21,10 @@ REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "n
 RUN = "run"
 
 
-def refuse_different(workload: Workload, earlier: Sequence[BenchResults], option: str) -> None:
+def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) -> None:
     """Raises UsageError, before anything is asked, if an earlier run was asked something else: the ratio of the two
-    would mix that difference with the change under test."""
-    for run in earlier:
+    would mix that difference with the change under test. `earlier`: by the option that names it."""
+    for option, run in earlier.items():
         if differing := [key for key in SAME if getattr(workload, key) != getattr(run.workload, key)]:
             known = "; ".join(
                 f"{key} was {_shown(run.workload, key)}, now {_shown(workload, key)}" for key in differing

@@ -125,14 +125,13 @@ def bench(options: BenchOptions) -> report.Result:
     from trtspec.bench.results import read_results
 
     _refuse_overwrite(options)
-    earlier = {str(path): read_results(path) for path in options.compare}
+    earlier = {f"--compare {path}": read_results(path) for path in options.compare}
     urls, lengths, stored = endpoints(options)
     work = workload(options, urls)
     choose_draft.refuse_stored(stored, work.describe())
-    refuse_different(work.describe(), list(earlier.values()), "--compare")
-    servers = {f"--at {length}": found.server for length, found in stored.items()}
-    servers |= {f"--compare {path}": found.server for path, found in earlier.items()}
-    results, answers = run(urls, work, options, servers)
+    refuse_different(work.describe(), earlier)
+    beside = earlier | {f"--at {length}": found for length, found in stored.items()}
+    results, answers = run(urls, work, options, {where: found.server for where, found in beside.items()})
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])

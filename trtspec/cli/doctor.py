@@ -14,7 +14,7 @@ from typing import Any
 from trtspec import machine
 from trtspec.errors import CheckFailed, Problem, has_errors
 from trtspec.records import JsonOption
-from trtspec.report import Result, Table
+from trtspec.report import Result, Table, value_rows
 
 GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation
@@ -65,7 +65,7 @@ def doctor(options: DoctorOptions) -> Result:
     problems: list[Problem] = found.pop("problems")
     failure = CheckFailed("this installation or machine has errors", "follow the remedy of each above")
     wrong = failure if has_errors(problems) else None
-    return Result(found, problems, [table(found)], lines(found, problems), wrong)
+    return Result(found, problems, tables(found), lines(found, problems), wrong)
 
 
 def examine() -> dict[str, Any]:
@@ -150,12 +150,21 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
     return problems
 
 
-def table(report: dict[str, Any]) -> Table:
+def tables(report: dict[str, Any]) -> list[Table]:
     """The commands, then the machine."""
     rows = [command_row(command, state) for command, state in report["commands"].items()]
-    rows += [["", "", ""], *machine_rows(report)]
     styles = {"ready": "green", "missing": "yellow", "partly": "yellow"}
-    return Table("", ("command", "", "missing"), rows, text_columns=frozenset(range(3)), ruled=False, styles=styles)
+    gpus = [", ".join(gpu.values()) for gpu in report["gpus"]]
+    machine = {key: value for key, value in report.items() if key != "commands"} | {
+        "gpus": gpus or "nvidia-smi is missing or reports no GPU",
+        "packages": ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version),
+        "disk": ", ".join(f"{size / 1e9:,.0f} GB {PLACES[place]}" for place, size in report["disk"].items()),
+    }
+    text = frozenset(range(3))
+    return [
+        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False, styles=styles),
+        Table("", (), value_rows(machine), text_columns=text, ruled=False),
+    ]
 
 
 def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
@@ -171,28 +180,3 @@ def command_row(command: str, state: dict[str, Any]) -> list[str]:
     without = f"; without it: {WITHOUT[command]}" if command in WITHOUT and state["missing"] else ""
     word = "ready" if state["ready"] else "partly" if without else "missing"
     return [command, word, ", ".join(state["missing"]) + without]
-
-
-def machine_rows(report: dict[str, Any]) -> list[list[str]]:
-    versions = [f"{name} {version}" for name, version in report["packages"].items() if version]
-    engines = {
-        "TensorRT-LLM": (report["trtllm_serve"], report["trtllm_version"]),
-        "vLLM": (report["vllm"]["path"], report["vllm"]["version"]),
-    }
-    found = [f"{name} {version or '(version unknown)'}, {path}" for name, (path, version) in engines.items() if path]
-    hub = report["hub"]
-    gpus = [
-        f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}, compute capability {gpu['compute_capability']}"
-        for gpu in report["gpus"]
-    ]
-    free = ", ".join(f"{size / 1e9:,.0f} GB {PLACES[place]}" for place, size in report["disk"].items())
-    cache = f"{hub['cache']}; {'offline' if hub['offline'] else 'online'}, token {hub['token']}"
-    return [
-        ["Python", report["python"], f"{report['platform']}, {report['cpu_count']} CPUs"],
-        *(["GPU", str(number), gpu] for number, gpu in enumerate(gpus)),
-        *([["GPU", "none", "nvidia-smi is missing or reports no GPU"]] if not gpus else []),
-        ["engines", "" if found else "none", "; ".join(found) or "neither trtllm-serve nor vllm is on PATH"],
-        ["hub cache", "" if hub["cache_exists"] else "empty", cache],
-        ["free space", "", free],
-        ["packages", "", ", ".join(versions)],
-    ]
