@@ -158,7 +158,7 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
     """The steps of the answer that failed are in the counters and its tokens are not; neither that part nor the one
     behind it, during which the server still works for it, may have wrong figures."""
-    server, path = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl"
+    server, path = CountingServer(cut={"3?"}), tmp_path / "answers.jsonl"
 
     async def twice(url: str) -> list[BenchResults]:
         found = []
@@ -190,7 +190,7 @@ def spread_over(count: int) -> list[Question]:
 
 def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path) -> None:
     """Their counters were never read to the end; the answers are kept and the others counted."""
-    server, path = CountingServer(), tmp_path / "raw.jsonl"
+    server, path = CountingServer(), tmp_path / "answers.jsonl"
 
     async def stopped_and_resumed(url: str) -> BenchResults:
         with RunJournal(path, {}) as raw:

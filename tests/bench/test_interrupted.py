@@ -66,8 +66,8 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def answered(directory: Path) -> list[dict[str, Any]]:
-    """What raw.jsonl holds of answers, a line torn by a kill left out."""
-    path = directory / "raw.jsonl"
+    """What answers.jsonl holds of answers, a line torn by a kill left out."""
+    path = directory / "answers.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     return [entry for entry in map(json.loads, lines) if "answer" in entry]
 
@@ -117,7 +117,7 @@ class Stopped(Exception):
 def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Path) -> None:
     """Of five turns the run is stopped behind the third: three are on disk, and the fourth was never asked."""
     asked: list[Any] = []
-    path, heard = tmp_path / "raw.jsonl", []
+    path, heard = tmp_path / "answers.jsonl", []
     question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
     load = replace(WORKLOAD, dataset=Dataset("one", "0" * 64, (question,)))
 

@@ -89,7 +89,7 @@ def test_a_server_that_is_not_there_is_no_obstacle(stand_in: Callable[..., str],
     assert not list(out.glob("*")), "a journal without answers is nothing to continue"
     alive = trtspec("bench", stand_in(), *words)
     assert alive.status == 0, alive.stderr
-    assert (out / "raw.jsonl").is_file()
+    assert (out / "answers.jsonl").is_file()
     again = trtspec("bench", stand_in(), *words)
     assert again.status == 2 and "already exists" in again.stderr, "what was measured is not overwritten"
 

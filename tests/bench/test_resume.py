@@ -27,7 +27,7 @@ def test_answers_of_another_server_are_not_continued(stand_in: Start, dataset: P
     common = ["--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out]
     first = trtspec("bench", url, *common)
     assert first.status == 0, first.stderr
-    journal = out / "raw.jsonl"
+    journal = out / "answers.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:4]))  # as a kill leaves it
     for place, words in ((other, ()), (url, ("--temperature", 0.5))):
         refused = trtspec("bench", place, *common, *words, "--resume")
@@ -41,7 +41,7 @@ def test_answers_of_another_server_are_not_continued(stand_in: Start, dataset: P
 
 
 def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "raw.jsonl"
+    path = tmp_path / "answers.jsonl"
 
     def run(kind: str, version: str | None = "1.0") -> None:
         found = pages(kind) | {"/version": json.dumps({"version": version})}
@@ -60,7 +60,7 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
     """Only the answer that failed is asked again, in the load and by category."""
-    server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "raw.jsonl", list[str](), list[int]()
+    server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "answers.jsonl", list[str](), list[int]()
 
     async def twice(url: str) -> None:
         for _ in range(2):

@@ -31,7 +31,7 @@ def occupied(out: Path) -> None:
 
 def begun(out: Path) -> None:
     out.mkdir()
-    (out / "raw.jsonl").touch()
+    (out / "answers.jsonl").touch()
 
 
 def a_file(out: Path) -> None:

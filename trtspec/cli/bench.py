@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from trtspec import report
 from trtspec.cli.options import (
@@ -131,7 +130,7 @@ def bench(options: BenchOptions) -> report.Result:
     choose_draft.refuse_stored(stored, work.describe())
     refuse_different(work.describe(), earlier)
     beside = earlier | {f"--at {length}": found for length, found in stored.items()}
-    results, answers = run(urls, work, options, {where: found.server for where, found in beside.items()})
+    results = run(urls, work, options, {where: found.server for where, found in beside.items()})
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
@@ -146,15 +145,15 @@ def bench(options: BenchOptions) -> report.Result:
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
         failure = CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
     if options.output is not None:
-        write(options.output, results, answers)
+        write(options.output, results)
     return shown(results, failure)
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
     """Refuses an existing output that this run does not continue."""
-    from trtspec.bench.load.journal import RAW_FILE
+    from trtspec.bench.load.journal import ANSWERS
 
-    begun = options.output is not None and (options.output / RAW_FILE).is_file()
+    begun = options.output is not None and (options.output / ANSWERS).is_file()
     if options.output is not None and not (options.resume and begun):
         try:
             report.refuse_overwrite(options.output, options.force)
@@ -199,13 +198,13 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
 
 def run(
     urls: dict[str, str], work: BenchWorkload, options: BenchOptions, servers: Mapping[str, DetectedServer]
-) -> tuple[BenchResults, list[dict[str, Any]]]:
-    """Runs the measurement, which keeps every answer in raw.jsonl, and stamps it with versions and time. `servers`:
+) -> BenchResults:
+    """Runs the measurement, which keeps every answer in answers.jsonl, and stamps it with versions and time. `servers`:
     those of earlier results shown with it."""
     import asyncio
 
     from trtspec.bench.load import assemble, measure
-    from trtspec.bench.load.journal import RAW_FILE, RunJournal
+    from trtspec.bench.load.journal import ANSWERS, RunJournal
     from trtspec.client.addresses import key_header
     from trtspec.client.client import wait_ready
     from trtspec.launch.processes import termination_as_interrupt
@@ -215,7 +214,7 @@ def run(
     if options.wait_ready:
         for url in urls.values():
             asyncio.run(wait_ready(url, options.wait_ready))
-    path, stated = options.output / RAW_FILE if options.output else None, asdict(work.describe())
+    path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
     with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
         progress = measure.Progress(bar.say, bar.show, journal=journal)
@@ -226,19 +225,16 @@ def run(
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
             again = "give the same command with --resume" if path else "give --output, which --resume continues"
             raise Interrupted(f"stopped; {kept}", again) from None
-        results, answers = assemble.assemble(*found), assemble.answer_records(found[0])
-    return replace(results, created=report.now(), versions=report.versions()), answers
+        results = assemble.assemble(*found)
+    return replace(results, created=report.now(), versions=report.versions())
 
 
-def write(directory: Path, results: BenchResults, answers: list[dict[str, Any]]) -> None:
-    """results.json, answers.jsonl (with the texts) and report.html."""
+def write(directory: Path, results: BenchResults) -> None:
     from trtspec.bench.report.bench import bench_html
 
-    lines = "".join(json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
     report.write_json(directory / "results.json", results.to_dict())
-    report.write_atomic(directory / "answers.jsonl", lines)
     report.write_atomic(directory / "report.html", bench_html(results))
-    report.say(f"wrote {directory / 'results.json'}, answers.jsonl and report.html")
+    report.say(f"wrote {directory / 'results.json'} and report.html")
 
 
 def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:

@@ -174,23 +174,6 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     return found
 
 
-def answer_records(targets: Sequence[MeasuredEndpoint]) -> list[dict[str, Any]]:
-    """Every answer with its text, for answers.jsonl."""
-    keys = ("question", "category", "turn", "finish_reason", "error", "reasoning", "text", "tool_calls")
-    return [
-        {
-            "endpoint": target.name,
-            "level": level.label,
-            "tokens": answer.completion_tokens,
-            **{key: getattr(answer, key) for key in keys},
-        }
-        for target in targets
-        for level, rounds in target.rounds.items()
-        for run in rounds
-        for answer in run.answers
-    ]
-
-
 # --- findings: the gate judges servers; these name what a figure cannot say ---
 
 

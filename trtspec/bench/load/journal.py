@@ -1,4 +1,4 @@
-"""raw.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time of each chunk.
+"""answers.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time of each chunk.
 
 A thread writes an answer as soon as it is complete, so that a slow disk delays no clock and a killed run loses nothing.
 `--resume` asks for no answer again: an interrupted conversation resumes behind its last recorded answer.
@@ -17,7 +17,7 @@ from trtspec.client.client import Answer
 from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
-RAW_FILE = "raw.jsonl"
+ANSWERS = "answers.jsonl"
 RESUME_REMEDY = "give the URLs and options that it was started with, or start over with `force`"
 
 
