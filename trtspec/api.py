@@ -35,22 +35,15 @@ def lint(
 ) -> Result:
     """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon
     followed by a space; every other string is a path. `options`: of trtllm-serve, used with the file."""
-    from trtspec.trtllm.deployment import deployment_of
-    from trtspec.trtllm.lint import lint as find
+    from trtspec.cli.lint import LintOptions, judge_part
+    from trtspec.trtllm.carriers import Carried
 
     name, document = _document(config)
     pair = [None if one is None else str(one) for one in (target, head)]
-    deployment, reason, wrong = deployment_of(
-        document,
-        version=trtllm_version,
-        target=pair[0],
-        head=pair[1],
-        gpu=gpu,
-        passed=list(options) or None,
-        environ={},
-    )
-    problems = [*wrong, *(finding.problem(name) for finding in find(document, deployment))]
-    return Result({"version": deployment.version, "version_reason": reason}, problems)
+    asked = LintOptions(files=(name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu)
+    judged = judge_part(document, Carried(""), list(options) or None, asked)
+    values = {"version": judged.version, "version_reason": judged.reason}
+    return Result(values, [finding.problem(name) for finding in judged.findings])
 
 
 def _document(config: Mapping[str, Any] | str | Path) -> tuple[str, Any]:

@@ -163,7 +163,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         whole = Carried("", text, lines=len(text.splitlines()))
         for part in sorted(carried(text), key=lambda part: part.first) or [whole]:
             inner = document if part.text == document.text else Document.parse(part.text, document.name)
-            judged = _judge_part(inner, part, passed, options)
+            judged = judge_part(inner, part, passed, options)
             moved = replace(part, first=part.first + shift, command=part.command + shift)
             every.append(judged.placed(moved if options.fix else part))
             if judged.document is not None and judged.document.text != part.text:
@@ -186,7 +186,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     )
 
 
-def _judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
+def judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
     import os
 
