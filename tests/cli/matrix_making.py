@@ -260,9 +260,10 @@ MAKING: dict[str, dict[str, Situation]] = {
     },
     "train": {
         "--dry-run": Situation(
-            (*TRAIN, "--dry-run"),
+            (*TRAIN, *DRY),
             train_effects(
-                "--dry-run", features="--features stream", gpu="--gpu h200", json_=Effect(instead=(*TRAIN, "--json")),
+                *DRY, features="--features stream", gpu="--gpu h200",
+                json_=Effect(line("--json"), base=(*TRAIN, "--dry-run")),
             ),
         ),
         "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),

@@ -42,7 +42,7 @@ def at_the_root(monkeypatch):
 
 def test_every_command_is_on_the_page():
     found = [words(line)[0] for line in LINES]
-    assert list(dict.fromkeys(found)) == ["synthesize", "train", "inspect", "convert", "build-config", "serve", "bench"]
+    assert list(dict.fromkeys(found)) == ["synthesize", "train", "inspect", "convert"]
     assert [line[line.index("--split") + 1] for line in of("synthesize")] == [SPLITS]
 
 
@@ -58,7 +58,7 @@ def test_every_option_exists(line):
 def test_dry_runs_run_as_printed(line):
     if "--dry-run" not in line:  # of a torchrun line
         line = [*line, "--dry-run"]
-    done = trtspec(*line)
+    done = trtspec(*line, "--json")
     assert done.status == 0, done.stderr
     told = json.loads(done.stdout)
     assert [name for name, way in told["ways"].items() if way["possible"]] == ["stream", "dumps", "server"]
@@ -74,7 +74,7 @@ def test_a_target_that_does_not_fit_one_gpu_is_refused_with_figures():
 
 
 def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
-    """synthesize, inspect, convert, build-config and serve of the page, on a small target and head."""
+    """synthesize, inspect and convert of the page, on a small target and head."""
     import datasets
 
     split = tmp_path / "split.jsonl"
@@ -86,12 +86,12 @@ def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
                                                     split=split, streaming=streaming),
     )  # fmt: skip
     for line in of("synthesize"):
-        done = trtspec(*line, "--dry-run")
+        done = trtspec(*line, "--dry-run", "--json")
         assert done.status == 0, done.stderr
         assert json.loads(done.stdout)["prompts"] == 5
     make_head(tmp_path / "head", target_dir, attention="mla")
     monkeypatch.chdir(tmp_path)
-    for command in ("inspect", "convert", "build-config", "serve"):
+    for command in ("inspect", "convert"):
         for line in of(command):
             done = trtspec(*(str(target_dir) if word == TARGET else word for word in line))
             assert done.status in (0, 3), f"{line}: {done.stderr}"

@@ -46,7 +46,7 @@ from trtspec.records import (
     uses,
     words,
 )
-from trtspec.report import Result, json_text, progress_bar, say
+from trtspec.report import Result, Table, progress_bar, say
 from trtspec.specs import Attention
 
 if TYPE_CHECKING:
@@ -252,11 +252,33 @@ def train(command: TrainCommand) -> Result | None:
         from trtspec.data_files import gpu_spec
         from trtspec.heads.training.needs import dry_run
 
-        found = dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on}
-        return Result(found, lines=[json_text(found).rstrip()])
+        return _needs(dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on})
     if main and not goes_on:
         remove_run(command.output)
     return _result(request, _train(request, options))
+
+
+def _needs(found: dict[str, Any]) -> Result:
+    """What a run would need: the ways to the target's states, then the commands that start an engine for them."""
+    by_option = {"online": "memory", "stream": "stream[:DIR]", "dumps": "DIR", "server": "URL"}
+    rows = [
+        (by_option[name], str(way["gpus"]), f"{way['peak_bytes'] / 1e9:,.0f}", f"{way['disk_bytes'] / 1e9:,.0f}",
+         way.get("why") or "possible")
+        for name, way in found["ways"].items()
+    ]  # fmt: skip
+    layers = ", ".join(map(str, found["aux_layers"]))
+    lines = [
+        f"head    EAGLE-{found['eagle']} {found['attention'].upper()}, {found['parameters']:,} parameters",
+        f"layers  {layers}",
+        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps",
+        f"states  {found['feature_bytes'] / 1e9:,.1f} GB",
+        *(f"dumps by {engine}: {line}" for engine, line in found["dump_commands"].items()),
+        *(f"server by {engine}: {line}" for engine, line in found["server_commands"].items()),
+    ]
+    columns = ("--features", "GPUs", "GB each", "GB of disk", "")
+    return Result(
+        found, tables=[Table(f"Ways on {found['gpu']}", columns, rows, text_columns=frozenset({0, 4}))], lines=lines
+    )
 
 
 def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:

@@ -70,7 +70,7 @@ def test_a_finished_head_is_not_overwritten(trained, target_dir, data):
 
 def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     output = tmp_path / "head"
-    done = trtspec("train", str(target_dir), str(data), "-o", str(output), "--dry-run")
+    done = trtspec("train", str(target_dir), str(data), "-o", str(output), "--dry-run", "--json")
     plan = json.loads(done.stdout)
     assert plan["feature_bytes"] == plan["tokens"] * 4 * 64 * 2
     assert plan["aux_layers"] == [1, 3, 4]

@@ -134,7 +134,7 @@ def ways(
     chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
     online = way(trainers, 0, whole)
     if whole > memory:
-        reason = f"one GPU would have to hold the target and the head, {whole:,.0f} bytes of {memory:,.0f}"
+        reason = f"one GPU would have to hold target and head, and has {memory / 1e9:,.0f} GB to use"
         online |= {"possible": False, "why": reason}
     return {
         "online": online,
