@@ -29,7 +29,7 @@ from trtspec.heads.training.loop import (
     Teacher,
     draft_states,
     losses,
-    walk,
+    simulate_acceptance,
 )
 from trtspec.heads.training.module import head_parameters
 from trtspec.heads.training.options import (
@@ -287,14 +287,14 @@ def test_a_walk_along_an_answer():
     """Ten tokens, the last seven the target's. The drafts of rows 2 to 8 agree as told; two drafts at a time."""
     answer = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
     agree = [[False] * 10, [False] * 10]
-    assert walk(agree, answer) == (6, 0)  # tokens 4 to 9 one by one
+    assert simulate_acceptance(agree, answer) == (6, 0)  # tokens 4 to 9 one by one
     for step, row in ((0, 2), (1, 3), (0, 5), (1, 6), (1, 8)):
         agree[step][row] = True
     # known 3: drafts 4 and 5 agree, the target adds 6; known 6: 7 and 8 agree, it adds 9
-    assert walk(agree, answer) == (2, 4)
-    assert walk([[True] * 10] * 2, answer) == (2, 4)
-    assert walk([[True] * 10] * 2, [0] * 10) == (0, 0)
-    assert walk([[True] * 6] * 3, [0, 1, 1, 0, 1, 1]) == (2, 2)
+    assert simulate_acceptance(agree, answer) == (2, 4)
+    assert simulate_acceptance([[True] * 10] * 2, answer) == (2, 4)
+    assert simulate_acceptance([[True] * 10] * 2, [0] * 10) == (0, 0)
+    assert simulate_acceptance([[True] * 6] * 3, [0, 1, 1, 0, 1, 1]) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from trtspec.errors import UsageError
-from trtspec.heads.training.processes import World, place
+from trtspec.heads.training.processes import World, world_from_env
 
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = {
@@ -152,16 +152,16 @@ def test_each_sharded_process_holds_its_part_only(tmp_path, target_dir):
 
 
 def test_accelerates_settings_are_read_or_refused(monkeypatch):
-    assert place() == World()
+    assert world_from_env() == World()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    assert place() == World(1, 2, 1, sharded=True)
+    assert world_from_env() == World(1, 2, 1, sharded=True)
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     with pytest.raises(UsageError, match="fsdp_offload_params"):
-        place()
+        world_from_env()
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="is not a number"):
-        place()
+        world_from_env()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training.features import Features, HeldFeatures, compute_features
 from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, stream_features
-from trtspec.heads.training.loop import Way, train_head
+from trtspec.heads.training.loop import RunControls, train_head
 from trtspec.heads.training.options import (
     Dumped,
     FeatureSource,
@@ -97,7 +97,7 @@ def losses(
             raise KeyboardInterrupt
 
     kept = KeptState(directory / "work", directory / "curve.jsonl", {}, save_every=1)
-    train_head(module, features, options, kept, way=Way(on_step))
+    train_head(module, features, options, kept, controls=RunControls(on_step))
     return [json.loads(line) for line in (directory / "curve.jsonl").read_text().splitlines()]
 
 

@@ -1,17 +1,17 @@
-"""What a draft head is trained to minimise, and the loop that does it: AdamW over a schedule, resumable at any moment.
+"""The loop that trains a draft head: AdamW over a schedule, resumable at any moment; and what it minimises.
 
-The training-time test: a head drafts several tokens on from every position at once, and is judged at each. At step k,
-row q holds the state that the head made k drafts after the target's last one (row q - k) and the token that follows row
-q in the text. The head therefore meets its own states in training, as it will when it drafts. ModelOpt's own loop
+The training-time test: a head drafts several tokens from every position at once, and is judged at each. At step k,
+row q holds two things: the state that the head made k drafts after the target's last one (row q - k), and the token that
+follows row q in the text. So the head meets its own states in training, as it will when it drafts. ModelOpt's own loop
 computes the same function (a test compares them) with all logits in memory.
 
 Logits of a whole batch over a vocabulary of 163,840 do not fit beside a head: 20,000 tokens are 13 GB for each
-training-time-test step. Here the target's distribution and the head's logits exist for a chunk of positions at a time,
-and the gradients are taken while they are there, so nothing over the vocabulary is kept for the backward pass. The
-products are those of the plain formula; only the order of sums differs.
+training-time-test step. Here the target's distribution and the head's logits exist for a chunk of positions at a time.
+The gradients are taken while they exist, so nothing over the vocabulary is kept for the backward pass. The products are
+those of the plain formula; only the order of sums differs.
 
-A run ends before its last step on Ctrl-C, a scheduler's SIGTERM, or when its time is up: the step under way is
-finished, then the state and a head are written. In a group of processes all stop at the same step.
+Ctrl-C, a scheduler's SIGTERM or a time limit ends a run before its last step. The step under way is finished, then
+state and head are written. In a group of processes all stop at the same step.
 """
 
 from __future__ import annotations
@@ -38,6 +38,364 @@ from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions, split_data
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
+
+
+def train_head(
+    model: TrainingModule,
+    features: Features,
+    options: TrainOptions,
+    kept: KeptState,
+    *,
+    data: TrainingData | None = None,
+    controls: RunControls | None = None,
+    world: World = ALONE,
+) -> Result:
+    """Trains in place. The state is saved as `kept` says; a rerun goes on from there and its curve
+    is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
+    controls, data = controls or RunControls(), (data or split_data(features.samples, options)).of(options)
+    total = data.order.total
+    stepper = Stepper(model, features, options, total, world, controls.recompute)
+    saved = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint, total)
+    world.wait()  # nobody saves before everybody has read
+    curve = Curve(kept.curve, saved.position) if world.main else None
+    result = Result(saved.step, total)
+    began, slowest, saving = time.monotonic(), 0.0, 0.0
+    plan = list(data.order.steps())[saved.step :]
+    for place, (step, window) in enumerate(plan):
+        for _, coming in plan[place : place + 2]:
+            for batch in coming:
+                features.expect(world.share(batch))
+        point = stepper.step(step, window)
+        result.tokens += point.tokens
+        point.tokens_per_second = result.tokens / (time.monotonic() - began)
+        if data.held and options.evaluates(step, total):
+            point.held_out = stepper.evaluate(data.held[:MAX_HELD_OUT])
+        if curve:
+            curve.add(point)
+        slowest, result.steps = max(slowest, point.seconds), step
+        stopping = step < total and controls.stop.asked(world, slowest + saving)
+        before = time.monotonic()
+        controls.export(point, total)
+        if stopping or step % kept.save_every == 0 or step == total:
+            tensors = world.gather(state_tensors(stepper.parameters, stepper.optimizer))
+            if curve:
+                save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
+        saving = max(saving, time.monotonic() - before)
+        controls.on_step(point)
+        if stopping:
+            break
+    if curve:
+        curve.close()
+    result.stopped = controls.stop.reason
+    return result
+
+
+@dataclass
+class RunControls:
+    """How a run goes, which its curve does not depend on."""
+
+    on_step: Callable[[CurvePoint], None] = lambda _: None
+    stop: Stop = field(default_factory=Stop)
+    export: Callable[[CurvePoint, int], None] = lambda *_: None  # heads on the way, as (point, total steps) call for
+    recompute: bool = False  # activations in the backward pass, in place of keeping them
+
+
+@dataclass
+class Result:
+    """What a run ended with. `steps` of `total` were done, fewer where `stopped` says why; `tokens` counts real (not
+    padded) ones of this process's life."""
+
+    steps: int
+    total: int
+    tokens: int = 0
+    stopped: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.steps == self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return {"steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped}
+
+
+class Stepper:
+    """Optimizer steps and evaluations over global batches, of which each process computes its share."""
+
+    def __init__(
+        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World,
+        recompute: bool = False,
+    ) -> None:  # fmt: skip
+        self.features, self.options, self.total, self.world = features, options, total, world
+        self.device = str(model.lm_head.weight.device)
+        self.peak_lr = options.peak_lr(model.lm_head.in_features)
+        self.objective = world.wrap(Objective(model, options, recompute))
+        self.parameters = head_parameters(model)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+        )
+
+    def step(self, step: int, window: list[list[int]]) -> CurvePoint:
+        """One update from the batches of a window, each position of them weighing the same. Raises TrtspecError when
+        loss or gradients are no numbers."""
+        began, rate = time.monotonic(), learning_rate(step, self.total, self.peak_lr, self.options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        counted = self._counted([index for batch in window for index in batch])
+        parts = []
+        for number, batch in enumerate(window):
+            with self._without_sync() if number < len(window) - 1 else contextlib.nullcontext():
+                loss, agree = self._loss(batch, counted)
+                # the wrapper takes the mean over processes, the losses are parts of a sum
+                (loss * self.world.size).backward()
+            parts.append(_figures(loss, agree))
+        total = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
+        figures, norm = read_back(parts, total.full_tensor() if isinstance(total, DTensor) else total)
+        value, shares = self._means(figures, counted)
+        if not math.isfinite(value) or not math.isfinite(norm):
+            raise TrtspecError(
+                f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm}",
+                "train again with a smaller `lr`",
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        tokens = sum(len(self.features.samples[index].tokens) for batch in window for index in batch)
+        return CurvePoint(step, self.total, value, shares, rate, norm, tokens, time.monotonic() - began)
+
+    @torch.no_grad()
+    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+        """Loss and per-step accuracy on held-out samples, each counted position weighing the same; and, where the
+        samples have answers, the estimated acceptance length (see `estimate`)."""
+        counted = self._counted(indices)
+        figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
+        walked = torch.zeros(2, dtype=torch.float64)
+        ordered = sorted(indices, key=lambda index: len(self.features.samples[index].tokens))
+        for begin in range(0, len(ordered), self.options.batch_size):
+            batch = ordered[begin : begin + self.options.batch_size]
+            loss, agree = self._loss(batch, counted)
+            figures += _figures(loss, agree).cpu()
+            for row, index in enumerate(self.world.share(batch)):
+                walked += torch.tensor(simulate_acceptance(agree[:, row].tolist(), self.features.samples[index].answer))
+        value, shares = self._means(figures, counted)
+        steps, accepted = self.world.sum(walked).tolist()
+        found = {"loss": value, "accuracy": shares}
+        return found | ({"acceptance_length": 1 + accepted / steps} if steps else {})
+
+    def _counted(self, indices: list[int]) -> Tensor:
+        samples = (self.features.samples[index] for index in indices)
+        return torch.tensor(counted_positions(samples, self.options.ttt_steps, self.options.answer_only))
+
+    def _means(self, figures: Tensor, counted: Tensor) -> tuple[float, list[float]]:
+        """(loss, agreement by step) of the whole step, from this process's sums."""
+        value, *right = self.world.sum(figures).tolist()
+        return value, [one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)]
+
+    def _without_sync(self) -> contextlib.AbstractContextManager:
+        """Keeps replicated processes from adding up gradients before the last batch of a window."""
+        return getattr(self.objective, "no_sync", contextlib.nullcontext)()
+
+    def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
+        mine = self.world.share(indices)
+        batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
+        if not mine:
+            batch.places = batch.places[:0]  # fewer rows than processes: take part without counting
+        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
+            known = counted.to(self.device, non_blocking=True)
+            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.places, known)
+
+
+def _figures(loss: Tensor, agree: Tensor) -> Tensor:
+    """The loss, then the agreeing positions of each step, float64."""
+    return torch.cat([loss.detach().double()[None], agree.sum((1, 2)).double()])
+
+
+def read_back(figures: list[Tensor], norm: Tensor) -> tuple[Tensor, float]:
+    """(the sum of float64 `figures` on the host, the gradient's norm) in one transfer: the one wait of a step."""
+    *known, length = torch.cat([torch.stack(figures).sum(0), norm.detach().double()[None]]).tolist()
+    return torch.tensor(known, dtype=torch.float64), length
+
+
+def simulate_acceptance(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, int]:
+    """(verifications, accepted drafts) over one sample, from agreement on its answer: no engine, no generation.
+
+    Greedy decoding of the answer is walked through as a server would do it. At each verification, the head's drafts
+    count up to the first that is not the target's best token, the target adds one, and the next verification begins
+    behind them. Drafts after the first were made with the answer's own tokens in place of the head's, which are the
+    same as long as all before agreed and the answer is what the target says greedily. Acceptance length =
+    1 + accepted / verifications; the draft length is the number of training-time-test steps.
+
+    agree[k][q]: whether the draft of step k at row q is the target's best token; answer[t]: 1 where token t was
+    written by the target. The first token of an answer comes from the prompt's own pass.
+    """
+    steps = accepted = place = 0
+    while place < len(answer):
+        end = place
+        while end < len(answer) and answer[end]:
+            end += 1
+        known = max(place, 1)  # the last token that is known; the row before it drafts
+        while known < end - 1:
+            count = 0
+            while count < min(len(agree), end - 1 - known) and agree[count][known - 1 + count]:
+                count += 1
+            steps += 1
+            accepted += count
+            known += count + 1
+        place = end + 1
+    return steps, accepted
+
+
+class Objective(nn.Module):
+    """Loss and agreement of one training module: what is wrapped for several processes."""
+
+    def __init__(self, model: TrainingModule, options: TrainOptions, recompute: bool = False) -> None:
+        super().__init__()
+        self.model, self.options, self.recompute = model, options, recompute
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, aux: Tensor, places: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(this batch's part of the loss, its part of the agreement [K, B, S] by the row that drafts, bool).
+
+        tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; places int64 [N] as in
+        `TrainingBatch`; counted [K]: the positions of the whole step, over all of whose batches and processes the parts
+        of the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
+        """
+        steps, model = self.options.ttt_steps, self.model
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
+        normed = draft_states(model, tokens, aux.to(dtype), steps, self.recompute)
+        rows, length = tokens.shape
+        decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
+        positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
+        teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
+        flat = tuple(state.flatten(0, 1) for state in normed)
+        loss, agree = draft_loss(self.options.loss, model.eagle_module.lm_head.weight, flat, teacher, positions)
+        agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
+        agreement[:, places - 1] = agree
+        return loss, agreement.view(steps, rows, length)
+
+
+def draft_states(
+    model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int, recompute: bool = False
+) -> list[Tensor]:
+    """The head's states after its norm, [B, S, H] for each training-time-test step.
+
+    tokens int64 [B, S]; aux [B, S, n*H]. `recompute`: the layer's activations are computed again in the backward pass
+    in place of being kept, for a third more time.
+    """
+    head = model.eagle_module
+    with torch.no_grad():
+        following = model.embed_tokens(tokens.roll(-1, 1))
+    places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+    def step(state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        cache = StepKeys(kept[: len(kept) // 2], kept[len(kept) // 2 :])
+        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
+        return normed, output.roll(1, 1), cache.keys[-1], cache.values[-1]
+
+    state, found = head.fc(aux), []
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+    for _ in range(steps):
+        arguments = (state, *keys, *values)
+        normed, state, key, value = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
+        keys, values = (*keys, key), (*values, value)
+        found.append(normed)
+    return found
+
+
+class StepKeys:
+    """Keys and values of the steps so far, for attention modules that take a cache of transformers: each step's apart,
+    in a tuple, because `decoder.ttt_attention` looks at them apart."""
+
+    def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+        self.keys, self.values = keys, values
+
+    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        self.keys, self.values = (*self.keys, key), (*self.values, value)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+def draft_loss(
+    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
+) -> tuple[Tensor, Tensor]:
+    """(the weighted sum of `losses` over the steps, a float32 scalar with gradients; agreement [K, N])."""
+    with torch.autocast(lm_head.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            return _Loss.apply(name, teacher, positions, lm_head, *states)
+        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
+        return values.sum().float(), agree
+
+
+class _Loss(torch.autograd.Function):
+    """`losses`, summed over the steps, whose gradients are there when the forward pass is done."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
+        gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
+        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(agree)
+        return values.sum().float(), agree
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found: Gradients = ctx.gradients
+        del ctx.gradients
+        return None, None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
+
+
+def losses(
+    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
+    gradients: Gradients | None = None, chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(weighted loss of each step float64 [K], whether the best draft is the target's best token bool [K, N]).
+
+    lm_head [Vd, H] and states, K times [B*S, H] after the head's norm, in the dtype of the products; softmax and sums
+    in float32. `gradients` are filled where given. `chunk`: positions at a time, by default CHUNK_ELEMENTS of logits.
+    Positions whose row is above a step's depth have no draft at that step: they weigh nothing, and agree with nothing.
+    """
+    count, steps = len(positions.target), len(states)
+    chunk = chunk or max(64, CHUNK_ELEMENTS["cuda" if lm_head.is_cuda else "cpu"] // lm_head.shape[0])
+    values = torch.zeros(steps, dtype=torch.float64, device=lm_head.device)
+    agree = torch.zeros(steps, count, dtype=torch.bool, device=lm_head.device)
+    for begin in range(0, count, chunk):
+        part = slice(begin, begin + chunk)
+        places, depth = positions.target[part], positions.depth[part]
+        wanted = teacher.hidden[places].to(lm_head.dtype) @ teacher.lm_head.T
+        best = wanted.argmax(-1, keepdim=True)
+        log_p = torch.log_softmax(wanted, -1, dtype=torch.float32)
+        p = log_p.exp()
+        for step, state in enumerate(states):
+            rows = state[places - 1].to(lm_head.dtype)
+            drafted = rows @ lm_head.T
+            # argmax is not vectorized on a CPU, amax is
+            agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
+            weight = (depth >= step) * positions.weights[step]
+            value, gradient = FORMULAS[name](p, log_p, torch.log_softmax(drafted, -1, dtype=torch.float32))
+            values[step] += torch.dot(value.double(), weight.double())
+            if gradients is not None:
+                gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
+    return values, agree
+
+
+@dataclass
+class Gradients:
+    """Of the weighted sum of losses: by the head's lm_head (float32) and by the states of each step."""
+
+    lm_head: Tensor
+    states: list[Tensor]
+
+    def add(self, step: int, places: Tensor, logits: Tensor, rows: Tensor, lm_head: Tensor) -> None:
+        """From the gradient of the logits [N, Vd] that `rows` [N, H], at `places` of the batch, gave."""
+        if logits.dtype == self.lm_head.dtype:
+            self.lm_head.addmm_(logits.T, rows)
+        else:
+            self.lm_head.add_(logits.T @ rows)
+        self.states[step].index_copy_(0, places, (logits @ lm_head).to(self.states[step].dtype))
 
 
 @dataclass(frozen=True)
@@ -93,361 +451,3 @@ def total_variation(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Te
 FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "cross-entropy": cross_entropy, "kl": kl, "reverse-kl": reverse_kl, "total-variation": total_variation,
 }  # fmt: skip
-
-
-@dataclass
-class Gradients:
-    """Of the weighted sum of losses: by the head's lm_head (float32) and by the states of each step."""
-
-    lm_head: Tensor
-    states: list[Tensor]
-
-    def add(self, step: int, places: Tensor, logits: Tensor, rows: Tensor, lm_head: Tensor) -> None:
-        """From the gradient of the logits [N, Vd] that `rows` [N, H], at `places` of the batch, gave."""
-        if logits.dtype == self.lm_head.dtype:
-            self.lm_head.addmm_(logits.T, rows)
-        else:
-            self.lm_head.add_(logits.T @ rows)
-        self.states[step].index_copy_(0, places, (logits @ lm_head).to(self.states[step].dtype))
-
-
-def losses(
-    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
-    gradients: Gradients | None = None, chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weighted loss of each step float64 [K], whether the best draft is the target's best token bool [K, N]).
-
-    lm_head [Vd, H] and states, K times [B*S, H] after the head's norm, in the dtype of the products; softmax and sums
-    in float32. `gradients` are filled where given. `chunk`: positions at a time, by default CHUNK_ELEMENTS of logits.
-    Positions whose row is above a step's depth have no draft at that step: they weigh nothing, and agree with nothing.
-    """
-    count, steps = len(positions.target), len(states)
-    chunk = chunk or max(64, CHUNK_ELEMENTS["cuda" if lm_head.is_cuda else "cpu"] // lm_head.shape[0])
-    values = torch.zeros(steps, dtype=torch.float64, device=lm_head.device)
-    agree = torch.zeros(steps, count, dtype=torch.bool, device=lm_head.device)
-    for begin in range(0, count, chunk):
-        part = slice(begin, begin + chunk)
-        places, depth = positions.target[part], positions.depth[part]
-        wanted = teacher.hidden[places].to(lm_head.dtype) @ teacher.lm_head.T
-        best = wanted.argmax(-1, keepdim=True)
-        log_p = torch.log_softmax(wanted, -1, dtype=torch.float32)
-        p = log_p.exp()
-        for step, state in enumerate(states):
-            rows = state[places - 1].to(lm_head.dtype)
-            drafted = rows @ lm_head.T
-            # argmax is not vectorized on a CPU, amax is
-            agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
-            weight = (depth >= step) * positions.weights[step]
-            value, gradient = FORMULAS[name](p, log_p, torch.log_softmax(drafted, -1, dtype=torch.float32))
-            values[step] += torch.dot(value.double(), weight.double())
-            if gradients is not None:
-                gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
-    return values, agree
-
-
-class _Loss(torch.autograd.Function):
-    """`losses`, summed over the steps, whose gradients are there when the forward pass is done."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
-        gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
-        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
-        ctx.gradients = gradients
-        ctx.mark_non_differentiable(agree)
-        return values.sum().float(), agree
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found: Gradients = ctx.gradients
-        del ctx.gradients
-        return None, None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
-
-
-def draft_loss(
-    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
-) -> tuple[Tensor, Tensor]:
-    """(the weighted sum of `losses` over the steps, a float32 scalar with gradients; agreement [K, N])."""
-    with torch.autocast(lm_head.device.type, enabled=False):
-        if torch.is_grad_enabled():
-            return _Loss.apply(name, teacher, positions, lm_head, *states)
-        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
-        return values.sum().float(), agree
-
-
-class StepKeys:
-    """Keys and values of the steps so far, for attention modules that take a cache of transformers: each step's apart,
-    in a tuple, because `decoder.ttt_attention` looks at them apart."""
-
-    def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        self.keys, self.values = keys, values
-
-    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        self.keys, self.values = (*self.keys, key), (*self.values, value)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return 0
-
-
-def draft_states(
-    model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int, recompute: bool = False
-) -> list[Tensor]:
-    """The head's states after its norm, [B, S, H] for each training-time-test step.
-
-    tokens int64 [B, S]; aux [B, S, n*H]. `recompute`: the layer's activations are computed again in the backward pass
-    in place of being kept, for a third more time.
-    """
-    head = model.eagle_module
-    with torch.no_grad():
-        following = model.embed_tokens(tokens.roll(-1, 1))
-    places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-
-    def step(state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
-        cache = StepKeys(kept[: len(kept) // 2], kept[len(kept) // 2 :])
-        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
-        return normed, output.roll(1, 1), cache.keys[-1], cache.values[-1]
-
-    state, found = head.fc(aux), []
-    keys: tuple[Tensor, ...] = ()
-    values: tuple[Tensor, ...] = ()
-    for _ in range(steps):
-        arguments = (state, *keys, *values)
-        normed, state, key, value = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
-        keys, values = (*keys, key), (*values, value)
-        found.append(normed)
-    return found
-
-
-class Objective(nn.Module):
-    """Loss and agreement of one training module: what is wrapped for several processes."""
-
-    def __init__(self, model: TrainingModule, options: TrainOptions, recompute: bool = False) -> None:
-        super().__init__()
-        self.model, self.options, self.recompute = model, options, recompute
-
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, aux: Tensor, places: Tensor, counted: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(this batch's part of the loss, its part of the agreement [K, B, S] by the row that drafts, bool).
-
-        tokens int64 [B, S]; hidden [B, S, H] after the target's final norm; aux [B, S, n*H]; places int64 [N] as in
-        `TrainingBatch`; counted [K]: the positions of the whole step, over all of whose batches and processes the parts
-        of the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
-        """
-        steps, model = self.options.ttt_steps, self.model
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
-        normed = draft_states(model, tokens, aux.to(dtype), steps, self.recompute)
-        rows, length = tokens.shape
-        decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
-        positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
-        teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
-        flat = tuple(state.flatten(0, 1) for state in normed)
-        loss, agree = draft_loss(self.options.loss, model.eagle_module.lm_head.weight, flat, teacher, positions)
-        agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
-        agreement[:, places - 1] = agree
-        return loss, agreement.view(steps, rows, length)
-
-
-def walk(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, int]:
-    """(verifications, accepted drafts) over one sample, from agreement on its answer: no engine, no generation.
-
-    Greedy decoding of the answer is walked through as a server would do it. At each verification, the head's drafts
-    count up to the first that is not the target's best token, the target adds one, and the next verification begins
-    behind them. Drafts after the first were made with the answer's own tokens in place of the head's, which are the
-    same as long as all before agreed and the answer is what the target says greedily. Acceptance length =
-    1 + accepted / verifications; the draft length is the number of training-time-test steps.
-
-    agree[k][q]: whether the draft of step k at row q is the target's best token; answer[t]: 1 where token t was
-    written by the target. The first token of an answer comes from the prompt's own pass.
-    """
-    steps = accepted = place = 0
-    while place < len(answer):
-        end = place
-        while end < len(answer) and answer[end]:
-            end += 1
-        known = max(place, 1)  # the last token that is known; the row before it drafts
-        while known < end - 1:
-            count = 0
-            while count < min(len(agree), end - 1 - known) and agree[count][known - 1 + count]:
-                count += 1
-            steps += 1
-            accepted += count
-            known += count + 1
-        place = end + 1
-    return steps, accepted
-
-
-@dataclass
-class Result:
-    """What a run ended with. `steps` of `total` were done, fewer where `stopped` says why; `tokens` counts real (not
-    padded) ones of this process's life."""
-
-    steps: int
-    total: int
-    tokens: int = 0
-    stopped: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.steps == self.total
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return {"steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped}
-
-
-@dataclass
-class Way:
-    """How a run goes, which its curve does not depend on."""
-
-    on_step: Callable[[CurvePoint], None] = lambda _: None
-    stop: Stop = field(default_factory=Stop)
-    export: Callable[[CurvePoint, int], None] = lambda *_: None  # heads on the way, as (point, total steps) call for
-    recompute: bool = False  # activations in the backward pass, in place of keeping them
-
-
-def train_head(
-    model: TrainingModule,
-    features: Features,
-    options: TrainOptions,
-    kept: KeptState,
-    *,
-    data: TrainingData | None = None,
-    way: Way | None = None,
-    world: World = ALONE,
-) -> Result:
-    """Trains in place. The state is saved as `kept` says; a rerun goes on from there and its curve
-    is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
-    way, data = way or Way(), (data or split_data(features.samples, options)).of(options)
-    total = data.order.total
-    stepper = Stepper(model, features, options, total, world, way.recompute)
-    saved = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint, total)
-    world.wait()  # nobody saves before everybody has read
-    curve = Curve(kept.curve, saved.position) if world.main else None
-    result = Result(saved.step, total)
-    began, slowest, saving = time.monotonic(), 0.0, 0.0
-    plan = list(data.order.steps())[saved.step :]
-    for place, (step, window) in enumerate(plan):
-        for _, coming in plan[place : place + 2]:
-            for batch in coming:
-                features.expect(world.share(batch))
-        point = stepper.step(step, window)
-        result.tokens += point.tokens
-        point.tokens_per_second = result.tokens / (time.monotonic() - began)
-        if data.held and options.evaluates(step, total):
-            point.held_out = stepper.evaluate(data.held[:MAX_HELD_OUT])
-        if curve:
-            curve.add(point)
-        slowest, result.steps = max(slowest, point.seconds), step
-        stopping = step < total and way.stop.asked(world, slowest + saving)
-        before = time.monotonic()
-        way.export(point, total)
-        if stopping or step % kept.save_every == 0 or step == total:
-            tensors = world.whole(state_tensors(stepper.parameters, stepper.optimizer))
-            if curve:
-                save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
-        saving = max(saving, time.monotonic() - before)
-        way.on_step(point)
-        if stopping:
-            break
-    if curve:
-        curve.close()
-    result.stopped = way.stop.reason
-    return result
-
-
-class Stepper:
-    """Optimizer steps and evaluations over global batches, of which each process computes its share."""
-
-    def __init__(
-        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World,
-        recompute: bool = False,
-    ) -> None:  # fmt: skip
-        self.features, self.options, self.total, self.world = features, options, total, world
-        self.device = str(model.lm_head.weight.device)
-        self.peak_lr = options.peak_lr(model.lm_head.in_features)
-        self.objective = world.wrap(Objective(model, options, recompute))
-        self.parameters = head_parameters(model)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
-        )
-
-    def step(self, step: int, window: list[list[int]]) -> CurvePoint:
-        """One update from the batches of a window, each position of them weighing the same. Raises TrtspecError when
-        loss or gradients are no numbers."""
-        began, rate = time.monotonic(), learning_rate(step, self.total, self.peak_lr, self.options)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        counted = self._counted([index for batch in window for index in batch])
-        parts = []
-        for number, batch in enumerate(window):
-            with self._apart() if number < len(window) - 1 else contextlib.nullcontext():
-                loss, agree = self._loss(batch, counted)
-                # the wrapper takes the mean over processes, the losses are parts of a sum
-                (loss * self.world.size).backward()
-            parts.append(_figures(loss, agree))
-        total = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
-        figures, norm = read_back(parts, total.full_tensor() if isinstance(total, DTensor) else total)
-        value, shares = self._means(figures, counted)
-        if not math.isfinite(value) or not math.isfinite(norm):
-            raise TrtspecError(
-                f"TS-TRAIN-DIVERGED the loss at step {step} is {value}, the gradient norm {norm}",
-                "train again with a smaller `lr`",
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(len(self.features.samples[index].tokens) for batch in window for index in batch)
-        return CurvePoint(step, self.total, value, shares, rate, norm, tokens, time.monotonic() - began)
-
-    @torch.no_grad()
-    def evaluate(self, indices: list[int]) -> dict[str, Any]:
-        """Loss and per-step accuracy on held-out samples, each counted position weighing the same; and, where the
-        samples have answers, the estimated acceptance length (see `estimate`)."""
-        counted = self._counted(indices)
-        figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
-        walked = torch.zeros(2, dtype=torch.float64)
-        ordered = sorted(indices, key=lambda index: len(self.features.samples[index].tokens))
-        for begin in range(0, len(ordered), self.options.batch_size):
-            batch = ordered[begin : begin + self.options.batch_size]
-            loss, agree = self._loss(batch, counted)
-            figures += _figures(loss, agree).cpu()
-            for row, index in enumerate(self.world.share(batch)):
-                walked += torch.tensor(walk(agree[:, row].tolist(), self.features.samples[index].answer))
-        value, shares = self._means(figures, counted)
-        steps, accepted = self.world.sum(walked).tolist()
-        found = {"loss": value, "accuracy": shares}
-        return found | ({"acceptance_length": 1 + accepted / steps} if steps else {})
-
-    def _counted(self, indices: list[int]) -> Tensor:
-        samples = (self.features.samples[index] for index in indices)
-        return torch.tensor(counted_positions(samples, self.options.ttt_steps, self.options.answer_only))
-
-    def _means(self, figures: Tensor, counted: Tensor) -> tuple[float, list[float]]:
-        """(loss, agreement by step) of the whole step, from this process's sums."""
-        value, *right = self.world.sum(figures).tolist()
-        return value, [one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)]
-
-    def _apart(self) -> contextlib.AbstractContextManager:
-        """Keeps replicated processes from adding up gradients before the last batch of a window."""
-        return getattr(self.objective, "no_sync", contextlib.nullcontext)()
-
-    def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
-        mine = self.world.share(indices)
-        batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
-        if not mine:
-            batch.places = batch.places[:0]  # fewer rows than processes: take part without counting
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
-            known = counted.to(self.device, non_blocking=True)
-            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.places, known)
-
-
-def _figures(loss: Tensor, agree: Tensor) -> Tensor:
-    """The loss, then the agreeing positions of each step, float64."""
-    return torch.cat([loss.detach().double()[None], agree.sum((1, 2)).double()])
-
-
-def read_back(figures: list[Tensor], norm: Tensor) -> tuple[Tensor, float]:
-    """(the sum of float64 `figures` on the host, the gradient's norm) in one transfer: the one wait of a step."""
-    *known, length = torch.cat([torch.stack(figures).sum(0), norm.detach().double()[None]]).tolist()
-    return torch.tensor(known, dtype=torch.float64), length

@@ -341,11 +341,11 @@ def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
 def head_tensors(
     model: TrainingModule,
     dtype: torch.dtype = torch.bfloat16,
-    whole: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+    gather: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
 ) -> dict[str, torch.Tensor]:
     """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU.
-    `whole` puts sharded tensors together (`World.whole`)."""
-    state = whole(model.eagle_module.state_dict())
+    `gather` puts sharded tensors together (`World.gather`)."""
+    state = gather(model.eagle_module.state_dict())
     return {
         name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
         for name, value in state.items()

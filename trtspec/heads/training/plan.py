@@ -42,7 +42,7 @@ from trtspec.heads.training.options import (
     TrainOptions,
     new_head_spec,
 )
-from trtspec.heads.training.processes import like
+from trtspec.heads.training.processes import shard_like
 from trtspec.heads.training.samples import Sample, TrainingData, read_mixture, split_data, steps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
@@ -316,10 +316,10 @@ def load_state(
     check_saved(saved, fingerprint, total, directory.parent)
     with safe_open(directory / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():
-            value.copy_(like(state.get_tensor(f"head.{name}"), value))
+            value.copy_(shard_like(state.get_tensor(f"head.{name}"), value))
             optimizer.state[value] = {
                 "step": torch.tensor(float(saved.step), device=value.device),
-                **{moment: like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
+                **{moment: shard_like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
             }
     return saved
 

@@ -96,7 +96,7 @@ class World:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors put together for the main process, the sharded ones on the CPU; the others get nothing. Every
         process must call it, because sharded ones are gathered, one at a time."""
         from torch.distributed.tensor import DTensor
@@ -131,7 +131,7 @@ def require_shared(directory: Path, world: World, why: str) -> None:
         )
 
 
-def like(whole: Tensor, example: Tensor) -> Tensor:
+def shard_like(whole: Tensor, example: Tensor) -> Tensor:
     """`whole` where `example` is: on its device, and this process's shard of it where `example` is sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -141,7 +141,7 @@ def like(whole: Tensor, example: Tensor) -> Tensor:
     return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None)
 
 
-def place() -> World:
+def world_from_env() -> World:
     """The place that the launcher's environment gives; UsageError when it is no number, or asks for what is lost."""
     try:
         names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
@@ -162,7 +162,7 @@ def _is_on(name: str) -> bool:
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """Joins the group for the length of a run: gloo on CPUs; on GPUs nccl, and gloo for what lies in host memory."""
-    world = place()
+    world = world_from_env()
     if world.size == 1:
         yield world
         return

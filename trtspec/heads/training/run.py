@@ -37,7 +37,7 @@ from trtspec.heads.training.features import (
 )
 from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.features_stream import open_stream, stream_features
-from trtspec.heads.training.loop import Way, train_head
+from trtspec.heads.training.loop import RunControls, train_head
 from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions, check_trackers
 from trtspec.heads.training.plan import (
     MEMORY_SHARE,
@@ -60,18 +60,6 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 PROJECT = "trtspec-train"
-
-
-def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str) -> tuple[KimiModel, bool]:
-    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
-    another way: streamed, from a server, or from dumps of a target that does not fit."""
-    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    large = stored > MEMORY_SHARE * machine.free_memory()
-    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
-    if not apart:
-        return load_target(target_dir, dtype=dtype, device=device), True
-    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
-        return stream.ends(), False
 
 
 def run_training(
@@ -112,23 +100,56 @@ def run_training(
             log(point)
             on_step(point)
 
-        way = Way(shown, stop, exports.after, run.activation_checkpointing)
-        result = train_head(module, features, options, kept, data=data, way=way, world=world)
+        controls = RunControls(shown, stop, exports.after, run.activation_checkpointing)
+        result = train_head(module, features, options, kept, data=data, controls=controls, world=world)
         record = writer.write(run.output, result.to_dict())
     if world.main and result.finished:
         _tidy(run)
     return record
 
 
-def _tidy(run: TrainingRun) -> None:
-    """What only an unfinished run needs; the state stays for one that goes on with more steps."""
-    for path in run.work.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != STATE_NAME:
-            path.unlink()
-    if not run.keep_state:
-        shutil.rmtree(run.work)
+def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str) -> tuple[KimiModel, bool]:
+    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
+    another way: streamed, from a server, or from dumps of a target that does not fit."""
+    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+    large = stored > MEMORY_SHARE * machine.free_memory()
+    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
+    if not apart:
+        return load_target(target_dir, dtype=dtype, device=device), True
+    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
+        return stream.ends(), False
+
+
+def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -> train.TrainingModule:
+    """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
+    torch.manual_seed(options.seed)
+    device, ids = model.embed.weight.device, _draft_ids(plan, options, model.spec)
+    return train.build(
+        plan.spec,
+        model.spec,
+        model.embed.weight.to(device, options.dtype),
+        model.lm_head.weight.to(device, options.dtype),
+        target_ids=None if ids is None else torch.tensor(ids, device=device),
+    )
+
+
+def _draft_ids(plan: TrainingPlan, options: TrainOptions, target: ModelSpec) -> list[int] | None:
+    if not plan.spec.has_d2t:
+        return None
+    return draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, target.vocab_size)
+
+
+def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
+    """Tensors of an existing head in ModelOpt's names, whichever of the two namings it has.
+
+    Raises TrtspecError for a head in which `trtspec inspect` finds an error.
+    """
+    checkpoint = Checkpoint.open(head)
+    head_spec(checkpoint, values=True)
+    stored = LazyTensors(checkpoint)
+    drop = ("embed_tokens.weight", "t2d")
+    named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
+    return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
 
 
 def _features(run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: TrainOptions, world: World) -> Features:
@@ -149,15 +170,6 @@ def _features(run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: T
     if isinstance(features, DumpedFeatures) and features.unnamed is not None:
         _compare(run, plan, features, features.unnamed, model.dtype, world)
     return features
-
-
-def _compare(
-    run: TrainingRun, plan: TrainingPlan, features: Features, index: int, dtype: torch.dtype, world: World
-) -> None:
-    """One sample of states that another program made, with the target's own first layers."""
-    if world.main:
-        aux, layers = features.states(index)[1], plan.spec.aux_layers or ()
-        check_first_layers(run.target_dir, features.samples[index], aux, layers, dtype)
 
 
 def gather_features(model: KimiModel, plan: TrainingPlan, target_dir: Path, world: World = ALONE) -> Features:
@@ -198,41 +210,29 @@ def _compute_together(
     return whole
 
 
+def _compare(
+    run: TrainingRun, plan: TrainingPlan, features: Features, index: int, dtype: torch.dtype, world: World
+) -> None:
+    """One sample of states that another program made, with the target's own first layers."""
+    if world.main:
+        aux, layers = features.states(index)[1], plan.spec.aux_layers or ()
+        check_first_layers(run.target_dir, features.samples[index], aux, layers, dtype)
+
+
+def _tidy(run: TrainingRun) -> None:
+    """What only an unfinished run needs; the state stays for one that goes on with more steps."""
+    for path in run.work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != STATE_NAME:
+            path.unlink()
+    if not run.keep_state:
+        shutil.rmtree(run.work)
+
+
 def _renamed(source: dict[str, Any]) -> dict[str, Any]:
     """The digests under their names in provenance.json."""
     return {"target_config": source["target"], "data_sha256": source["data"], "init_sha256": source["init"]}
-
-
-def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -> train.TrainingModule:
-    """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
-    torch.manual_seed(options.seed)
-    device, ids = model.embed.weight.device, _draft_ids(plan, options, model.spec)
-    return train.build(
-        plan.spec,
-        model.spec,
-        model.embed.weight.to(device, options.dtype),
-        model.lm_head.weight.to(device, options.dtype),
-        target_ids=None if ids is None else torch.tensor(ids, device=device),
-    )
-
-
-def _draft_ids(plan: TrainingPlan, options: TrainOptions, target: ModelSpec) -> list[int] | None:
-    if not plan.spec.has_d2t:
-        return None
-    return draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, target.vocab_size)
-
-
-def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an existing head in ModelOpt's names, whichever of the two namings it has.
-
-    Raises TrtspecError for a head in which `trtspec inspect` finds an error.
-    """
-    checkpoint = Checkpoint.open(head)
-    head_spec(checkpoint, values=True)
-    stored = LazyTensors(checkpoint)
-    drop = ("embed_tokens.weight", "t2d")
-    named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
-    return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
 
 
 @contextmanager
@@ -286,7 +286,7 @@ class HeadWriter:
     def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
         """The head into `place`, its record last; `about`: what the record says of the run so far. Returns the record,
         empty in all processes but the main one."""
-        tensors = train.head_tensors(self.module, whole=self.world.whole)
+        tensors = train.head_tensors(self.module, gather=self.world.gather)
         if not self.world.main:
             return {}
         plan, options, samples = self.plan, self.options, self.plan.samples
