@@ -37,6 +37,15 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     assert again.returncode == 0 and "2 shards resumed" in again.stdout and "routed experts" in again.stdout
 
 
+def test_a_published_checkpoint_is_planned_without_network(tmp_path):
+    words = ("-o", tmp_path / "out", "--dry-run", "--json")
+    told = json.loads(here("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").stdout)
+    assert told["ok"] and told["bytes_out"] < 0.6 * told["bytes_in"] and told["problems"][0]["code"] == "TS-NAME-ABSENT"
+    head = ("convert", "lightseekorg/kimi-k2.5-eagle3", "--to", "trtllm", *words)
+    told = json.loads(here(*head, HF_HUB_OFFLINE="1").stdout)
+    assert told["ok"] and (told["from"], told["to"], told["output"]) == ("torchspec", "trtllm", None)
+
+
 def test_dry_run_then_inspect_against(tmp_path):
     source = make_target(tmp_path / "in", layers=2)
     run = trtspec("quantize", source, "-o", tmp_path / "out", "--dry_run")  # underscores are fine too

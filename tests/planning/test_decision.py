@@ -16,7 +16,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.cli.plan import PlanOptions, planned
 from trtspec.data_files import gpu_names, load_yaml
-from trtspec.planning.decision import Decision, command, ladder
+from trtspec.planning.decision import Decision, command
 from trtspec.planning.report import shown
 from trtspec.records import parse
 from trtspec.report import print_tables
@@ -170,10 +170,6 @@ def test_trust_and_range() -> None:
         assert low <= (point.speedup or 0) <= high
     width = {k: (spread[1] / spread[0]) for k, spread in spreads.items() if spread}
     assert width[8] > width[3], "what is extrapolated is less certain"
-
-
-def test_a_search_looks_at_few_and_at_the_most() -> None:
-    assert ladder(1) == [1] and ladder(7) == [1, 2, 3, 4, 6, 7] and ladder(64)[-3:] == [32, 48, 64]
 
 
 def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:

@@ -254,6 +254,14 @@ def is_online() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
 
 
+def unreachable(found: Resolved) -> Problem | None:
+    """What a dry run says of a published checkpoint that is not here and may not be fetched; None for any other."""
+    if found.path is not None or found.known is None or is_online():
+        return None
+    message = f"{found.name} is not here and HF_HUB_OFFLINE is set: its tensors were not looked at"
+    return Problem("TS-NAME-ABSENT", "info", found.name, message, "unset it to read the headers from the hub")
+
+
 def require_online(hub_id: str) -> None:
     if not is_online():
         raise MissingDependency(

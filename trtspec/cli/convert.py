@@ -49,11 +49,16 @@ def convert(options: ConvertOptions) -> Result:
 
     Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
     """
-    from trtspec.checkpoint.hub import resolve
+    from trtspec.checkpoint.hub import load_head, resolve, unreachable
     from trtspec.heads.convert.conversion import Options, convert_head
 
     same = ("to", "from_", "lm_head", "embed_tokens", "rope_theta", "dry_run", "force")
     chosen = Options(**{name: getattr(options, name) for name in same})
+    if options.dry_run and (absent := unreachable(resolve(options.head, allow_download=False))) is not None:
+        spec = load_head(options.head).spec
+        about = {"from": spec.dialect, "to": options.to, "attention": spec.attention, "eagle": spec.eagle}
+        line = f"would write {options.output}: {spec.dialect} -> {options.to}, EAGLE-{spec.eagle} {spec.attention}"
+        return Result({"output": None, "dry_run": True, **about}, [absent], (), [line])
     pair = resolve(options.target, allow_download=False) if options.target is not None else None
     with progress_bar("converting") as bar:
         done = convert_head(resolve(options.head), options.output, chosen, pair, bar.show)

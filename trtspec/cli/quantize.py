@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
+from trtspec.formats import WeightFormat
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
 from trtspec.report import OutputOptions, Result, Table, progress_bar
 
@@ -66,6 +67,8 @@ def quantize(options: QuantizeOptions) -> Result:
     from trtspec.quant.plan import ConversionOptions
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
+    if options.dry_run and (estimate := _from_shapes(options)) is not None:
+        return estimate
     source = _source(options)
     policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
     settings = ConversionOptions(
@@ -94,6 +97,23 @@ def quantize(options: QuantizeOptions) -> Result:
     failure = CheckFailed(message, "inspect and serve repeat them") if has_errors(result.problems) else None
     tables, lines = [table] if rows else [], ["", *_done(result, options.source)]
     return Result(to_json(result), result.problems, tables, lines, failure)
+
+
+def _from_shapes(options: QuantizeOptions) -> Result | None:
+    """Sizes of a published checkpoint that is not here and cannot be asked for; None for any other source."""
+    from trtspec.checkpoint.hub import load_target, resolve, unreachable
+    from trtspec.planning.memory import checkpoint_bytes
+
+    absent = unreachable(resolve(options.source, allow_download=False))
+    if absent is None or (spec := load_target(options.source).spec).quant.format.is_fp4:
+        return None
+    policy = policy_of(options.policy, options.source, Path(options.source))
+    quant = replace(spec.quant, format=WeightFormat.NVFP4, group_size=16, exclude=tuple(policy.exclude_patterns(spec)))
+    sizes = {"bytes_in": checkpoint_bytes(spec), "bytes_out": checkpoint_bytes(replace(spec, quant=quant))}
+    line = f"would write {options.output} with policy {policy.name}; by its shapes "
+    line += f"{sizes['bytes_in']:,} bytes in, {sizes['bytes_out']:,} out"
+    about = {"output": str(options.output), "policy": policy.name, "dry_run": True}
+    return Result(about | sizes, [absent], (), [line])
 
 
 def _source(options: QuantizeOptions) -> Path | Checkpoint:

@@ -179,21 +179,15 @@ def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Prob
 
 def remote_code_problem(target: Resolved) -> Problem:
     """Names every file of code that the engine would run, with its hash."""
-    files = code_files(target.path) if target.path is not None else []
+    files = sorted(path for path in target.path.rglob("*.py") if path.is_file()) if target.path is not None else []
     if files:
-        listed = "; ".join(f"{name} sha256:{digest}" for name, digest in files)
+        listed = "; ".join(f"{path.relative_to(target.path or '.')} sha256:{file_sha256(path)}" for path in files)
         message = f"{target.name} brings code that the engine would run: {listed}"
     else:
         modules = sorted({str(value).rpartition(".")[0] for value in target.config().get("auto_map", {}).values()})
         message = f"{target.name} brings code that the engine would run ({', '.join(modules)}); it is not here to hash"
     remedy = "read it, then pass `trust_remote_code`"
     return Problem("TS-SERVE-REMOTE-CODE", "error", target.name, message, remedy)
-
-
-def code_files(directory: Path) -> list[tuple[str, str]]:
-    """(relative name, sha256) of every Python file of a checkpoint."""
-    found = sorted(path for path in directory.rglob("*.py") if path.is_file())
-    return [(os.fspath(path.relative_to(directory)), file_sha256(path)) for path in found]
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:

@@ -149,7 +149,11 @@ def decide(
 ) -> Decision:
     """Plans each layout and ranks. A workload without concurrencies is one to search: up to what the cache holds."""
     if not setting.workload.concurrency:
-        most = max(searched_up_to(model, head, layout, setting) for layout in chosen)
+        most = 1
+        for layout in chosen:
+            room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
+            measured = MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)
+            most = max(most, min(room.sequences(setting.workload.tokens), measured))
         setting = replace(setting, workload=replace(setting.workload, concurrency=tuple(ladder(most))))
     plans = [plan_layout(model, head, layout, setting) for layout in chosen]
     rows, refused = [], []
@@ -178,12 +182,6 @@ def route_refusals(model: ModelSpec, head: HeadSpec | None, layout: Layout, sett
         attention_dp=layout.attention_dp,
         tokens=setting.workload.tokens,
     )
-
-
-def searched_up_to(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> int:
-    """The largest concurrency that is worth a look: what the cache holds, and what attention was measured for."""
-    held = memory(model, head, setting.gpu, layout, fraction=setting.fraction).sequences(setting.workload.tokens)
-    return max(1, min(held, MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)))
 
 
 def ladder(most: int) -> list[int]:

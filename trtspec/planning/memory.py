@@ -3,9 +3,9 @@ bytes of a Kimi model and an Eagle3 head follow by class from their shapes and q
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
@@ -173,17 +173,11 @@ def module_format(model: ModelSpec, module: str) -> WeightFormat:
     layer = {"moe": str(model.first_k_dense_replace), "dense": "0"}
     plain = f"model.{module.format(**layer)}"
     names = (plain, f"language_model.{plain}")
-    return (
-        WeightFormat.BF16
-        if any(_matches(pattern, name) for pattern in quant.exclude for name in names)
-        else quant.format
-    )
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return fnmatchcase(name, pattern)
+    for pattern in quant.exclude:
+        regex = pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern)
+        if any(re.match(regex, name) for name in names):
+            return WeightFormat.BF16
+    return quant.format
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:

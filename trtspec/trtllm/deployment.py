@@ -102,7 +102,9 @@ def deployment_of(
         document = Document.parse(document)
     written = parse_intent(document.text)
     named_head = head_in(document)
-    named_target = written.known_target if written else ""
+    named_target = written.target if written else ""
+    if written is not None and written.like is not None and not Path(written.target).is_dir():
+        named_target = written.like  # until its directory is there
     unfound = name_problem(named_target, here) if named_target and target is None else None
     target_name = target or (named_target if named_target and unfound is None else None)
     head_name = head or (named_head if named_head and name_problem(named_head) is None else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from packaging.version import Version
@@ -204,11 +203,6 @@ class Intent:
     def published_as(self) -> str:
         """The name by which the target is known, where its directory is not there yet."""
         return self.like or self.target
-
-    @property
-    def known_target(self) -> str:
-        """What can be looked at: the target, or the published one that it is like as long as its directory is away."""
-        return self.target if self.like is None or Path(self.target).is_dir() else self.like
 
     def fitted(self, positions: int) -> Intent:
         """The same, where nobody asked for a length, with one that the model's positions hold; an asked one stays."""

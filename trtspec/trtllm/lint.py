@@ -328,7 +328,12 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise TrtspecError(f"the installed {PACKAGE} failed while it judged the file: {last}", "leave `installed` out")
     answer = json.loads(line.removeprefix(MARK))
-    return Verdict(answer["version"], tuple(_engine_finding(document, item) for item in answer["errors"]))
+    found = []
+    for item in answer["errors"]:
+        key, message = _written_key(document, item["loc"]), f"the installed engine's own class says: {item['message']}"
+        at = document.line(key)
+        found.append(Finding("TS-LINT-ENGINE-REFUSES", "error", key, message, "correct this key", at))
+    return Verdict(answer["version"], tuple(found))
 
 
 def engine_problems(document: Document | str, file: str) -> list[Problem]:
@@ -340,12 +345,6 @@ def engine_problems(document: Document | str, file: str) -> list[Problem]:
         return [finding.problem(file) for finding in judge(parsed).findings]
     except TrtspecError as error:
         return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message, "start anyway and read its log")]
-
-
-def _engine_finding(document: Document, item: dict[str, Any]) -> Finding:
-    key = _written_key(document, item["loc"])
-    message = f"the installed engine's own class says: {item['message']}"
-    return Finding("TS-LINT-ENGINE-REFUSES", "error", key, message, "correct this key", document.line(key))
 
 
 def _written_key(document: Document, parts: list[str]) -> str:

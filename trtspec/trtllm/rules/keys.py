@@ -117,15 +117,12 @@ def _refusal(field: Field, value: Any, error: ValidationError) -> Verdict:
         if item["type"] == "too_short":
             return "range", f"must not be {'an empty mapping' if isinstance(value, dict) else 'an empty list'}"
     words = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
-    wrong = next((word for word in words if not _is_word(field, word)), None)
+    fold = str.lower if field.case_insensitive else str
+    known = {fold(str(choice)) for choice in field.allowed}
+    wrong = next((word for word in words if fold(word) not in known), None)
     if wrong is not None and any(item["type"] == "literal_error" for item in found):
         return "value", f"{shown(wrong)} is not {describe(field)}"
     return "type", f"must be {describe(field)}, not {shown(value)}"
-
-
-def _is_word(field: Field, word: str) -> bool:
-    choices = [str(choice) for choice in field.allowed]
-    return word.lower() in map(str.lower, choices) if field.case_insensitive else word in choices
 
 
 def _number(limit: float) -> str:
@@ -166,7 +163,9 @@ MOST_COMPARED = 100  # characters of a value that is compared with the allowed o
 
 
 def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
-    yield from _duplicates(document)
+    for entry in document.duplicates:
+        message = f"{entry.path} is written twice; YAML silently keeps the last"
+        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, "keep one of the two lines", entry.line)
     yield from _missing(document, schema)
     unknown: set[str] = set()
     named = 0
@@ -187,12 +186,6 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
     if named > MOST_NAMED:
         message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
         yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file")
-
-
-def _duplicates(document: Document) -> Iterator[Finding]:
-    for entry in document.duplicates:
-        message = f"{entry.path} is written twice; YAML silently keeps the last"
-        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, "keep one of the two lines", entry.line)
 
 
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:

@@ -152,17 +152,11 @@ def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterato
         yield finding_at(document, problem.code, problem.severity, SPEC, problem.message, remedy)
 
 
-def right_tool_parser(deployment: Deployment) -> str | None:
-    """Every Kimi-K2 writes its tool calls alike; the data say so for each published one."""
-    entry = known(deployment.target_name) if deployment.target_name else None
-    if entry is not None:
-        return entry[1].get("tool_parser")
-    return "kimi_k2" if deployment.target is not None else None
-
-
 def check_tool_parser(deployment: Deployment, written: str | None) -> Iterator[Finding]:
     """`written`: the tool parser of the command line, None where there is none or it is not known."""
-    right = right_tool_parser(deployment)
+    # every Kimi-K2 writes its tool calls alike; the data say so for each published one
+    entry = known(deployment.target_name) if deployment.target_name else None
+    right = entry[1].get("tool_parser") if entry is not None else "kimi_k2" if deployment.target is not None else None
     if written in (None, "auto") or right is None or written == right:
         return
     message = f"--tool_parser {written}: tool calls of this model stay in the text, without an error"

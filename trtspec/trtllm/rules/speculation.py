@@ -140,15 +140,11 @@ def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]
     method = method_of(document)
     if method is None:
         return
-    if separate_cache(document, deployment, method):
+    # in such a release the draft has a cache manager of its own
+    unless = deployment.schema.behaviour("separate_draft_cache").get("unless")
+    if method.own_cache and unless is not None and deployment.setting(document, unless) is not True:
         yield from _prefix_reuse(document, deployment)
     yield from _guided(document, deployment)
-
-
-def separate_cache(document: Document, deployment: Deployment, method: SpeculationMethod) -> bool:
-    """Whether this release gives the draft a cache manager of its own."""
-    unless = deployment.schema.behaviour("separate_draft_cache").get("unless")
-    return method.own_cache and unless is not None and deployment.setting(document, unless) is not True
 
 
 def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
