@@ -34,23 +34,18 @@ def server_url(text: str, option: str = "the URL") -> str:
             f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)",
             f"{remedy}, without them; a key belongs in the variable OPENAI_API_KEY",
         )
-    fault = None
     try:
         url = httpx.URL(whole)
         host = url.host and url.raw_host.decode("ascii").encode("idna")  # as name lookup does
-    except httpx.InvalidURL as error:
-        fault = str(error)
-    except UnicodeError:
-        fault = "its host is not a valid name"
-    else:
         if url.scheme not in ("http", "https"):
-            fault = "its scheme is neither http nor https"
-        elif not host or re.search(r"\s", text):
-            fault = "it holds white space" if host else "it names no host"
-        elif url.port is not None and not 0 < url.port < 2**16:
-            fault = f"{url.port} is not a port (1 to 65535)"
-    if fault:
-        raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy)
+            raise httpx.InvalidURL("its scheme is neither http nor https")
+        if not host or re.search(r"\s", text):
+            raise httpx.InvalidURL("it holds white space" if host else "it names no host")
+        if url.port is not None and not 0 < url.port < 2**16:
+            raise httpx.InvalidURL(f"{url.port} is not a port (1 to 65535)")
+    except (httpx.InvalidURL, UnicodeError) as error:
+        fault = "its host is not a valid name" if isinstance(error, UnicodeError) else error
+        raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy) from None
     return re.sub(r"(?<=[^/])/v1$", "", whole.rstrip("/")).rstrip("/")
 
 

@@ -16,6 +16,7 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a unit: a word or a single punctuation mark
 NGRAM = 4
 MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
+NOISE = ("Cc", "Cn", "Co", "Cs")  # categories that no language writes: control, unassigned, private use, surrogate
 NOISE_SHARE = 0.1  # of the characters of an answer
 RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
 
@@ -31,16 +32,6 @@ def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> floa
     found = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
     known = [ratio for ratio in found if ratio is not None]
     return sum(known) / len(known) if known else None
-
-
-def noise_share(text: str) -> float:
-    """Share of characters that no language writes: control, unassigned, private use, U+FFFD."""
-    if not text:
-        return 0.0
-    bad = sum(
-        1 for c in text if c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co", "Cs") and c not in "\n\r\t")
-    )
-    return bad / len(text)
 
 
 def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
@@ -60,7 +51,8 @@ def degeneration(text: str) -> str | None:
     """Why an answer is degenerate ("empty", "noise", "loop"), or None."""
     if not text.strip():
         return "empty"
-    if noise_share(text) > NOISE_SHARE:
+    noise = sum(char == "\ufffd" or unicodedata.category(char) in NOISE and char not in "\n\r\t" for char in text)
+    if noise / len(text) > NOISE_SHARE:
         return "noise"
     ratio = distinct_ratio(WORD.findall(text))
     if tail_period(text) or (ratio is not None and ratio < LOOP_RATIO):
