@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, Literal
 
 MODEL = "tiny-kimi"
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -79,10 +79,10 @@ def use_langchain(url: str) -> dict[str, Any]:
     from langchain_openai import ChatOpenAI
     from pydantic import BaseModel
 
-    class Day(BaseModel):
+    class Day(BaseModel, extra="forbid"):  # a small model may never end free strings and further keys
         """The weather of a city."""
 
-        city: str
+        city: Literal["Paris", "Rome"]
         days: int
 
     model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=300)

@@ -1,7 +1,7 @@
 """Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is sent or written.
 
-No password or key appears in a message, a result or a record: an address that may contain one is refused without being
-shown, and a message about a key names its fault alone.
+No password or key appears in a message, a result or a record. An address that may contain one is refused without being
+shown. A message about a key names its fault alone.
 """
 
 from __future__ import annotations

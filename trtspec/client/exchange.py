@@ -20,7 +20,7 @@ from trtspec.errors import UsageError
 
 @dataclass(frozen=True)
 class Score:
-    """What the scoring server says of one token: natural logarithms of its probability and of the best token's, then
+    """What the scoring server says of one token: natural logarithms of its probability and of the best token's. Then
     the probability of all likelier tokens, of those as likely (itself among them), and of all that the server listed.
 
     `listed`: whether it is among them. `near`: by text, how many nats the alternatives are behind the best token."""

@@ -41,10 +41,10 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 class Adapter:
     """One kind of server. `owner`: its `owned_by` in /v1/models.
 
-    `prefix` begins the names of its Prometheus metrics; `steps`, `drafted`, `accepted` and `position` name its counters
-    without `_total` ("": not counted), `first` is the number of the first draft in the `position` label, and `mean`
-    names a gauge of tokens per step in place of counters. `around_runs`: bench reads the counters around a run, because
-    answers say nothing.
+    `prefix` begins the names of its Prometheus metrics. `steps`, `drafted`, `accepted` and `position` name its counters
+    without `_total` ("": not counted). `first` is the number of the first draft in the `position` label. `mean` names a
+    gauge of tokens per step in place of counters. `around_runs`: bench reads the counters around a run, because answers
+    say nothing.
 
     `dated`: what it does with request parameters under speculation is known by release.
 

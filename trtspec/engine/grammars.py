@@ -1,9 +1,9 @@
 """What an answer must look like (a JSON schema, a regular expression, a Kimi tool call), compiled where it harms none.
 
-A grammar comes from a stranger, and a short one may take minutes and gigabytes. So each is first tried in a process of
-lowest priority, which the kernel ends after COMPILE_SECONDS of processor time or beyond COMPILE_BYTES: a fork of a
-process that holds the vocabulary (`main`). What passed there is compiled once more here, in a thread of lowest priority
-that leaves Python's lock alone, and kept for the next request.
+A grammar comes from a stranger, and a short one may take minutes and gigabytes. So each is first tried in a fork of a
+process that holds the vocabulary (`main`). The fork has the lowest priority. The kernel ends it after COMPILE_SECONDS
+of processor time or beyond COMPILE_BYTES. What passed there is compiled once more here and kept for the next request,
+in a thread of lowest priority that leaves Python's lock alone.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 is not computed again.
 
 A block is known by its tokens and by the block before it, so only equal texts share one. A head's cache is kept beside
-the target's, one position behind: its row at position t needs the token at t+1, so the row at a block's last position
+the target's, one position behind. Its row at position t needs the token at t+1: the row at a block's last position
 depends on the block after it and belongs there. The position before the first new token is computed again, which gives
 the head the target's state for that row.
 """

@@ -1,9 +1,9 @@
 """From logits to probabilities to tokens, and which drafts are accepted. Pure functions over whole batches; randomness
 comes in as uniform numbers.
 
-Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192): draft x is kept with probability min(1, p(x)/q(x)); at
-the first rejection a token is drawn from max(p - q, 0) normalised; if all stand, one more is drawn from p. The result
-has exactly the target's distribution p whatever the drafter's distribution q was.
+Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192). Draft x is kept with probability min(1, p(x)/q(x)). At
+the first rejection a token is drawn from max(p - q, 0), normalised. If all are kept, one more is drawn from p. The
+result has exactly the target's distribution p, whatever the drafter's distribution q was.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
 def accept_greedy(best: Tensor, drafts: Tensor, counts: Tensor | None = None) -> Tensor:
     """Accepted drafts per row, int64 [B].
 
-    best int64 [B, k+1] is the target's argmax after the last token and after each draft, drafts int64 [B, k];
-    counts int64 [B] says how many of a row's drafts are real (None: all). The tokens to emit are best[:, :accepted+1].
+    best int64 [B, k+1] is the target's argmax after the last token and after each draft, drafts int64 [B, k]. counts
+    int64 [B] says how many of a row's drafts are real (None: all). The tokens to emit are best[:, :accepted+1].
     """
     return leading(best[:, :-1] == drafts, counts)
 
@@ -133,10 +133,11 @@ def accept_sampled(
 ) -> tuple[Tensor, Tensor]:
     """(tokens int64 [B, k+1], accepted int64 [B]); row b emits tokens[b, :accepted[b]+1].
 
-    target float32 [B, k+1, V] holds p after the last token and after each draft; drafts int64 [B, k] in target ids;
-    draft_probs float32 [B, k, Vd] is the q that each draft was drawn from (None: the drafter is deterministic, q = 1);
-    uniform [B, k+1] in [0, 1): one number per draft to accept it, the last one for the token drawn after them;
-    draft_ids int64 [Vd] maps the draft vocabulary to target ids (None: the same); counts as in `accept_greedy`.
+    - target float32 [B, k+1, V]: p after the last token and after each draft.
+    - drafts int64 [B, k], in target ids; draft_ids int64 [Vd] maps the draft vocabulary to them (None: the same).
+    - draft_probs float32 [B, k, Vd]: the q that each draft was drawn from (None: the drafter is deterministic, q = 1).
+    - uniform [B, k+1] in [0, 1): one number per draft to accept it, the last one for the token drawn after them.
+    - counts: as in `accept_greedy`.
     """
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
@@ -186,7 +187,6 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would: a
-    copy from host memory that is not pinned is staged first, so the source may go (CUDA driver API, "API
-    synchronization behavior")."""
+    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would.
+    The driver stages a copy from memory that is not pinned (CUDA driver API, "API synchronization behavior")."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

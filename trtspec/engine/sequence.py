@@ -24,7 +24,7 @@ COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the model (temperature 1): the chosen token's and the likeliest ones', which are
+    """Natural-log probabilities under the model (temperature 1): the chosen token's and the likeliest ones'. Those are
     arrays because a server keeps millions of them: 25 bytes each, a list of pairs takes 140."""
 
     token: int
@@ -191,8 +191,8 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
 class TextStream:
     """The growing text of one request.
 
-    With stop strings, tokens are looked at one by one, so the generation ends at the same token whether tokens
-    arrive singly or several per step; text that may be the beginning of a stop string is held back.
+    With stop strings, tokens are looked at one by one. So the generation ends at the same token whether tokens arrive
+    singly or several per step. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, tokenizer: KimiTokenizer | None, stop: Rows[str] = ()) -> None:

@@ -19,8 +19,8 @@ SCORES_IN_FLIGHT = 2_000_000  # 25 bytes each
 
 @dataclass(eq=False)
 class Reservation:
-    """What an API call holds of a worker, from its check until its answer is sent: generations, which run or wait, and
-    scores, which are the log-probabilities that are kept for it. Used from the event loop."""
+    """What an API call holds of a worker, from its check until its answer is sent. Generations run or wait; scores are
+    the log-probabilities that are kept for it. Used from the event loop."""
 
     worker: Worker
     generations: int = 0
@@ -84,8 +84,8 @@ class Worker:
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[tuple[int, Output]]:
         """(index, output) of checked requests as they come. Leaving the loop early cancels them.
 
-        Raises RequestRefused for what shows to be impossible on the way, ApiError 500 for another exception of one of
-        them, which the others do not notice, and 503 where no request goes on.
+        Raises RequestRefused for what shows to be impossible on the way, and ApiError 500 for any other exception of
+        one of them, which other calls do not notice. Raises ApiError 503 if the engine stopped.
         """
         if not self.healthy:
             raise ApiError(self._ending, status=503)
