@@ -148,7 +148,12 @@ def print_json(value: Any) -> None:
 def wanted() -> bool:
     """Whether progress and messages are shown: to a person, or where TRTSPEC_PROGRESS=1 asks for them; not with -q."""
     asked = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
-    return asked and os.environ.get("TRTSPEC_QUIET") != "1"
+    return asked and not quiet()
+
+
+def quiet() -> bool:
+    """Whether -q was given, here or to the process that started this one."""
+    return os.environ.get("TRTSPEC_QUIET") == "1"
 
 
 def say(text: str) -> None:
@@ -159,7 +164,7 @@ def say(text: str) -> None:
 
 def announce(text: str) -> None:
     """What a log must show even where no person is there, such as that a server is ready; not with -q."""
-    if os.environ.get("TRTSPEC_QUIET") != "1":
+    if not quiet():
         write_stderr(text + "\n")
 
 

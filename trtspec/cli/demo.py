@@ -106,7 +106,7 @@ class Demo:
             with self.begin("A first answer", about, 10):
                 plain = self.serve(servers, "plain", 0, NANO, "--max-batch-size", ROWS)
                 eagle = self.serve(shipped, "eagle3", 1, NANO, "--head", SHIPPED)
-            found = first.answers(plain, eagle, not report_wanted())
+            found = first.answers(plain, eagle, report.quiet())
         self.say(f"    {first.verdict(found)}")
         return plain
 
@@ -217,14 +217,8 @@ class Demo:
         return url
 
     def say(self, text: str) -> None:
-        if report_wanted():
+        if not report.quiet():
             print(text, flush=True)
-
-
-def report_wanted() -> bool:
-    import os
-
-    return os.environ.get("TRTSPEC_QUIET") != "1"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

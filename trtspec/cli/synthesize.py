@@ -111,8 +111,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
         journal.unlink(missing_ok=True)
-    line = f"{output}: {outcome.answered} answered now, {outcome.resumed} before, {len(outcome.failed)} failed"
-    return Result(summary | {"errors": outcome.failed}, lines=[line], failure=failure, messages=_warnings(quality))
+    return Result(summary | {"errors": outcome.failed}, failure=failure)
 
 
 def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
@@ -177,10 +176,3 @@ def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str,
             found[row["conversation_id"]] = reason or "cut off"
     reasons = list(found.values())
     return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found
-
-
-def _warnings(quality: dict[str, int]) -> list[str]:
-    bad = {name: quality[name] for name in REASONS if quality[name]}
-    counts = ", ".join(f"{count} {name}" for name, count in bad.items())
-    advice = "; raise --max-tokens" if bad.get("cut off") else ""
-    return [f"Of {quality['answers']} answers {counts} (by row in the provenance file){advice}"] if bad else []
