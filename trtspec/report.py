@@ -197,7 +197,7 @@ def _to_nowhere(stream: Any) -> None:
 @dataclass(frozen=True, repr=False)
 class Result:
     """What a command found: `values` are the keys of `--json` beside `ok`, `problems` and `error`; `tables` and `lines`
-    say the same to people. Without tables and lines, the values are printed by their names.
+    say the same to people.
 
     With `text`, a file on stdout, problems go to stderr, where `messages` always go. `failure` is raised after all was
     printed. From Python, `result["key"]` is a value.
@@ -240,32 +240,11 @@ def print_result(result: Result, as_json: bool) -> None:
         sys.stdout.write(result.text)
         write_stderr("".join(f"{line}\n" for line in problems))
     else:
-        rows = [] if result.lines or result.tables or result.failure else value_rows(result.values)
-        width = max((len(name) for name, _ in rows), default=0)
-        print_tables(result.tables, [*(f"{name:{width}}  {text}" for name, text in rows), *result.lines, *problems])
+        print_tables(result.tables, [*result.lines, *problems])
     for message in result.messages:
         say(message)
     if result.failure is not None:
         raise result.failure
-
-
-def value_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and text of each of the values of `--json` that is known, for people."""
-    return [(name.replace("_", " "), _plain(value)) for name, value in values.items() if value is not None]
-
-
-def _named(values: Mapping[str, Any]) -> list[str]:
-    return [" ".join(row) for row in value_rows(values)]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict | list | tuple):
-        items = _named(value) if isinstance(value, dict) else value
-        more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
-        return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
@@ -306,6 +285,23 @@ class Table:
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
         return f"<table>{title}{f'<tr>{heading}</tr>' if heading else ''}{rows}</table>{note}"
+
+
+def value_table(values: Mapping[str, Any], title: str = "") -> Table:
+    """Name and text of each of the values of `--json` that is known."""
+    rows = [(name.replace("_", " "), _plain(value)) for name, value in values.items() if value is not None]
+    return Table(title, (), rows, text_columns=frozenset({0, 1}), ruled=False)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict | list | tuple):
+        named = value.items() if isinstance(value, dict) else ()
+        items = [f"{name} {_plain(item)}" for name, item in named if item is not None] if named else list(value)
+        more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+        return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:

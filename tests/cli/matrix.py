@@ -192,7 +192,7 @@ def _steady(text: str, floats: bool) -> str:
     text = re.sub(r"[\d.]+ times (?:as long|without speculation)|(\"ratio\"): [\d.]+", r"\1", text)
     text = re.sub(r"(in|took|about) +[\d.,]+ (s|min)\b", r"\1 0 s", text)
     text = re.sub(r"peak memory [\d,]+|[\d,]+ free", "0", text)
-    text = re.sub(r"^((?:\w+ )*(?:seconds|free bytes|estimate|rss bytes)) +[\d.,]+$", r"\1 0", text, flags=re.M)
+    text = re.sub(r"^((?:\w+ )*(?:seconds|free bytes|estimate|rss bytes)) +[\d.,]+ *$", r"\1 0", text, flags=re.M)
     text = re.sub(r"\d+ GB (?=here|in the hub cache|in shared memory)", "", text)  # free now, on a disk of others
     if floats:
         return text

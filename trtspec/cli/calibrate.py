@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption, argument, option
-from trtspec.report import OutputOptions, Result, progress_bar
+from trtspec.report import OutputOptions, Result, progress_bar, value_table
 
 if TYPE_CHECKING:
     pass
@@ -69,5 +69,6 @@ def calibrate(options: CalibrateOptions) -> Result:
     again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
+    values = asdict(result)
     then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
-    return Result(asdict(result), messages=[] if options.dry_run else [then])
+    return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

@@ -14,7 +14,7 @@ from typing import Any
 from trtspec import machine
 from trtspec.errors import CheckFailed, Problem, has_errors
 from trtspec.records import JsonOption
-from trtspec.report import Result, Table, value_rows
+from trtspec.report import Result, Table, value_table
 
 GPU = "an NVIDIA GPU"
 # the extras of the package that a command needs beyond the base installation
@@ -163,7 +163,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     text = frozenset(range(3))
     return [
         Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False, styles=styles),
-        Table("", (), value_rows(machine), text_columns=text, ruled=False),
+        value_table(machine),
     ]
 
 

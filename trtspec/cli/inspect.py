@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
-from trtspec.report import Result, Table, value_rows
+from trtspec.report import Result, Table, value_table
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport
@@ -143,7 +143,7 @@ def _tables(path: str, values: dict[str, Any]) -> list[Table]:
     compared = values.get("comparison", {})
     facts = {key: value for key, value in values.items() if key != "comparison"}
     reread = {key: value for key, value in compared.items() if key not in ("classes", "layers")}
-    tables = [Table(path, (), value_rows(facts | reread), text_columns=frozenset({0, 1}), ruled=False)]
+    tables = [value_table(facts | reread, path)]
     for title, key in (("linears", "classes"), ("layer", "layers")):
         rows = [
             (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")

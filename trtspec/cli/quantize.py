@@ -12,7 +12,7 @@ from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, poli
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.formats import WeightFormat
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
-from trtspec.report import OutputOptions, Result, Table, progress_bar
+from trtspec.report import OutputOptions, Result, Table, progress_bar, value_table
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.headers import Checkpoint
@@ -87,7 +87,7 @@ def quantize(options: QuantizeOptions) -> Result:
     with progress_bar("quantizing") as bar:
         result = quantize_checkpoint(source, options.output, policy, settings, again, bar.show)
     if isinstance(result, QuantizePlan):
-        return Result(to_json(result))
+        return Result(to_json(result), tables=[value_table(to_json(result))])
     rows = [
         (name, f"{entry.tensors:,}", f"{entry.relative_error:.4f}", f"{entry.zero_blocks:,}")
         for name, entry in result.classes.items()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, argument, option
-from trtspec.report import Result, file_sha256, progress_bar, provenance, refuse_overwrite, write_json
+from trtspec.report import Result, file_sha256, progress_bar, provenance, refuse_overwrite, value_table, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
@@ -88,7 +88,8 @@ def synthesize(options: SynthesizeOptions) -> Result:
     if not resumes:
         refuse_overwrite(output, options.force)
     if options.dry_run:
-        return Result(_plan(options, len(chosen), sampling, resumes))
+        plan = _plan(options, len(chosen), sampling, resumes)
+        return Result(plan, tables=[value_table(plan)])
     if options.restart:
         journal.unlink(missing_ok=True)
     outcome = _answer(chosen, output, endpoint, sampling, journal)
@@ -111,7 +112,8 @@ def synthesize(options: SynthesizeOptions) -> Result:
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
         journal.unlink(missing_ok=True)
-    return Result(summary | {"errors": outcome.failed}, failure=failure)
+    summary["errors"] = outcome.failed
+    return Result(summary, tables=[value_table(summary)], failure=failure)
 
 
 def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
