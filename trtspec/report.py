@@ -199,8 +199,8 @@ class Result:
     """What a command found: `values` are the keys of `--json` beside `ok`, `problems` and `error`; `tables` and `lines`
     say the same to people.
 
-    With `text`, a file on stdout, problems go to stderr, where `messages` always go. `failure` is raised after all was
-    printed. From Python, `result["key"]` is a value.
+    `text` is a file for stdout, empty where it was written; problems then go to stderr, where `messages` always go.
+    `failure` is raised after all was printed. From Python, `result["key"]` is a value.
     """
 
     values: Mapping[str, Any]
@@ -208,7 +208,7 @@ class Result:
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
     failure: TrtspecError | None = None
-    text: str = ""
+    text: str | None = None
     messages: Sequence[str] = ()
 
     @property
@@ -227,7 +227,7 @@ class Result:
         return f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
 
     def _repr_html_(self) -> str:
-        lines = [*self.text.splitlines(), *self.lines, *problem_lines(self.problems)]
+        lines = [*(self.text or "").splitlines(), *self.lines, *problem_lines(self.problems)]
         return "".join(table.html() for table in self.tables) + f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
@@ -236,7 +236,7 @@ def print_result(result: Result, as_json: bool) -> None:
     problems = problem_lines(result.problems)
     if as_json:
         print_json(result.to_dict())
-    elif result.text:
+    elif result.text is not None:
         sys.stdout.write(result.text)
         write_stderr("".join(f"{line}\n" for line in problems))
     else:

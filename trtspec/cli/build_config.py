@@ -106,7 +106,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
     refuse_overwrite(path, options.force)
     write_atomic(path, text)
     then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
-    return Result({"output": str(path), "text": text}, messages=[f"wrote {path}", then])
+    return Result({"output": str(path), "text": text}, text="", messages=[f"wrote {path}", then])
 
 
 def _next(options: BuildConfigOptions) -> list[str]:
