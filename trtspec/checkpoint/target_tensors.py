@@ -1,30 +1,27 @@
 """Which tensors a Kimi target has, and whether those of a checkpoint fit its architecture and its quantization config.
 
 Everything follows from headers. Each name is looked at once: it is a weight, a scale, a norm or a router bias that the
-config demands, part of the vision tower, or unknown. An engine believes quantization_config and hf_quant_config.json: a
-scheme that is read in another way than it was written, or an exclude list that does not fit the tensors, produces
-nonsense without an error message.
+config demands, part of the vision tower, or unknown. An engine believes the exclude list of quantization_config: one
+that does not fit the tensors produces nonsense without an error message.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
-from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, TensorInfo
-from trtspec.data_files import load_yaml
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.target_config import quantization_blocks
 from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import (
     PLAIN_DTYPES,
     SIDE_PARTS,
     WeightFormat,
     format_of_dtype,
-    format_of_method,
     packed_format,
     stored_format,
 )
-from trtspec.specs import ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec
 
 AGAIN = "fetch the checkpoint again"
 THEIRS = "check that config.json belongs to these weights"
@@ -233,79 +230,6 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
 
 
 QUANTIZE_AGAIN = "quantize again, or correct the exclude list of quantization_config"
-OTHER_SCHEME = "use a checkpoint in a published scheme (see the support matrix), or its BF16 source"
-
-
-def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, block) of each description of the quantization: config.json's own, the text model's, ModelOpt's file."""
-    config = checkpoint.config
-    if config.get("quantization_config"):
-        yield "config.json", config["quantization_config"]
-    text = config.get("text_config")
-    if isinstance(text, dict) and text.get("quantization_config"):
-        yield "config.json: text_config", text["quantization_config"]
-    quant = (checkpoint.hf_quant_config or {}).get("quantization")
-    if quant:
-        yield HF_QUANT_NAME, {"quant_method": WeightFormat.NVFP4.method, **quant}
-
-
-def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Words of the scheme that are not those of published Kimis, and descriptions that contradict each other."""
-    problems = []
-    for place, block in quantization_blocks(checkpoint):
-        format = format_of_method(block)
-        if format is None:
-            continue
-        if len(block.get("config_groups") or {}) > 1:
-            message = f"{len(block['config_groups'])} config_groups; which tensors each means is not read"
-            problems.append(Problem("TS-TARGET-GROUPS", "error", f"{place}: config_groups", message, OTHER_SCHEME))
-        for word in load_yaml("quantization_words.yaml").get(format, ()):
-            problems += _word_problems(block, word, place)
-    return problems + _disagreements(checkpoint)
-
-
-def _word_problems(block: dict[str, Any], word: dict[str, Any], place: str) -> list[Problem]:
-    problems = []
-    for where, value in _values_at(block, word["path"].split("."), ()):
-        if not any(type(value) is type(known) and value == known for known in word["values"]):
-            message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
-            problems.append(Problem(word["code"], "error", f"{place}: {'.'.join(where)}", message, OTHER_SCHEME))
-    return problems
-
-
-def _values_at(value: Any, path: list[str], where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values at a path, whose `*` means every key; None where a key is absent, nothing for groups that are not."""
-    if not path:
-        yield where, value
-        return
-    mapping = value if isinstance(value, dict) else {}
-    for key in mapping if path[0] == "*" else (path[0],):
-        yield from _values_at(mapping.get(key), path[1:], (*where, key))
-
-
-def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
-    """config.json and hf_quant_config.json both describe the quantization; engines differ in which they read."""
-    blocks = list(quantization_blocks(checkpoint))
-    if not blocks or blocks[-1][0] != HF_QUANT_NAME:
-        return []
-    if len(blocks) == 1:
-        message = "config.json has no quantization_config; engines that read only that take the weights for BF16"
-        return [Problem("TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too")]
-    ours = QuantSpec.from_configs(checkpoint.config)
-    theirs = QuantSpec.from_configs({}, checkpoint.hf_quant_config)
-    fields = ("format", "group_size", "kv_cache")
-    differing = [field for field in fields if getattr(ours, field) != getattr(theirs, field)]
-    if set(ours.exclude) != set(theirs.exclude):
-        differing.append("exclude list")
-    producers = [checkpoint.config.get("quantization_config", {}).get("producer")]
-    producers.append((checkpoint.hf_quant_config or {}).get("producer"))
-    if None not in producers and producers[0] != producers[1]:
-        differing.append("producer")
-    if not differing:
-        return []
-    message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"
-    remedy = "make them agree; engines differ in which one they read"
-    return [Problem("TS-TARGET-QUANT-CONFIGS", "error", HF_QUANT_NAME, message, remedy)]
 
 
 def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> list[Problem]:

@@ -1,0 +1,211 @@
+"""config.json and hf_quant_config.json of a target, judged as a difference from what the family publishes.
+
+No tensor shows the values that are compared here, so a wrong one serves nonsense without an error message. A reader
+fills in an absent key with its own default, and readers differ: DeepseekV3Config of transformers scales the routed
+experts by 2.5 and rotates with base 10000 where a Kimi says 2.827 and 50000. An engine also believes
+quantization_config: a scheme that is read in another way than it was written produces nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
+from trtspec.data_files import load_yaml
+from trtspec.errors import Problem, Severity
+from trtspec.formats import WeightFormat, format_of_method
+from trtspec.specs import TOKEN_IDS, ModelSpec, QuantSpec
+
+REMEDY = "take config.json from the model's repository"
+OTHER_SCHEME = "use a checkpoint in a published scheme (see the support matrix), or its BF16 source"
+# keys that every reader takes for the published value where they are absent
+OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
+            "num_nextn_predict_layers", "tie_word_embeddings")  # fmt: skip
+COMPUTED = (*OPTIONAL, "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "rms_norm_eps")
+STRETCH = ("factor", "original_max_position_embeddings")  # of YaRN; a small model has others than published ones
+ROPE = ("rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", *STRETCH)
+MOST_FACTOR, MOST_POSITIONS = 4096, 1 << 26  # beyond what any YaRN reaches
+CLASSES = {False: ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), True: ("KimiK25ForConditionalGeneration",)}
+TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+
+
+def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
+    """Of a config.json that a ModelSpec could be read from."""
+    nested = bool(config.get("text_config"))
+    text = config["text_config"] if nested else config
+    return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
+            *_contradictions(config, text, spec), *_tokens(config, text, spec)]  # fmt: skip
+
+
+@cache
+def _published(nested: bool) -> dict[str, list[Any]]:
+    """Key -> the values of it in the family's published text configs; YaRN's words by their own names."""
+    found: dict[str, list[Any]] = {}
+    for entry in load_yaml("models.yaml")["targets"].values():
+        if ("text_config" in entry["config"]) == nested:
+            text = entry["config"].get("text_config", entry["config"])
+            for key, value in (*text.items(), *(pair for place in _rope_places(text) for pair in place.items())):
+                found.setdefault(key, []).append(value)
+    return found
+
+
+def _problem(code: str, key: str, message: str, severity: Severity = "error") -> Problem:
+    return Problem(code, severity, f"config.json: {key}", message, REMEDY)
+
+
+def _nesting(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
+    if (config.get("model_type") == "kimi_k25") != nested:
+        message = f"model_type is {config.get('model_type')!r} {'with' if nested else 'without'} a text_config"
+        yield _problem("TS-TARGET-NESTING", "text_config", message)
+    if nested and text.get("model_type") not in TEXT_TYPES:
+        message = f"{text.get('model_type')!r} is not a Kimi text model ({', '.join(TEXT_TYPES)})"
+        yield _problem("TS-TARGET-NESTING", "text_config.model_type", message)
+    named = config.get("architectures") or []
+    if len(named) != 1 or named[0] not in CLASSES[nested]:
+        message = f"{named!r:.80}: engines load a class by this name, for this model {' or '.join(CLASSES[nested])}"
+        yield _problem("TS-TARGET-ARCHITECTURE", "architectures", message)
+
+
+def _values(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
+    """Each key that no tensor shows, at the top level and in text_config."""
+    for key in COMPUTED:
+        told = [place[key] for place in ((config, text) if nested else (config,)) if place.get(key) is not None]
+        if not told and key not in OPTIONAL:
+            yield _problem("TS-TARGET-CONFIG", key, "is absent, and readers fill in different values")
+        for value in told:
+            if not _is_one_of(value, _published(nested)[key]):
+                yield _other("TS-TARGET-CONFIG", key, value, nested)
+                break
+
+
+def _is_one_of(value: Any, known: list[Any]) -> bool:
+    """Python takes True for 1, and engines do not; 50000 and 50000.0 are one base."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
+
+
+def _other(code: str, key: str, value: Any, nested: bool) -> Problem:
+    published = " or ".join(dict.fromkeys(repr(each) for each in _published(nested)[key]))
+    return _problem(code, key, f"{value!r:.60}; published Kimis have {published}")
+
+
+def _rope_places(text: dict[str, Any]) -> list[dict[str, Any]]:
+    """The places where words of the rotary embedding stand, those of transformers 5 first."""
+    return [{"rope_theta": text.get("rope_theta")}, *(text[key] for key in ("rope_parameters", "rope_scaling")
+                                                      if text.get(key))]  # fmt: skip
+
+
+def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Problem]:
+    places = _rope_places(text)
+    kinds = {str(place[key]) for place in places for key in ("rope_type", "type") if place.get(key)}
+    if kinds != {"yarn"}:
+        message = f"is {' and '.join(sorted(kinds)) or 'absent'}; every Kimi has YaRN"
+        yield _problem("TS-TARGET-ROPE", "rope_scaling", message, "error" if len(places) > 1 else "warning")
+    for key in ROPE if kinds == {"yarn"} else ROPE[:1]:
+        told = [place[key] for place in places if place.get(key) is not None]
+        if not told or (key in STRETCH and not all(told)):
+            yield _problem("TS-TARGET-ROPE", key, "is absent or zero, and readers fill in different values")
+        elif any(value != told[0] for value in told):
+            yield _problem("TS-TARGET-ROPE", key, "is given twice with different values; readers take either")
+        elif key not in STRETCH and not _is_one_of(told[0], _published(nested)[key]):
+            yield _other("TS-TARGET-ROPE", key, told[0], nested)
+    factor, positions = spec.rope.factor, spec.max_position_embeddings
+    reach = factor * spec.rope.original_max_position_embeddings
+    possible = 1 <= factor <= MOST_FACTOR and positions <= MOST_POSITIONS
+    if kinds == {"yarn"} and (reach != positions or not possible):
+        message = f"{positions:,}, and YaRN reaches factor x original_max_position_embeddings = {reach:,.0f}"
+        yield _problem("TS-TARGET-CONTEXT", "max_position_embeddings", message, "warning" if possible else "error")
+
+
+def _contradictions(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    heads, vision = text.get("num_key_value_heads"), config.get("vision_config")
+    if heads is None:
+        yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", "is absent, and readers fill in different values")
+    elif heads != spec.num_attention_heads:
+        message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
+        yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
+    if spec.num_experts_per_tok > spec.n_routed_experts:
+        message = f"{spec.num_experts_per_tok} of {spec.n_routed_experts} experts"
+        yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
+    width = vision.get("text_hidden_size") if isinstance(vision, dict) else None
+    if width is not None and width != spec.hidden_size:
+        message = f"{width!r:.60}, and the text model's hidden_size is {spec.hidden_size}"
+        yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
+
+
+def _tokens(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    for key, listed in zip(TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True):
+        beyond = [number for number in listed if number is not None and not 0 <= number < spec.vocab_size]
+        if beyond:
+            yield _problem("TS-TARGET-CONFIG", key, f"{beyond} is not below vocab_size {spec.vocab_size}")
+        outer, inner = config.get(key), text.get(key)
+        if outer is not None and inner is not None and outer != inner:
+            message = f"{outer} at the top level and {inner} in text_config"
+            yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
+    if not spec.eos_token_ids:
+        yield _problem("TS-TARGET-TOKEN-IDS", "eos_token_id", "is absent: answers end only at their limit", "warning")
+
+
+def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, block) of each description of the quantization: config.json's own, the text model's, ModelOpt's file."""
+    config = checkpoint.config
+    if config.get("quantization_config"):
+        yield "config.json", config["quantization_config"]
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("quantization_config"):
+        yield "config.json: text_config", text["quantization_config"]
+    quant = (checkpoint.hf_quant_config or {}).get("quantization")
+    if quant:
+        yield HF_QUANT_NAME, {"quant_method": WeightFormat.NVFP4.method, **quant}
+
+
+def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
+    """Words of the scheme that are not those of published Kimis, and descriptions that contradict each other."""
+    problems = []
+    for place, block in quantization_blocks(checkpoint):
+        format = format_of_method(block)
+        groups = block.get("config_groups") or {}
+        if format is not None and len(groups) > 1:
+            message = f"{len(groups)} config_groups; which tensors each means is not read"
+            problems.append(Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message, OTHER_SCHEME))
+        for word in load_yaml("quantization_words.yaml").get(format, ()):
+            for where, value in _values_at(block, word["path"].split("."), ()):
+                if not any(type(value) is type(known) and value == known for known in word["values"]):
+                    message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
+                    where = f"{place}: {'.'.join(where)}"
+                    problems.append(Problem("TS-TARGET-SCHEME", "error", where, message, OTHER_SCHEME))
+    return problems + _disagreements(checkpoint)
+
+
+def _values_at(value: Any, path: list[str], where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values at a path, whose `*` means every key; None where a key is absent, nothing for absent groups."""
+    if not path:
+        yield where, value
+        return
+    mapping = value if isinstance(value, dict) else {}
+    for key in mapping if path[0] == "*" else (path[0],):
+        yield from _values_at(mapping.get(key), path[1:], (*where, key))
+
+
+def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
+    """config.json and hf_quant_config.json both describe the quantization; engines differ in which they read."""
+    places = [place for place, _ in quantization_blocks(checkpoint)]
+    if places[-1:] != [HF_QUANT_NAME]:
+        return []
+    if len(places) == 1:
+        message = "config.json has no quantization_config; engines that read only that take the weights for BF16"
+        return [Problem("TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too")]
+    quant = checkpoint.hf_quant_config or {}
+    ours, theirs = QuantSpec.from_configs(checkpoint.config), QuantSpec.from_configs({}, quant)
+    differing = [name for name in ("format", "group_size", "kv_cache") if getattr(ours, name) != getattr(theirs, name)]
+    if set(ours.exclude) != set(theirs.exclude):
+        differing.append("exclude list")
+    producers = (checkpoint.config.get("quantization_config", {}).get("producer"), quant.get("producer"))
+    if None not in producers and producers[0] != producers[1]:
+        differing.append("producer")
+    if not differing:
+        return []
+    message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"
+    remedy = "make them agree; engines differ in which one they read"
+    return [Problem("TS-TARGET-QUANT-CONFIGS", "error", HF_QUANT_NAME, message, remedy)]
