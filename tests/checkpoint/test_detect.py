@@ -44,9 +44,9 @@ def codes(path: Path) -> list[str]:
 def test_every_format_is_recognised_and_clean(tmp_path: Path, format: str, nested: bool) -> None:
     path = make_target(tmp_path, format=format, nested=nested, vision=nested)
     report = describe(resolve(str(path)))
-    assert report.kind == "target" and report.facts is not None
-    assert report.facts.format == format
-    assert report.facts.model_type == ("kimi_k25" if nested else "kimi_k2")
+    facts = report.to_dict()
+    assert (facts["kind"], facts["format"]) == ("target", format)
+    assert facts["model_type"] == ("kimi_k25" if nested else "kimi_k2")
     assert report.problems == []
 
 

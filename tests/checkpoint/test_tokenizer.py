@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tiktoken._educational import bpe_encode, bpe_train
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.tiny import make_tokenizer
+from tests.tiny import SPECIALS, VISIBLE, make_tokenizer
 from trtspec.checkpoint.tokenizer import (
-    DEFAULT_SPECIAL_TOKENS,
     SPLIT_PATTERN,
     Detokenizer,
     KimiTokenizer,
@@ -50,7 +49,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ranks = bpe_train(SAMPLE, 400, f"(?V1){SPLIT_PATTERN}", visualise=None)
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
     (directory / "tiktoken.model").write_text("\n".join(lines) + "\n")
-    (directory / "tokenizer_config.json").write_text("{}")
+    names = SPECIALS | {offset: f"<|reserved_{offset}|>" for offset in range(256) if offset not in SPECIALS}
+    added = {len(ranks) + offset: {"content": name, "special": offset not in VISIBLE} for offset, name in names.items()}
+    (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     return directory
 
 
@@ -123,21 +124,6 @@ def test_special_tokens_only_when_allowed(trained: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text, allow_special=True), skip_special=True) == "hello"
 
 
-def test_published_ids_of_kimi_k2() -> None:
-    """With 163584 base tokens the defaults are the ids that K2's files publish."""
-    published = {
-        163584: "[BOS]",
-        163585: "[EOS]",
-        163586: "<|im_end|>",
-        163588: "<|im_assistant|>",
-        163595: "<|tool_calls_section_begin|>",
-        163599: "<|tool_call_end|>",
-        163605: "<|media_pad|>",
-        163839: "[PAD]",
-    }
-    assert all(DEFAULT_SPECIAL_TOKENS[token - 163584] == name for token, name in published.items())
-
-
 def test_tool_marks_stay_visible_unless_declared_special(trained: Path, tmp_path: Path) -> None:
     default = KimiTokenizer(trained)
     marks = ["<think>", "<|tool_call_begin|>", "<|im_end|>"]
@@ -162,6 +148,9 @@ def test_names_come_from_the_config(trained: Path, tmp_path: Path) -> None:
     assert len(tokenizer.special_tokens) == 256
     with pytest.raises(TrtspecError, match=r"<\|im_end\|>"):
         tokenizer.special_id("<|im_end|>")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(TrtspecError, match="added_tokens_decoder"):
+        KimiTokenizer(tmp_path)
 
 
 def test_eos_ids_of_both_files(tmp_path: Path) -> None:

@@ -6,10 +6,36 @@ import base64
 from collections.abc import Iterable
 from pathlib import Path
 
-from trtspec.checkpoint.tokenizer import DEFAULT_SPECIAL_TOKENS, RESERVED_SPECIAL_TOKENS, SPLIT_PATTERN
+from trtspec.checkpoint.tokenizer import RESERVED_SPECIAL_TOKENS, SPLIT_PATTERN
 from trtspec.report import write_atomic, write_json
 
 COPIED = ("chat_template.jinja", "preprocessor_config.json")  # engines read the second one also for text alone
+# offsets from the base vocabulary's size, as in Kimi's published tokenizer_config.json
+SPECIAL_TOKENS = {
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
 
 
 def learn_ranks(texts: Iterable[str], size: int) -> list[bytes]:
@@ -50,10 +76,7 @@ def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")
     base = len(ranks)
-    names = {
-        base + i: DEFAULT_SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>")
-        for i in range(RESERVED_SPECIAL_TOKENS)
-    }
+    names = {base + i: SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>") for i in range(RESERVED_SPECIAL_TOKENS)}
     added = {
         str(token): {"content": name, "special": "tool_call" not in name and "think" not in name}
         for token, name in names.items()

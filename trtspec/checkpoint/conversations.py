@@ -1,4 +1,4 @@
-"""The one reader of conversations: for calibrate, synthesize, train and bench, whatever their rows are called.
+"""The one reader of conversations, for calibrate, synthesize, train and bench. A row may have any of these fields:
 
     messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
     turns                                   a list of questions (MT-Bench)
@@ -8,9 +8,9 @@
     text                                    raw text
     a JSON string, a line of a text file    bare text, which a caller may take for a question
 
-`system` or `system_prompt` stands before a conversation, `tools` (a list, JSON text of one, or inside `metadata`)
-beside it. Fields that say something else are counted and named in one note; those that would change what is learned,
-and roles that nobody knows, are refused with file and line.
+`system` or `system_prompt` stands before a conversation. `tools` stands beside it, as a list, as JSON text of one, or
+inside `metadata`. The reader counts fields that it does not know and names them in one note. It refuses, with file and
+line, an unknown role and a field that would change what is learned.
 """
 
 from __future__ import annotations
@@ -39,18 +39,8 @@ BESIDE_INSTRUCTION, SYSTEM = ("input", "context"), ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
 REASONING = ("reasoning_content", "reasoning")
 # what describes a row and changes nothing that is made of it
-ABOUT = (
-    *IDS,
-    "category",
-    "finish_reason",
-    "metadata",
-    "source",
-    "dataset",
-    "split",
-    "language",
-    "license",
-    "reference",
-)
+ABOUT = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
+         "reference")  # fmt: skip
 MASKS = ("weight", "train", "loss", "loss_weight", "loss_mask")  # of a message: whether a trainer should learn it
 ROW_MASKS = ("weight", "loss_weight", "loss_mask")
 REMEDY = "each row has messages, conversations, turns, prompt with or without completion or response, or text"

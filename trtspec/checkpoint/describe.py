@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from trtspec.checkpoint.headers import (
     RangedFiles,
 )
 from trtspec.checkpoint.heads.dialects import training_record
-from trtspec.checkpoint.heads.read import HeadFacts, head_facts, no_eagle3_head, read_head
+from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import (
     Resolved,
@@ -31,96 +31,57 @@ from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import logical_parameters
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, UsageError
-from trtspec.formats import WeightFormat
 from trtspec.report import file_sha256
-from trtspec.specs import ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec
 
 HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
              "draft_vocab_size")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """What a target's config tells, under the keys of the JSON contract. `producer` is the tool that quantized, as it
-    names itself, and `excluded_patterns` counts the patterns of modules that it left out."""
-
-    family: str
-    model_type: str
-    architecture: str
-    format: WeightFormat
-    kv_cache: str | None
-    layers: int
-    vocab_size: int
-    max_position_embeddings: int
-    eos_token_ids: list[int]
-    vision: bool
-    remote_code: bool
-    kv_elements_per_token: int
-    default_aux_layers: list[int]
-    excluded_patterns: int
-    producer: Any
-
-
-@dataclass(frozen=True)
-class CatalogueFacts:
-    """What data/models.yaml says of a checkpoint whose weights are not here, beside its sizes; empty for a directory
-    that holds only a config. `targets` are those that a head was published for."""
-
-    unverified: list[str]
-    licence: str | None
-    targets: list[str] | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
     """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
-    neither files nor catalogue tell them. `facts` is None for a draft that is no Eagle3 head.
+    neither files nor catalogue tell them. `spec` is None for a draft that is no Eagle3 head.
 
-    The last four do not always apply: `catalogue` is None where headers were read, `hashes_verified` where no hash was
-    asked for, `hub` where the files are here, `trained_with` for a head that `trtspec train` did not make.
+    `known` is its entry of data/models.yaml, {} where there is none. The last three do not always apply:
+    `hashes_verified` is None where no hash was asked for, `hub` where the files are here, `trained_with` for a head
+    that `trtspec train` did not make.
     """
 
     path: str | None
     source: Literal["files", "hub", "catalogue", "config.json"]
+    spec: ModelSpec | HeadSpec | None
+    config: dict[str, Any] = field(repr=False)
+    known: dict[str, Any] = field(repr=False)
     parameters: int | None
     bytes: int | None
     shards: int | None
     dtypes: dict[str, int] | None
-    facts: TargetFacts | HeadFacts | None
     problems: list[Problem] = field(repr=False)
-    catalogue: CatalogueFacts | None = None
     hashes_verified: int | None = None
     hub: RangedFiles | None = None
     trained_with: str | None = None
 
     @property
     def kind(self) -> Literal["target", "head"]:
-        return "target" if isinstance(self.facts, TargetFacts) else "head"
+        return "target" if isinstance(self.spec, ModelSpec) else "head"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON contract: one flat object, without the keys of parts that do not apply."""
-        told: dict[str, Any] = {
-            "kind": self.kind,
-            "path": self.path,
-            "source": self.source,
-            "parameters": self.parameters,
-            "bytes": self.bytes,
-            "shards": self.shards,
-            "dtypes": self.dtypes,
-        }
-        if self.catalogue is not None:
-            told.update(unverified=self.catalogue.unverified, licence=self.catalogue.licence)
-        told.update(asdict(self.facts) if self.facts else dict.fromkeys(HEAD_KEYS))
-        if self.catalogue is not None and self.kind == "head":
-            told["published_for"] = self.catalogue.targets
-        if self.trained_with is not None:
-            told["trained_with"] = self.trained_with
+        names = ("kind", "path", "source", "parameters", "bytes", "shards", "dtypes")
+        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        read = self.source in ("files", "hub")
+        if not read:
+            told.update(unverified=self.known.get("unverified", []), licence=self.known.get("licence"))
+        if isinstance(self.spec, ModelSpec):
+            told.update(target_facts(self.spec, self.config, self.known))
+        else:
+            told.update(head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS))
+            told.update({} if read else {"published_for": self.known.get("targets")})
         told["problems"] = [problem.to_dict() for problem in self.problems]
-        if self.hashes_verified is not None:
-            told["hashes_verified"] = self.hashes_verified
-        if self.hub is not None:
-            told["hub"] = self.hub.to_dict()
-        return told
+        hub = self.hub.to_dict() if self.hub else None
+        optional = {"trained_with": self.trained_with, "hashes_verified": self.hashes_verified, "hub": hub}
+        return told | {name: value for name, value in optional.items() if value is not None}
 
 
 def describe(
@@ -159,17 +120,19 @@ def describe(
 def _from_headers(
     checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
-    facts, problems = _facts_and_problems(checkpoint, resolved, all_values, sample)
+    spec, problems = _spec_and_problems(checkpoint, all_values, sample)
     return CheckpointReport(
         path=str(resolved.path),
         source="hub" if checkpoint.remote else "files",
+        spec=spec,
+        config=checkpoint.config,
+        known=resolved.known or {},
         parameters=sum(logical_parameters(info) for info in checkpoint.tensors.values()),
         bytes=checkpoint.bytes,
         shards=len(checkpoint.shards),
         dtypes=dtype_bytes(checkpoint),
-        facts=facts,
         problems=problems,
-        trained_with=_trained_with(checkpoint.path) if isinstance(facts, HeadFacts) else None,
+        trained_with=_trained_with(checkpoint.path) if isinstance(spec, HeadSpec) else None,
     )
 
 
@@ -180,9 +143,9 @@ def _trained_with(head: Path) -> str | None:
     return f"trtspec train, ModelOpt {version}, on {target}" if record else None
 
 
-def _facts_and_problems(
-    checkpoint: Checkpoint, resolved: Resolved, all_values: bool, sample: int | None
-) -> tuple[TargetFacts | HeadFacts | None, list[Problem]]:
+def _spec_and_problems(
+    checkpoint: Checkpoint, all_values: bool, sample: int | None
+) -> tuple[ModelSpec | HeadSpec | None, list[Problem]]:
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
         return None, [wrong]
@@ -190,31 +153,28 @@ def _facts_and_problems(
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
             problems += head_value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
-        return head_facts(head, checkpoint.config), problems
+        return head, problems
     target = read_target(checkpoint)
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
 
     values = target_value_problems(target, sample) if checkpoint.remote is None else []
-    return target_facts(target.spec, checkpoint.config, resolved.known), target.problems + values
+    return target.spec, target.problems + values
 
 
 def _from_config(resolved: Resolved) -> CheckpointReport:
+    """Sizes are those of the catalogue."""
     entry = resolved.known or {}
-    config = resolved.config()
-    if resolved.kind == "head":
-        facts: TargetFacts | HeadFacts = head_facts(resolved.head_spec(), config)
-    else:
-        facts = target_facts(resolved.target_spec(), config, resolved.known)
     return CheckpointReport(
         path=str(resolved.path) if resolved.path else None,
         source="catalogue" if resolved.known else "config.json",
+        spec=resolved.head_spec() if resolved.kind == "head" else resolved.target_spec(),
+        config=resolved.config(),
+        known=entry,
         parameters=entry.get("parameters"),
         bytes=entry.get("bytes"),
         shards=entry.get("shards"),
         dtypes=None,
-        facts=facts,
         problems=[],
-        catalogue=CatalogueFacts(entry.get("unverified", []), entry.get("licence"), entry.get("targets")),
     )
 
 
@@ -226,24 +186,26 @@ def dtype_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
-def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any] | None) -> TargetFacts:
-    return TargetFacts(
-        family=known["family"] if known else family(spec),
-        model_type=spec.model_type,
-        architecture=spec.architecture,
-        format=spec.quant.format,
-        kv_cache=spec.quant.kv_cache,
-        layers=spec.num_hidden_layers,
-        vocab_size=spec.vocab_size,
-        max_position_embeddings=spec.max_position_embeddings,
-        eos_token_ids=list(spec.eos_token_ids),
-        vision=spec.has_vision,
-        remote_code=spec.remote_code,
-        kv_elements_per_token=spec.kv_elements_per_token,
-        default_aux_layers=list(spec.default_aux_layers),
-        excluded_patterns=len(spec.quant.exclude),
-        producer=(config.get("quantization_config") or {}).get("producer"),
-    )
+def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the JSON contract that only a target has. `producer` is the tool that quantized, as it names itself;
+    `excluded_patterns` counts the patterns of modules that it left out."""
+    return {
+        "family": known.get("family") or family(spec),
+        "model_type": spec.model_type,
+        "architecture": spec.architecture,
+        "format": spec.quant.format,
+        "kv_cache": spec.quant.kv_cache,
+        "layers": spec.num_hidden_layers,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "eos_token_ids": list(spec.eos_token_ids),
+        "vision": spec.has_vision,
+        "remote_code": spec.remote_code,
+        "kv_elements_per_token": spec.kv_elements_per_token,
+        "default_aux_layers": list(spec.default_aux_layers),
+        "excluded_patterns": len(spec.quant.exclude),
+        "producer": (config.get("quantization_config") or {}).get("producer"),
+    }
 
 
 def family(spec: ModelSpec) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ CODE = "TS-DATA-ROW"
 
 @dataclass(frozen=True)
 class DataRow:
-    """`line` counts from 1: of text the line where the row begins, of parquet and hub data sets the row."""
+    """`line` counts from 1: the line of a text, the row of a JSON array, a parquet file or a hub data set."""
 
     file: str
     line: int
@@ -167,39 +166,16 @@ def _begins_with_bracket(path: Path) -> bool:
 
 
 def _array_rows(path: Path) -> Iterator[DataRow]:
-    """The items of a JSON array, each with the line on which it begins."""
+    """The items of a JSON array, which is read whole."""
     with _opened(path) as stream:
         data = stream.read(MOST_ARRAY + 1)
     if len(data) > MOST_ARRAY:
         raise files.unreadable(path, f"it has more than {MOST_ARRAY:,} bytes", "write one JSON object per line: .jsonl")
-    text = files.decoded(data, path, "save it as UTF-8 text")
-    decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
-    empty = _skipped(text, place)
-    if text[empty : empty + 1] == "]":
-        place = empty
-    while text[place : place + 1] != "]":
-        begin = _skipped(text, place)
-        line, counted = line + text.count("\n", counted, begin), begin
-        try:
-            place = decoder.raw_decode(text, begin)[1]
-        except (ValueError, RecursionError) as error:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise UsageError(f"{CODE} {path}:{line} is not JSON: {reason}", "repair the item") from None
-        yield DataRow(str(path), line, _parsed(text[begin:place], f"{path}:{line}"))
-        place = _skipped(text, place)
-        if text[place : place + 1] == ",":
-            place += 1
-        elif text[place : place + 1] != "]":
-            raise UsageError(f"{CODE} {path}:{line} is not JSON: no comma or ] behind the item", "repair the file")
-    if text[place + 1 :].strip():
-        raise UsageError(f"{CODE} {path} is not JSON: there is more behind the array", "repair the file")
-
-
-def _skipped(text: str, place: int) -> int:
-    """The next place that is no white space of JSON."""
-    while text[place : place + 1] in (" ", "\t", "\n", "\r"):
-        place += 1
-    return place
+    try:
+        items = files.parse_json(files.decoded(data, path, "save it as UTF-8 text"), unique=True)
+    except ValueError as error:
+        raise UsageError(f"{CODE} {path} is not JSON: {error}", "repair the file") from None
+    yield from (DataRow(str(path), number, item) for number, item in enumerate(items, 1))
 
 
 def _pyarrow(path: Path) -> Any:

@@ -170,10 +170,10 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
             message = f"{len(groups)} config_groups; which tensors each means is not read"
             problems.append(Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message, OTHER_SCHEME))
         for word in load_yaml("quantization_words.yaml").get(format, ()):
-            for where, value in _values_at(block, word["path"].split("."), ()):
+            for path, value in _values_at(block, word["path"].split("."), ()):
                 if not any(type(value) is type(known) and value == known for known in word["values"]):
                     message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
-                    where = f"{place}: {'.'.join(where)}"
+                    where = f"{place}: {'.'.join(path)}"
                     problems.append(Problem("TS-TARGET-SCHEME", "error", where, message, OTHER_SCHEME))
     return problems + _disagreements(checkpoint)
 

@@ -48,44 +48,6 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     ]
 )
-# Offsets from the base vocabulary's size, for checkpoints whose tokenizer_config.json does not name them.
-DEFAULT_SPECIAL_TOKENS = {
-    0: "[BOS]",
-    1: "[EOS]",
-    2: "<|im_end|>",
-    3: "<|im_user|>",
-    4: "<|im_assistant|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "[EOT]",
-    10: "<|im_system|>",
-    11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>",
-    13: "<|tool_call_begin|>",
-    14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>",
-    17: "<|im_middle|>",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
-    22: "<think>",
-    23: "</think>",
-    254: "[UNK]",
-    255: "[PAD]",
-}
-# Marked `special: false` by Kimi: a server must see them in the text to find tool calls and reasoning.
-VISIBLE_SPECIAL_TOKENS = frozenset(
-    {
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        "<think>",
-        "</think>",
-    }
-)
 # Ranges of characters without a meaning (Unicode 15, section 23.5): the basic plane's, then planes 15 and 16.
 PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _RUN_BORDERS = re.compile(rf"\s{{{MAX_RUN_CHARS}}}(?=\s)|\S{{{MAX_RUN_CHARS}}}(?=\S)")
@@ -96,11 +58,10 @@ class KimiTokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        config = _read_json(self.directory / "tokenizer_config.json")
-        ranks = _read_ranks(self.directory / "tiktoken.model")
+        path = self.directory / "tokenizer_config.json"
+        ranks, self._config = _read_ranks(self.directory / "tiktoken.model"), _read_json(path)
         self.base_size = len(ranks)
-        self.special_tokens, hidden = _special_tokens(config, self.base_size)
-        self.hidden_ids = frozenset(hidden)
+        self.special_tokens, self.hidden_ids = _special_tokens(path, self._config, self.base_size)
         self.vocab_size = self.base_size + RESERVED_SPECIAL_TOKENS
         self.encoding = tiktoken.Encoding(
             name=self.directory.name or "kimi",
@@ -108,7 +69,6 @@ class KimiTokenizer:
             mergeable_ranks=ranks,
             special_tokens=self.special_tokens,
         )
-        self._config = config
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -297,24 +257,17 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _special_tokens(config: dict[str, Any], base_size: int) -> tuple[dict[str, int], set[int]]:
-    """(name -> id of all reserved tokens, ids that never appear in text)."""
+def _special_tokens(path: Path, config: dict[str, Any], base_size: int) -> tuple[dict[str, int], frozenset[int]]:
+    """(name -> id of all reserved tokens, ids that never appear in text). Kimi marks tool calls and think tags
+    `special: false`: a server must see them in the text."""
     declared = {int(token): entry for token, entry in (config.get("added_tokens_decoder") or {}).items()}
-    names, hidden = {}, set()
-    for offset in range(RESERVED_SPECIAL_TOKENS):
-        token = base_size + offset
-        entry = declared.get(token)
-        if entry is not None:
-            name, visible = entry["content"], not entry.get("special", True)
-        elif declared:
-            name, visible = f"<|reserved_token_{token}|>", False
-        else:
-            name = DEFAULT_SPECIAL_TOKENS.get(offset, f"<|reserved_token_{token}|>")
-            visible = name in VISIBLE_SPECIAL_TOKENS
-        names[name] = token
-        if not visible:
-            hidden.add(token)
-    return names, hidden
+    if not declared:
+        remedy = "copy tokenizer_config.json from the original checkpoint"
+        raise TrtspecError(f"{path}: no added_tokens_decoder names the special tokens", remedy)
+    ids = range(base_size, base_size + RESERVED_SPECIAL_TOKENS)
+    names = {declared[token]["content"] if token in declared else f"<|reserved_token_{token}|>": token for token in ids}
+    visible = {token for token, entry in declared.items() if not entry.get("special", True)}
+    return names, frozenset(ids) - visible
 
 
 def _read_json(path: Path) -> dict[str, Any]:

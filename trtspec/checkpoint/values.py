@@ -41,7 +41,6 @@ BF16_MOST = 3.39e38
 ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
 MOST = 0.9  # of the linears follow a rule: the others break it
 FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
-TOP = 0x7E  # E4M3 448
 NOT_FINITE, BAD_SCALE = "TS-TARGET-NOT-FINITE", "TS-TARGET-BAD-SCALE"
 ZERO = "TS-TARGET-ZERO"  # a warning unless a norm is: some published experts are never used and all zero
 QUANTIZE_AGAIN = "quantize the source again"
@@ -261,8 +260,7 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
             for code, names in found.faults.items():
                 seen.faults[code] += names
             seen.scalars |= found.scalars
-    chosen = _chosen(target.checkpoint, sample)
-    for info in chosen:
+    for info in _chosen(target.checkpoint, sample):
         _judge_large(target.checkpoint, info, seen)
     problems = [grouped(code, names, *WHAT[code]) for code, names in seen.faults.items() if names]
     norm = any("norm" in name for name in seen.faults[ZERO])  # without one the model is silent: never an unused expert
@@ -270,7 +268,6 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
     if scaled:
         problems += _pairs(scaled, seen.scalars) + _grid(scaled, seen.scalars) + _inputs(scaled, seen.scalars)
-        problems += _full_scale(target, chosen)
     return problems
 
 
@@ -437,36 +434,3 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
         found = grouped("TS-TARGET-INPUT-SCALE", far, what, remedy)
         problems.append(Problem(found.code, "warning", found.where, found.message, found.remedy))
     return problems
-
-
-def _full_scale(target: ReadTarget, chosen: list[TensorInfo]) -> list[Problem]:
-    """The largest block scale of linears that share a weight_scale_2 is 448 where scales are by the maximum. Scales of
-    least error may all be smaller; where most linears do not reach 448, nothing is said."""
-    stored, reached, below = target.checkpoint.tensors, 0, []
-    groups = {}
-    for info in chosen:
-        module, _, suffix = info.name.rpartition(".")
-        if suffix in ("weight", "weight_scale") and (format := target.formats.get(module)) and format.is_fp4:
-            groups[min(module, *shared_partners(module), module)] = module
-    for module in groups.values():
-        names = [f"{each}.weight_scale" for each in (module, *shared_partners(module))]
-        largest = max((_largest_code(target.checkpoint, stored[name]) for name in names if name in stored), default=TOP)
-        if largest >= TOP:
-            reached += 1
-        else:
-            below.append(f"{module}.weight_scale reaches {_e4m3(largest):g} of 448")
-    if not below or reached < MOST * (reached + len(below)):
-        return []
-    what = f"block scales stay below 448, which {reached:,} others reach: weight_scale_2 is too large for them"
-    return [grouped("TS-TARGET-FULL-SCALE", below, what, QUANTIZE_AGAIN)]
-
-
-def _largest_code(checkpoint: Checkpoint, info: TensorInfo) -> int:
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        stream.seek(info.begin)
-        return int(np.frombuffer(stream.read(info.nbytes), "u1").max(initial=0))
-
-
-def _e4m3(code: int) -> float:
-    exponent, mantissa = code >> 3, code & 7
-    return float((8 + mantissa) * 2.0 ** (exponent - 10)) if exponent else float(mantissa * 2.0**-9)

@@ -106,7 +106,7 @@ def compare_pair(found: Found, report: CheckpointReport, resolved: Resolved, oth
     from trtspec.checkpoint.heads.shapes import canonical_names
     from trtspec.checkpoint.values import embedding_problems
 
-    if report.facts is None:
+    if report.spec is None:
         return found
     target = other.target_spec()
     checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None

@@ -29,6 +29,7 @@ from trtspec.specs import ModelSpec
 FORMAT_VERSION = 2  # raised when the same options would give other bytes
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
+Block = tuple[int, int]  # rows and columns that share an FP8 scale
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Weight:
     parts: tuple[TensorInfo, ...]
     shape: tuple[int, ...]
     format: WeightFormat = WeightFormat.BF16
-    block: tuple[int, int] = FP8_BLOCK_SIZE
+    block: Block = FP8_BLOCK_SIZE
 
     @property
     def module(self) -> str:
@@ -197,7 +198,7 @@ def plan_conversion(
     checkpoint: Checkpoint,
     policy: Policy,
     scales: InputScales | None = None,
-    block: tuple[int, int] | None = None,
+    block: Block | None = None,
 ) -> list[ShardPlan]:
     """The output shards in source order; `block` is the FP8 block size of config.json.
 
@@ -249,7 +250,7 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: tuple[int, int]) -> Weight:
+def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: Block) -> Weight:
     chosen = name.endswith(".weight") and policy.quantizes(name)
     format = stored_format(stored, name.removesuffix(".weight"))
     if format.is_plain and not chosen:
@@ -258,44 +259,27 @@ def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: tup
     shape = parts[0].shape
     if len(shape) == 2:
         shape = (shape[0], shape[1] * format.values_per_element)
-    if 0 in shape:
-        raise TrtspecError(
-            f"{name} has shape {list(shape)}, so there is nothing in it", "download the checkpoint again"
-        )
-    _check_parts(parts, format, shape)
-    if format.has_block_scales:
-        _check_blocks(parts, shape, block)
+    if not format.is_plain:
+        _check_parts(parts, format, shape, block)
     if chosen:
         _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
     return Weight(name, "quantize" if chosen else "decode", parts, shape, format, block)
 
 
-def _check_blocks(parts: tuple[TensorInfo, ...], shape: tuple[int, ...], block: tuple[int, int]) -> None:
-    """The scales of FP8 blocks cover the weight."""
-    expected = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
-    if len(shape) != 2 or parts[1].shape != expected:
-        raise TrtspecError(
-            f"{parts[1].name} {list(parts[1].shape)} does not fit {list(shape)} in blocks of {block[0]}x{block[1]}",
-            "check weight_block_size in config.json",
-        )
-
-
-def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...]) -> None:
-    """dtypes and shapes of tensors that only mean something together."""
-    again = "download the checkpoint again"
-    for part, dtypes in zip(parts, () if format.is_plain else format.storage.dtypes, strict=False):
-        if part.dtype not in dtypes:
-            raise TrtspecError(f"{part.name} has dtype {part.dtype}, expected {' or '.join(dtypes)}", again)
-    if format.has_group_scales:
-        groups = parts[1].shape[1] if len(parts[1].shape) == 2 else 0
-        told = [part.numel for part, kind in zip(parts, format.storage.kinds, strict=False) if kind == "shape"]
-        if len(shape) != 2 or not groups or parts[1].shape[0] != shape[0] or shape[1] % groups or told not in ([], [2]):
-            listed = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
-            raise TrtspecError(f"tensors of {format.storage.title} do not belong together: {listed}", again)
+def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...], block: Block) -> None:
+    """Tensors that only mean something together; `inspect` has judged those that the architecture names."""
+    groups = parts[1].shape[-1] if format.has_group_scales and parts[1].shape else 0
+    group = shape[-1] // groups if shape and groups else 0
+    shapes = format.part_shapes(*shape, group, block) if len(shape) == 2 else {}
+    for part, dtypes in zip(parts, format.storage.dtypes, strict=False):
+        if part.dtype not in dtypes or part.shape not in shapes.get(part.name.rpartition(".")[2], ()):
+            listed = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in parts)
+            text = f"tensors of {format.storage.title} do not belong together: {listed}"
+            raise TrtspecError(text, "check quantization_config, or download the checkpoint again")
 
 
 def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
-    if len(shape) != 2 or shape[1] % NVFP4_BLOCK:
+    if len(shape) != 2 or 0 in shape or shape[1] % NVFP4_BLOCK:
         raise TrtspecError(
             f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows",
             "use a policy that leaves it out",

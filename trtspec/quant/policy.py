@@ -16,10 +16,10 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,7 +28,7 @@ from trtspec.checkpoint.hub import hub_id_of
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.files import load_file
+from trtspec.files import first_fault, load_file
 from trtspec.formats import NVFP4_RANGE
 from trtspec.specs import ModelSpec
 
@@ -60,9 +60,10 @@ class Policy:
     recipe: str = ""
     config: str = ""
     modelopt: tuple[str, ...] = ()
-    weight_scales: str = "max"
-    input_scales: str = "one"
-    kv_cache: str = "fp8"
+    weight_scales: Literal["max", "mse"] = "max"
+    input_scales: Literal["one", "calibrated"] = "one"
+    kv_cache: Literal["fp8", "none"] = "fp8"
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def deviations(self, weight_scales: str, input_scales: str, kv_cache: str | None) -> list[str]:
         """What these choices (keys of the tables above; None is no KV cache) do otherwise than the publisher."""
@@ -121,27 +122,17 @@ def load_policy(name: str) -> Policy:
 
 def _policy(name: str, entry: Any, file: str = "policies.yaml") -> Policy:
     """A row as a Policy. Raises UsageError naming the key that is missing, unknown or has a value it cannot have."""
+    from pydantic import TypeAdapter, ValidationError  # here, because `--help` needs none
+
     remedy = "give it `summary`, `quantize` and `exclude`; see `trtspec quantize --help` and data/policies.yaml"
     if not isinstance(entry, dict):
         raise UsageError(f"{file} is not a policy: it holds no mapping", remedy)
-    keys = {field.name for field in fields(Policy)} - {"name"} | {"family"}
-    unknown, missing = sorted(entry.keys() - keys), sorted({"summary", "quantize", "exclude"} - entry.keys())
-    if unknown or missing:
-        text = f"unknown key {unknown[0]}" if unknown else f"{missing[0]} is missing"
-        raise UsageError(f"{file} is not a policy: {text}", remedy)
-    lists = {"quantize", "exclude", "exclude_vision", "modelopt"}
-    values: dict[str, Any] = {}
-    for key in sorted(entry.keys() - {"family"}):
-        value = entry[key]
-        items = value if key in lists else [value]
-        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            kind = "a list of texts" if key in lists else "a text"
-            raise UsageError(f"{file} is not a policy: {key} is not {kind}", remedy)
-        values[key] = tuple(value) if key in lists else value
-    for key, table in (("weight_scales", WEIGHT_SCALES), ("input_scales", INPUT_SCALES), ("kv_cache", KV_CACHES)):
-        if values.get(key, next(iter(table))) not in table:
-            raise UsageError(f"{file} is not a policy: {key} is {values[key]}", f"use one of {', '.join(table)}")
-    return Policy(name, **values)
+    try:
+        return TypeAdapter(Policy).validate_python(
+            {key: entry[key] for key in entry if key != "family"} | {"name": name}
+        )
+    except ValidationError as error:
+        raise UsageError(f"{file} is not a policy: {first_fault(error)}", remedy) from None
 
 
 def default_policy(*names: str) -> Policy:

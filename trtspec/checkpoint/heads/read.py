@@ -162,43 +162,19 @@ def _first_generation(fc: TensorInfo, names: set[str]) -> Problem | None:
     return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
 
 
-@dataclass(frozen=True)
-class HeadFacts:
-    """What a head's record tells, under the keys of `inspect --json` and `convert --json`."""
-
-    family: str
-    model_type: str | None
-    architecture: str | None
-    format: str
-    eagle: str
-    attention: str
-    dialect: str
-    aux_layers: list[int] | None
-    draft_vocab_size: int
-    vocab_size: int
-    hidden_size: int
-    own_lm_head: bool
-    own_embed_tokens: bool
-    kv_elements_per_token: int
-
-
-def head_facts(spec: HeadSpec, config: dict[str, Any]) -> HeadFacts:
-    return HeadFacts(
-        family="eagle3",
-        model_type=config.get("model_type"),
-        architecture=(config.get("architectures") or [None])[0],
-        format=spec.dialect,
-        eagle=spec.eagle,
-        attention=spec.attention,
-        dialect=spec.dialect,
-        aux_layers=list(spec.aux_layers) if spec.aux_layers is not None else None,
-        draft_vocab_size=spec.draft_vocab_size,
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        own_lm_head=spec.has_lm_head,
-        own_embed_tokens=spec.has_embed_tokens,
-        kv_elements_per_token=spec.kv_elements_per_token,
-    )
+def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `inspect --json` and `convert --json` that only a head has."""
+    own = ("eagle", "attention", "dialect", "draft_vocab_size", "vocab_size", "hidden_size", "kv_elements_per_token")
+    return {
+        "family": "eagle3",
+        "model_type": config.get("model_type"),
+        "architecture": (config.get("architectures") or [None])[0],
+        "format": spec.dialect,
+        "aux_layers": list(spec.aux_layers) if spec.aux_layers is not None else None,
+        "own_lm_head": spec.has_lm_head,
+        "own_embed_tokens": spec.has_embed_tokens,
+        **{name: getattr(spec, name) for name in own},
+    }
 
 
 @dataclass(frozen=True)

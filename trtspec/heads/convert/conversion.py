@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class HeadConversion:
             "config": self.config,
             "seconds": self.seconds,
         }
-        facts = asdict(head_facts(self.head, self.config)) if self.config else {}
+        facts = head_facts(self.head, self.config) if self.config else {}
         peak = {} if self.peak_rss_bytes is None else {"peak_rss_bytes": self.peak_rss_bytes}
         return facts | about | more | peak
 
