@@ -57,7 +57,7 @@ def changed(source: Path, to: Path, how: str) -> Path:
         tensors[name] = tensors[name].float()
     else:
         config = json.loads((to / source.name / "config.json").read_text())
-        config["text_config"]["routed_scaling_factor"] = 2.5
+        config["text_config"]["aux_loss_alpha"] = 0.002
         (to / source.name / "config.json").write_text(json.dumps(config))
     save_file(tensors, path, {"format": "pt"})
     return to / source.name
