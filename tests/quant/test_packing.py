@@ -18,10 +18,8 @@ from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import WeightFormat
 from trtspec.quant import native, nvfp4
-from trtspec.quant.decode import dequantize_fp8_block
-from trtspec.quant.native import NativePacker, choose_packer
-from trtspec.quant.packing import Packer, Rows, Scaling, prepared
-from trtspec.quant.torch_packer import TorchPacker, rows_of
+from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
+from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, choose_packer, prepared
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from trtspec.errors import TrtspecError
-from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE
-from trtspec.quant.packing import TINIEST
+from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX
 
 BLOCK = NVFP4_BLOCK
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
@@ -171,7 +170,7 @@ def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) ->
     a partner shares it). Blocks of zeros get 2^-9, as in ModelOpt; a tensor of zeros keeps `base`.
     """
     codes = base.view(torch.uint8).clone()
-    if float(amax) < TINIEST:
+    if float(amax) < TINIEST_AMAX:
         return codes.fill_(exported_code(amax) if float(amax) else ONE).view(torch.float8_e4m3fn)
     unit = search_unit(amax)
     for start in range(0, blocks.shape[0], SEARCH_CHUNK):
