@@ -114,10 +114,10 @@ def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(source,
     assert "Traceback" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
-def test_json_with_texts_for_numbers_is_refused(tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
     path = tmp_path / "s.json"
-    path.write_text('{"a.input_scale": true}')
-    with pytest.raises(UsageError, match="a.input_scale is True"):
+    path.write_text('{"a.input_scale": 1.0}')
+    with pytest.raises(UsageError, match="not a file of input scales"):
         InputScales.load(path)
 
 

@@ -16,7 +16,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
-from trtspec.formats import WeightFormat
+from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.quant import native, nvfp4
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
 from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, choose_packer, prepared
@@ -300,5 +300,5 @@ def test_the_proof_is_what_torch_makes_of_it(weight_scales):
 def test_scales_without_torch_are_the_float32_ones(amax):
     value = torch.tensor(amax, dtype=torch.float32)
     assert Scaling.of(amax).scale_2 == float(nvfp4.scale_2_of(value))
-    if amax >= nvfp4.TINIEST:
+    if amax >= TINIEST_AMAX:
         assert native._search_unit(amax) == float(nvfp4.search_unit(value))

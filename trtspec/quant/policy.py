@@ -29,7 +29,6 @@ from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import first_fault, load_file
-from trtspec.formats import NVFP4_RANGE
 from trtspec.specs import ModelSpec
 
 TEXT_PREFIX = "language_model."
@@ -39,7 +38,6 @@ WEIGHT_SCALES = {
 }
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
-KINDS = ("input_scale", "input_amax")
 METADATA_KEY = "trtspec"  # of the safetensors header
 ACCEPT = "`accept_input_scales`"
 REMEDY = f"calibrate SRC itself with `trtspec calibrate`, or pass {ACCEPT} if you know that they belong to it"
@@ -172,9 +170,9 @@ class InputScales:
     def load(path: Path | None) -> InputScales:
         """None means 1.0 everywhere.
 
-        A file is JSON or safetensors with `<module>.input_scale` (as in a ModelOpt export) or `<module>.input_amax`;
-        `experts.*` in place of an expert's number stands for all experts of the layer. Raises UsageError or
-        TrtspecError naming the entry for what is no single positive finite number.
+        A file is safetensors with `<module>.input_scale`, as in a ModelOpt export; `experts.*` in place of an expert's
+        number stands for all experts of the layer. Raises UsageError or TrtspecError naming the entry for what is no
+        single positive finite number.
         """
         if path is None:
             return InputScales()
@@ -182,18 +180,15 @@ class InputScales:
             raise UsageError(f"`input_scales` {path} is not a file", "pass `one` or the file that calibration wrote")
         raw, about = _read(path)
         values: dict[str, float] = {}
-        for name, value in raw.items():
-            module, _, kind = name.rpartition(".")
-            if kind not in KINDS:
-                continue
-            if not math.isfinite(value) or value <= 0:
-                raise TrtspecError(f"{path}: {name} is {value}, a scale must be positive", "calibrate again")
+        for module, scale in raw.items():
+            if not math.isfinite(scale) or scale <= 0:
+                text = f"{path}: {module}.input_scale is {scale}, a scale must be positive"
+                raise TrtspecError(text, "calibrate again")
             plain = module.removeprefix(TEXT_PREFIX)
-            scale = value if kind == "input_scale" else _divide(value)
             if values.setdefault(plain, scale) != scale:
                 raise TrtspecError(f"{path} has two scales for {plain}", "keep one of them, or calibrate again")
         if not values:
-            raise UsageError(f"{path} holds no *.input_scale or *.input_amax", "pass the file that calibration wrote")
+            raise UsageError(f"{path} holds no *.input_scale", "pass the file that calibration wrote")
         return InputScales(values, hashlib.sha256(path.read_bytes()).hexdigest(), path.name, about)
 
     def check(self, checkpoint: Checkpoint, modules: Iterable[str], accept: bool) -> None:
@@ -252,35 +247,22 @@ class InputScales:
         return self._values.get(plain, self._values.get(re.sub(r"\.experts\.\d+\.", ".experts.*.", plain)))
 
 
-def _divide(amax: float) -> float:
-    import torch  # one float32 division, as everywhere else
-
-    return float(torch.tensor(amax) / NVFP4_RANGE)
-
-
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """Entries by name, and what the file says about itself."""
+    """Scales by module, and what the file says about itself."""
     try:
-        if path.suffix == ".json":
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            return {name: _number(name, value) for name, value in entries.items()}, {}
         with safe_open(path, framework="pt") as stream:
-            wanted = [name for name in stream.keys() if name.rpartition(".")[2] in KINDS]  # noqa: SIM118
             about = json.loads((stream.metadata() or {}).get(METADATA_KEY, "{}"))
             values = {}
-            for name in wanted:
-                tensor = stream.get_tensor(name)
-                if tensor.numel() != 1:
-                    raise ValueError(f"{name} has shape {list(tensor.shape)}, one number is wanted")
-                values[name] = float(tensor)
+            for name in stream.keys():  # noqa: SIM118
+                module, _, suffix = name.rpartition(".")
+                if suffix == "input_scale":
+                    tensor = stream.get_tensor(name)
+                    if tensor.numel() != 1:
+                        raise ValueError(f"{name} has shape {list(tensor.shape)}, one number is wanted")
+                    values[module] = float(tensor)
             if not isinstance(about, dict) or not isinstance(about.get("fingerprint", {}), dict):
                 raise ValueError("its header says nothing readable about its source")
             return values, about
-    except (ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise UsageError(f"{path} is not a file of input scales: {error}", "pass JSON or safetensors") from None
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}, which is not a number")
-    return float(value)
+    except (ValueError, TypeError, SafetensorError) as error:
+        text = f"{path} is not a file of input scales: {error}"
+        raise UsageError(text, "pass the safetensors file that calibration wrote, or a ModelOpt export") from None
