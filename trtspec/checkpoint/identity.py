@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
+from trtspec.errors import TrtspecError
+from trtspec.files import read_object
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors, and bytes of each
@@ -40,6 +42,14 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def identity_digest(directory: Path) -> str:
     """One digest of all that `identity` takes."""
     return _digest(json.dumps(identity(Checkpoint.open(directory)), sort_keys=True))
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """provenance.json beside a checkpoint; {} when there is none or it cannot be read."""
+    try:
+        return read_object(path / "provenance.json")
+    except (OSError, TrtspecError):
+        return {}
 
 
 def recorded_hashes(directory: Path) -> dict[str, str]:

@@ -11,9 +11,7 @@ checkpoint to any loader.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from typing import Any
 
 from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
+from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.writer import Journal, header_of, recorded_keys, refuse_changed
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import OutputOptions, fsync_directory, refuse_overwrite
@@ -127,11 +126,8 @@ class OutputDirectory:
 
     def _provenance(self) -> dict[str, Any]:
         """provenance.json of an earlier run; empty where there is none."""
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))
-            if isinstance(found, dict) and found.get("command") == self.command:
-                return found
-        return {}
+        found = recorded(self.path)
+        return found if found.get("command") == self.command else {}
 
     def _clear(self, resumes: bool) -> None:
         patterns = (".*.partial", *(f".{name}.*.tmp" for name in WRITTEN))

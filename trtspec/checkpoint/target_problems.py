@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, missing_numbers, read_json
-from trtspec.checkpoint.heads.dialects import recorded
+from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.errors import Problem, Severity, TrtspecError

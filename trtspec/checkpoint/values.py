@@ -20,7 +20,7 @@ import numpy as np
 
 from trtspec import files
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
-from trtspec.checkpoint.heads.dialects import recorded
+from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.target_tensors import AGAIN, EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
 from trtspec.errors import Problem

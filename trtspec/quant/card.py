@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME
+from trtspec.data_files import DATA
 from trtspec.errors import Problem
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.plan import Conversion
@@ -49,49 +50,6 @@ Kimi-K2 models come under the Modified MIT licence: products with more than 100 
 20 million US dollars of monthly revenue must show the model's name prominently. A derived checkpoint keeps that duty;
 licence files of the source, where it has any, lie beside this card.
 """
-CARD = """\
----
-base_model: {base}
-license: other
-license_name: modified-mit
-library_name: tensorrt-llm
-tags: [nvfp4, modelopt, trtspec]
----
-
-# {title}, NVFP4
-
-{architecture} with {layers} layers, from a {format} checkpoint.
-
-- {quantized:,} linears are NVFP4 (4-bit E2M1 values, an E4M3 scale per 16, an FP32 scale per tensor), computed W4A4;
-  {decoded:,} tensors were decoded to BF16 and {copied:,} are unchanged
-- policy `{policy}`: {summary}
-{published}
-- KV cache: {kv}
-- activation scales: {scales}; weight scales: {weight_scales}
-- {size} bytes, from {size_in}
-
-NVFP4 takes as many bytes as Kimi's own INT4 (4.5 bits per weight). The benefit is FP4 tensor-core
-kernels and engine support; the cost is the rounding error below.
-
-## Rounding error
-
-Relative Frobenius error of the dequantized weight against the source's, on the first {rows} rows of every tensor.
-
-| linears | tensors | relative error | all-zero blocks |
-|---|---:|---:|---:|
-{errors}
-{found}
-## Serving
-
-    trtspec serve {output} --trust-remote-code
-    trtllm-serve {output} --backend pytorch --trust_remote_code
-    vllm serve {output} --trust-remote-code
-
-The last two are the engines' own commands; set the tensor parallel size to your GPUs.
-
-## Licence
-
-{licence}"""
 
 
 def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str, Any], found: list[Problem]) -> str:
@@ -113,7 +71,8 @@ def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str,
         same = ", ".join(policy.modelopt)
         published.append(f"- the bytes equal those of ModelOpt's export for the same amax: {same}")
     published += [f"- **otherwise than published**: {text}" for text in conversion.deviations]
-    return CARD.format(
+    template = (DATA / "nvfp4_card.md").read_text(encoding="utf-8")
+    return template.format(
         **facts,
         base=name,
         title=name.rpartition("/")[2],

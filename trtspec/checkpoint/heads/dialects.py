@@ -20,8 +20,7 @@ from typing import Any, Literal
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads import config as layout
 from trtspec.checkpoint.heads.shapes import layer_prefix
-from trtspec.errors import TrtspecError
-from trtspec.files import read_object
+from trtspec.checkpoint.identity import recorded
 from trtspec.specs import HeadSpec
 
 DRAFT_LEN = 3
@@ -345,14 +344,6 @@ def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
     traces = Traces(config, frozenset(names))
     ranked = sorted(DIALECTS.values(), key=lambda row: row.rank)
     return next((row for row in ranked if row.wrote(traces)), DEFAULT)
-
-
-def recorded(path: Path) -> dict[str, Any]:
-    """provenance.json beside a checkpoint; {} when there is none or it cannot be read."""
-    try:
-        return read_object(path / "provenance.json")
-    except (OSError, TrtspecError):
-        return {}
 
 
 def training_record(path: Path) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import Verifier, shared_config
-from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect, Feature, recorded
+from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect, Feature
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import Problem, UsageError, has_errors
