@@ -20,8 +20,6 @@ NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2
 TINIEST_AMAX = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
 FP8_BLOCK_SIZE = (128, 128)  # rows and columns that share one scale, where config.json names no weight_block_size
 INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
-
-
 PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 
 

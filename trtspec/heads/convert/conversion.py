@@ -94,12 +94,11 @@ class HeadConversion:
                  "repairs": [one.to_dict() for one in self.repairs]}  # fmt: skip
         if self.head is None:
             return about
-        rope = self.head.rope
         more = {
             "tensors": self.tensors,
             "parameters": self.parameters,
             "bytes_out": self.bytes_out,
-            "rope": {"type": rope.rope_type, "theta": rope.theta},
+            "rope": {"type": self.head.rope.rope_type, "theta": self.head.rope.theta},
             "eagle3_layers_to_capture": self.capture,
             "target_default_layers": self.target_default_layers,
             "serve": self.serve,
