@@ -19,7 +19,8 @@ from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.quant import native, nvfp4
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
-from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, choose_packer, prepared
+from trtspec.quant.native import NativePacker, choose_packer
+from trtspec.quant.packing import Packer, Rows, Scaling, prepared
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
 

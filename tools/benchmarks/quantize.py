@@ -32,7 +32,8 @@ from tests.tiny_formats import pack_int4
 from tools.benchmarks import full_size_layer
 from trtspec.formats import WeightFormat
 from trtspec.quant.decode import TorchPacker, rows_of
-from trtspec.quant.native import Packer, Rows, Scaling, choose_packer
+from trtspec.quant.native import choose_packer
+from trtspec.quant.packing import Packer, Rows, Scaling
 
 Contest = dict[str, Callable[[], object]]
 

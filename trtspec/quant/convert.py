@@ -28,17 +28,8 @@ from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
-from trtspec.quant.native import (
-    BLOCK,
-    Array,
-    Packer,
-    Rows,
-    Scaling,
-    choose_packer,
-    decoded,
-    first_not_finite,
-    prepared,
-)
+from trtspec.quant.native import choose_packer
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, first_not_finite, prepared
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
 from trtspec.report import file_sha256
 

@@ -1,9 +1,7 @@
-"""What a packer sees and gives, and the packer in C, compiled once where a compiler is found.
+"""The packer in C, compiled once where a compiler is found and loaded through ctypes.
 
-A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
-decoded where it can be translated. Calls of the kernel release the interpreter lock, so that reading, computing and
-writing overlap. Nothing depends on it: without a compiler, or with TRTSPEC_KERNEL=torch, the packer in torch (decode)
-gives the same bytes, 30 to 150 times slower.
+Its calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
+a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from torch, 30 to 150 times slower.
 """
 
 from __future__ import annotations
@@ -19,19 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
-from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX, WeightFormat
+from trtspec.formats import TINIEST_AMAX, WeightFormat
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded
 
-Array = np.ndarray[Any, np.dtype[Any]]
-BLOCK = NVFP4_BLOCK
-FINITE_CHUNK = 1 << 18  # values looked at together, so that they stay in the cache
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
 # Nobody looks at errno or floating-point exceptions; to keep them would forbid vectors.
@@ -54,95 +47,6 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a weight as stored: `values` [n, K] plain, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
-    width of `dtype`, the safetensors code.
-
-    `scale` is [n, K/group] for INT4, [ceil(n/height), ceil(K/width)] for FP8 in blocks of `block`.
-    """
-
-    format: WeightFormat
-    dtype: str
-    values: Array
-    scale: Array | None = None
-    scale_dtype: str = ""
-    block: tuple[int, int] = FP8_BLOCK_SIZE
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns * self.format.values_per_element
-
-    def head(self, rows: int) -> Rows:
-        """The first `rows` of prepared ones."""
-        scale = None if self.scale is None else self.scale[:rows]
-        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
-
-
-class Scaling(NamedTuple):
-    """What a group of linears shares: their largest magnitude and `scale_2`, both exact in float32."""
-
-    amax: float
-    scale_2: float
-
-    @staticmethod
-    def of(amax: float) -> Scaling:
-        """`nvfp4.scale_2_of`: of doubles, one division rounded to float32 is the float32 division."""
-        scale_2 = ctypes.c_float(amax / NVFP4_RANGE).value
-        return Scaling(amax, scale_2 or ctypes.c_float(1.0 / NVFP4_RANGE).value)
-
-
-class Packer(Protocol):
-    """`weight_scales` is max or mse; `name` is c or torch. `amax`, `pack` and `errors` take prepared rows."""
-
-    name: str
-    weight_scales: str
-
-    def translates(self, rows: Rows) -> bool:
-        """Whether it packs these quantized rows as they are stored."""
-
-    def decode(self, rows: Rows, result: Array) -> None:
-        """Fills uint16 `result` [n, K] with BF16 values."""
-
-    def amax(self, rows: Rows) -> float:
-        """max|w|; NaN or infinity where the weight is not finite."""
-
-    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
-
-    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
-        """Squared error of the packed rows and squared norm of the source's."""
-
-
-def decoded(rows: Rows, packer: Packer) -> Rows:
-    """The rows as BF16."""
-    if rows.scale is None and rows.dtype == "BF16":
-        return rows
-    values: Array = np.empty(rows.shape, np.uint16)
-    packer.decode(rows, values)
-    return Rows(WeightFormat.BF16, "BF16", values)
-
-
-def prepared(rows: Rows, packer: Packer) -> Rows:
-    """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
-    return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
-
-
-def first_not_finite(data: Array, dtype: str) -> int | None:
-    """Which element of a flat array, of the bits of that safetensors dtype, is NaN or infinite first; None: none is, or
-    the dtype has neither."""
-    if dtype not in NOT_FINITE_BITS:
-        return None
-    mask, least = NOT_FINITE_BITS[dtype]
-    bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
-    for begin in range(0, bits.size, FINITE_CHUNK):
-        part = bits[begin : begin + FINITE_CHUNK] & bits.dtype.type(mask)
-        if part.max() >= least:
-            return begin + int((part >= least).argmax())
-    return None
 
 
 @functools.cache
