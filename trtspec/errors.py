@@ -7,7 +7,9 @@ with `exit_code`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -70,6 +72,20 @@ class Interrupted(TrtspecError):
 
     exit_code = 130
     default_code = "TS-ERROR-INTERRUPTED"
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM, with which schedulers end a job, unwinds like Ctrl-C while the block runs."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class Unexpected(TrtspecError):

@@ -78,11 +78,12 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
         f"""
         import signal, subprocess, sys
         from pathlib import Path
+        from trtspec.errors import termination_as_interrupt
         from trtspec.launch import processes
 
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
         directory = Path({str(directory)!r})
-        with processes.termination_as_interrupt():
+        with termination_as_interrupt():
             server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
             try:
                 print(server.pid, flush=True)
@@ -133,6 +134,7 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
         import os, signal, subprocess, sys
         from pathlib import Path
         import psutil
+        from trtspec.errors import termination_as_interrupt
         from trtspec.launch import processes
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -143,7 +145,7 @@ def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: sig
 
         subprocess.Popen = Interrupted
         try:
-            with processes.termination_as_interrupt():
+            with termination_as_interrupt():
                 if {started!r} == "server":
                     log = Path({str(tmp_path / "log")!r})
                     with processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", log, 9):
@@ -165,6 +167,7 @@ def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
         import signal, subprocess, sys
         from pathlib import Path
         import psutil
+        from trtspec.errors import termination_as_interrupt
         from trtspec.launch import processes
 
         class Interrupted(subprocess.Popen):
@@ -179,7 +182,7 @@ def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
 
         subprocess.Popen = Interrupted
         try:
-            with processes.termination_as_interrupt():
+            with termination_as_interrupt():
                 with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
                     processes.wait(one)
         except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from trtspec.cli.options import (
     ThinkingOption,
     request_limits_of,
 )
-from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors
+from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
 if TYPE_CHECKING:
@@ -207,7 +207,6 @@ def run(
     from trtspec.bench.load.journal import ANSWERS, RunJournal
     from trtspec.client.addresses import key_header
     from trtspec.client.client import wait_ready
-    from trtspec.launch.processes import termination_as_interrupt
     from trtspec.report import progress_bar
 
     key_header()  # a key that cannot be sent is refused before anything is written

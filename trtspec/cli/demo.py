@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import data_files, files, report
-from trtspec.errors import CheckFailed, TrtspecError
+from trtspec.errors import CheckFailed, TrtspecError, termination_as_interrupt
 from trtspec.launch import processes
 from trtspec.records import ForceOption, option
 
@@ -50,7 +50,7 @@ def demo(options: DemoOptions) -> None:
     prepare(options.output, options.force)
     processes.free_ports(options.port, 2)
     made = Demo(options.output, options.port)
-    with processes.termination_as_interrupt():
+    with termination_as_interrupt():
         made.all_stages()
     page = (options.output / "report.html").resolve()
     made.say(f"\n{made.evidence['sentence']}\n{processes.duration(made.seconds)} in all. Report: {page}")

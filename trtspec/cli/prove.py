@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import Gpu, IntList
-from trtspec.errors import CheckFailed, UsageError
+from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, option
 from trtspec.report import Result, package_versions
 
@@ -68,7 +68,6 @@ def prove(options: ProveOptions) -> Result:
     about = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     from trtspec.bench.prove.run import prove as run
     from trtspec.client.addresses import key_header
-    from trtspec.launch.processes import termination_as_interrupt
 
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():

@@ -125,20 +125,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-@contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that servers are stopped either way."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
