@@ -8,7 +8,7 @@
     text                                    raw text
     a JSON string, a line of a text file    bare text, which a caller may take for a question
 
-`system` or `system_prompt` stands before a conversation. `tools` stands beside it, as a list, as JSON text of one, or
+`system` or `system_prompt` precedes a conversation. `tools` is a field of its own, a list or JSON text of one, or
 inside `metadata`. The reader counts fields that it does not know and names them in one note. It refuses, with file and
 line, an unknown role and a field that would change what is learned.
 """
@@ -80,8 +80,8 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """The conversations of a file, a directory or a hub data set (see `rows.read_rows`), in order.
 
-    Raises UsageError (TS-DATA-ROW) with file and line for a row that is none; with `on_bad`, hands it over and goes on.
-    Fields that are not read are named in one note when the reading ends.
+    Raises UsageError (TS-DATA-ROW) with file and line for an invalid row; `on_bad` gets the
+    error in its place. Fields that are not read are named in one note when the reading ends.
     """
     unread: Counter[str] = Counter()
     try:

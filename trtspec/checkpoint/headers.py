@@ -97,7 +97,7 @@ class Checkpoint:
     @staticmethod
     def open(path: Path | str, names: tuple[str, ...] | None = None, headers: Headers | None = None) -> Checkpoint:
         """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers. `names` and
-        `headers` stand for the shard files and their headers where these are elsewhere.
+        `headers` replace the shard files and their headers when these are elsewhere.
 
         Raises TrtspecError for a missing directory, config or shard, a pickle-only checkpoint, a truncated or corrupt
         shard, and an index that disagrees with the files.
@@ -155,7 +155,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes, which must fill the file without gap or
-    overlap. Raises TrtspecError with a code for everything else that may stand at `path`."""
+    overlap. Raises TrtspecError with a code for anything else at `path`."""
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -207,7 +207,7 @@ def _corrupt(path: Path, reason: str) -> TrtspecError:
 
 
 def _no_safetensors(path: Path, size: int, prefix: bytes) -> TrtspecError:
-    """What stands there instead, as far as its first bytes tell."""
+    """What the file is instead, judged by its first bytes."""
     if prefix.startswith(POINTER):
         message = f"{path} is a Git LFS pointer, a text of {size} bytes in place of the weights"
         return TrtspecError(message, "run `git lfs pull` there, or `hf download` the checkpoint", "TS-SHARD-POINTER")

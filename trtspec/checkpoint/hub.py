@@ -316,7 +316,7 @@ class Head:
 
 
 def load_target(name: str, like: str | None = None) -> Target:
-    """The target called `name`. With `like`, a directory that is not there yet stands for that published checkpoint,
+    """The target called `name`. With `like`, a missing directory is read as that published checkpoint,
     and one that is there must equal it. Raises UsageError when the name is a head's, or nothing that is known."""
     if like is None or Path(name).expanduser().exists():
         resolved = _target(name)

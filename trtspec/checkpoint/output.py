@@ -150,7 +150,7 @@ def _listed(names: list[str]) -> str:
 
 
 def carried_names(source: Path) -> list[str]:
-    """Tokenizer, template, remote code, generation config, licences: every file that is not weights or written anew."""
+    """Tokenizer, template, remote code, generation config, licences: what is neither weights nor written here."""
     return sorted(
         path.name
         for path in source.iterdir()

@@ -1,5 +1,5 @@
 """Rows of data that somebody else wrote: JSON lines, a JSON array, parquet, plain text, a directory of these, or a hub
-data set, each row with the place where it stands.
+data set, each row with its file and line.
 
 A line ends at a line feed and nowhere else: JSON strings may hold U+2028 and its like as they are. Lines are read one
 at a time, so a file may be larger than memory; `.gz` and `.zst` behind any of the text endings are unpacked on the way.

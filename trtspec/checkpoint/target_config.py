@@ -91,7 +91,7 @@ def _other(code: str, key: str, value: Any, nested: bool) -> Problem:
 
 
 def _rope_places(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """The places where words of the rotary embedding stand, those of transformers 5 first."""
+    """The settings of the rotary embedding in each of their places, those of transformers 5 first."""
     return [{"rope_theta": text.get("rope_theta")}, *(text[key] for key in ("rope_parameters", "rope_scaling")
                                                       if text.get(key))]  # fmt: skip
 

@@ -148,9 +148,9 @@ class KimiTokenizer:
     ) -> tuple[str, list[int]]:
         """The rendered conversation, with the assistant's turn opened, and its token ids, for texts from strangers.
 
-        A special token's name stands for the token only where the template wrote it. In the texts of users, systems and
+        A special token's name is the token only where the template wrote it. In the texts of users, systems and
         tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
-        still stand for their tokens, so that an answer can be sent back as it came.
+        are still their tokens, so that an answer can be sent back as it came.
 
         Raises TrtspecError where the template refuses the conversation, or no character is left to mark names with.
         """

@@ -35,7 +35,7 @@ WHOLE = 1 << 24  # a tensor up to this size is read entirely
 KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1", "I8": "i1"}
 SMALL = 1 << 16  # bytes; a tensor up to this size is always read
 READ = 1 << 23  # bytes of one read, and of a piece of a large tensor
-GAP = 1 << 12  # bytes that are read along rather than begun anew behind them
+GAP = 1 << 12  # bytes that are read along, because that is cheaper than another read
 READERS = 8  # shards read side by side: each small read waits for the storage
 BF16_MOST = 3.39e38
 ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
@@ -213,7 +213,7 @@ def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, sp
 
 
 def embedding_rows(count: int) -> np.ndarray:
-    """The rows of an embedding of `count` tokens that stand for all."""
+    """The rows of an embedding of `count` tokens, a sample of all."""
     return np.linspace(0, count - 1, min(64, count)).astype(int)
 
 

@@ -1,7 +1,7 @@
 """Files that a kill at any moment leaves whole: safetensors shards, and the journal of what is finished.
 
 A reader sees a whole shard or none: temporary name, fsync, rename. `ShardFile` writes one whose layout is known in
-advance, one tensor at a time, so that a converter never holds more than the tensor at hand. The journal is append-only:
+advance, one tensor at a time, so that a converter never holds more than one tensor. The journal is append-only:
 its first line holds the header (what the work depends on), each further line one finished key. Every line is fsynced
 before the work counts as done; a line torn by a kill is cut off on the next start.
 """
@@ -148,7 +148,7 @@ def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, 
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype codes and shapes of tensors at hand."""
+    """Dtype codes and shapes of tensors in memory."""
     from trtspec.checkpoint.tensors import CODES
 
     return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -166,7 +166,7 @@ class ChoiceStream:
             called = self.parser is not None and self.parser.calls and output.finish_reason == "stop"
             reason = "tool_calls" if called else output.finish_reason
             chunks.append({**self._empty, "finish_reason": reason, **speculation(self.completion)})
-        elif about and not chunks:  # tokens that are no whole character yet are told all the same
+        elif about and not chunks:  # tokens of an unfinished character are reported too
             chunks.append(self._empty)
         if chunks:
             chunks[0] |= about

@@ -159,7 +159,7 @@ class GenerationBody(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, body: Any) -> Any:
-        # null means "not given" in the API, whatever the field's default is
+        # null means "not given" in the API, whatever standard default is
         return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
@@ -172,7 +172,7 @@ class GenerationBody(Sampling):
 
     @property
     def usage_wanted(self) -> Literal["no", "last", "each"]:
-        """In which chunks of a stream the token counts stand."""
+        """Which chunks of a stream have the token counts."""
         options = self.stream_options or StreamOptions()
         return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
 

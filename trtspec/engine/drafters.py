@@ -23,7 +23,7 @@ class Verified:
     """What a verification says of the batch's rows, before they advance.
 
     aux [B, T, n_aux*H] are the captured states of the block's tokens, tokens int64 [B, T] those that follow each of
-    them, accepted int64 [B] the drafts that stand. States after the first `known` are rejected in every row.
+    them, accepted int64 [B] the accepted drafts. States after the first `known` are rejected in every row.
     """
 
     aux: Tensor | None
@@ -89,7 +89,7 @@ class Eagle3Drafter(Drafter):
     def propose(self, batch: DecodeBatch) -> list[int]:
         """A chain from the last true state: each step's output is the next one's input.
 
-        A step's own row stands at the position of the token before its draft.
+        A step's own row has the position of the token before its draft.
         """
         rows, length = len(batch), batch.draft_len
         x, normed = self.feedback[:rows], self.normed[:rows]

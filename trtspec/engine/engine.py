@@ -64,7 +64,7 @@ class EngineOptions:
 class Engine:
     """Generates for many requests at once; not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives
     the outputs their text and is needed for stop strings. What fails in one request ends that request, with finish
-    reason "error"; an exception that `step` raises concerns them all, and the engine cannot go on."""
+    reason "error"; an exception that `step` raises concerns them all, and the engine is dead."""
 
     def __init__(
         self,
@@ -305,8 +305,8 @@ class Engine:
         return out.aux, on_device([following], self.device)
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
-        """What came out of the pass: nothing where the prompt goes on, else the first token. A sequence that goes on
-        gets its row of the batch."""
+        """What came out of the pass: nothing inside a prompt, else the first token. An unfinished sequence gets its
+        row of the batch."""
         sequence, request, piece = chunk.sequence, chunk.sequence.request, chunk.piece
         try:
             if request.prompt_logprobs:

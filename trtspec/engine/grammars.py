@@ -266,7 +266,7 @@ def _data_bytes() -> int:
 
 
 def compact_schema(schema: str) -> str:
-    """The schema with one way to write each value: where any white space may stand, a small model writes nothing else.
+    """The schema with one way to write each value: where any white space is allowed, a small model writes nothing else.
 
     Raises ValueError for what is no JSON object.
     """

@@ -194,7 +194,7 @@ class AnnouncingServer(uvicorn.Server):
             sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs; what has not ended after the grace is told so, which ends it."""
+        """Waits for what runs; after the grace period it ends the rest."""
         reason = f"the server was stopped, and the answer took more than {self.grace} s"
         late = asyncio.get_running_loop().call_later(self.grace, self.worker.give_up, reason)
         await super().shutdown(sockets)

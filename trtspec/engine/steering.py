@@ -31,7 +31,7 @@ class Steering:
         self.dead_end: tuple[int, str] | None = None  # after so many tokens of the step nothing is allowed, and why
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that were emitted. Raises RequestRefused where no token is left to go on with."""
+        """Takes the tokens that were emitted. Raises RequestRefused if no token is allowed next."""
         if self.dead_end is not None and len(tokens) > self.dead_end[0]:
             raise RequestRefused(f"no answer can continue here: {self.dead_end[1]}")
         request = self.request

@@ -200,7 +200,8 @@ def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: lis
     """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs;
     for a head that it cannot load, a comment with the reason.
 
-    `capture` holds the layer outputs that TensorRT-LLM must be told, or None where its default is right or unknown.
+    `capture` holds the layer outputs that TensorRT-LLM needs in its configuration; None if its default is right
+    or unknown.
     """
     dialect, commands = DIALECTS[spec.dialect], {}
     for name, engine in ENGINES.items():

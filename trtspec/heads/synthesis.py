@@ -48,8 +48,8 @@ REMEDY = "each row has prompt, messages, conversations or turns, or is one plain
 
 @dataclass(frozen=True)
 class Prompt:
-    """`turns` are the messages before each answer: a system message, if any, stands with the first user turn, and a
-    tool call of the source with its result stands before the answer that it led to."""
+    """`turns` are the messages before each answer: a system message, if any, belongs to the first user turn, and a
+    tool call of the source with its result precedes the answer that it led to."""
 
     id: str
     turns: tuple[tuple[dict[str, Any], ...], ...]
@@ -290,7 +290,7 @@ def _ending(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[str, Any]:
-    """The assistant's message as the data set holds it, in the words of the one reader. Reasoning stands in a field of
+    """The assistant's message as the data set holds it, in the words of the one reader. Reasoning is in a field of
     its own (`reasoning` in newer servers), or in the text of servers without a reasoning parser."""
     answer = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(answer, dict):

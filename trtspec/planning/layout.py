@@ -1,5 +1,5 @@
-"""How a model is spread over GPUs (tensor, expert and attention-data parallelism), and whether TensorRT-LLM can run a
-Kimi target on a GPU and in a layout at all, before any memory or speed is estimated.
+"""How a model is spread over GPUs: tensor, expert and attention-data parallelism. Whether TensorRT-LLM can run a Kimi
+target on a GPU and in a layout at all is decided here, before any memory or speed is estimated.
 
 `plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a release is in
 releases.yaml and the schemas; what is here holds for every release that is known.

@@ -79,7 +79,7 @@ def _has_hole(data: np.ndarray[Any, Any], begin: int, row: int) -> bool:
         longest = int(inner.argmax())
         start = first + (int(filled[longest - 1]) + 1 if longest else 0)
         end = start + int(inner[longest]) - 1
-        edges = {0, len(data)} if begin else {0}  # a run may go on in the chunk before
+        edges = {0, len(data)} if begin else {0}  # a run may continue into the chunk before
         whole = row >= ZERO_RUN and all((begin + edge) % row == 0 or edge in edges for edge in (start, end))
         if end - start >= ZERO_RUN and not whole:
             return True

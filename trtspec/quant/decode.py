@@ -116,7 +116,7 @@ def rows_of(
     scale: torch.Tensor | None = None,
     block: tuple[int, int] = FP8_BLOCK_SIZE,
 ) -> Rows:
-    """Rows of tensors at hand, on the CPU; they share the tensors' memory."""
+    """Rows of tensors in memory, on the CPU; they share the tensors' memory."""
     code = CODES[values.dtype]
     if scale is None:
         return Rows(format, code, _array(values), block=block)

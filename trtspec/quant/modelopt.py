@@ -154,7 +154,7 @@ class InputObserver(torch.nn.Module):
         """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).
 
         An input that was always zero gets ModelOpt's substitute, amax = 6. Raises TrtspecError when nothing was seen
-        or when the amax is no number.
+        or when the amax is NaN.
         """
         from modelopt.torch.quantization.model_calib import finish_stats_collection
         from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor

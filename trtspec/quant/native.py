@@ -254,7 +254,7 @@ def proof_of(packer: Packer) -> str:
     return digest.hexdigest()
 
 
-# what the packer in torch makes of them, which a test computes anew
+# what the packer in torch makes of them, which a test computes again
 PROOFS = {
     "max": "1fad1dd66a0ee87e555a6df9579f8769410d1a256ed8fc3be2a7b748d10357ea",
     "mse": "ea22220413d9fb104a94b86bea5646ff3820f40307d8b705728af8532b8413dc",

@@ -18,7 +18,7 @@ BLOCK = NVFP4_BLOCK
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints; ties go to the even code
-AMAX_OF_ZERO = 1.0  # stands for the amax of an all-zero tensor
+AMAX_OF_ZERO = 1.0  # in place of the amax of an all-zero tensor
 DECODE_CHUNK = 1 << 16
 _TABLE: list[torch.Tensor] = []
 
@@ -159,7 +159,7 @@ SEARCH_CHUNK = 1 << 13  # blocks
 
 
 def search_unit(amax: torch.Tensor) -> torch.Tensor:
-    """float32 scalar: what a block scale of 1.0 stands for while ModelOpt searches; `scale_2` but for its rounding."""
+    """float32 scalar: the value of a block scale of 1.0 while ModelOpt searches; `scale_2` but for its rounding."""
     return 1.0 / (448.0 / (amax.float() / 6.0))
 
 
@@ -182,7 +182,7 @@ def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) ->
 def _search(magnitudes: torch.Tensor, base: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
     maximum = magnitudes.amax(-1)
     best, least = torch.ones_like(base), torch.full_like(maximum, torch.inf)
-    rows = maximum.nonzero().squeeze(-1)  # those whose search goes on; a block of zeros keeps the smallest scale
+    rows = maximum.nonzero().squeeze(-1)  # those still searching; a block of zeros keeps the smallest scale
     first = (base - BELOW).clamp(min=SMALLEST)
     while rows.numel():
         code, error = _best_of_window(magnitudes[rows], first[rows], unit)

@@ -35,7 +35,7 @@ Block = tuple[int, int]  # rows and columns that share an FP8 scale
 @dataclass(frozen=True)
 class Weight:
     """One tensor by its plain name. `parts` are the stored tensors it is read from, `shape` is [N, K] decoded; `block`
-    is what one FP8 scale stands for."""
+    is what one FP8 scale covers."""
 
     name: str
     action: Action
@@ -172,7 +172,7 @@ class Conversion:
 
 
 def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions) -> Conversion:
-    """Opens and checks everything that can be told from headers and options; raises TrtspecError or UsageError."""
+    """Opens and checks everything that headers and options show; raises TrtspecError or UsageError."""
     target = read_target(source)
     checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
     if checkpoint.remote is None:

@@ -171,7 +171,7 @@ class InputScales:
         """None means 1.0 everywhere.
 
         A file is safetensors with `<module>.input_scale`, as in a ModelOpt export; `experts.*` in place of an expert's
-        number stands for all experts of the layer. Raises UsageError or TrtspecError naming the entry for what is no
+        number means all experts of the layer. Raises UsageError or TrtspecError naming an entry that is not a
         single positive finite number.
         """
         if path is None:

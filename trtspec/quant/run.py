@@ -205,7 +205,7 @@ class Quantized(QuantizeSize):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePlan(QuantizeSize):
-    """What a run would write, and whether it would go on with an earlier one; nothing was written. `published` is the
+    """What a run would write, and whether it would resume an earlier one; nothing was written. `published` is the
     checkpoint that the policy was read from; `hub`: id, revision and bytes read of a source whose headers were read
     there."""
 

@@ -1,5 +1,5 @@
 """Engine files inside what carries them: Helm values, Kubernetes manifests (Dynamo's too), upstream's Slurm recipes,
-and shell scripts with a `trtllm-serve` command. `carried` finds each with its place, so that a finding stands at its
+and shell scripts with a `trtllm-serve` command. `carried` finds each with its place, so that a finding names its
 line of the original and a correction is written there.
 
 An engine file is a block of text that parses to engine keys, a here-document, or a mapping below SECTIONS. A command

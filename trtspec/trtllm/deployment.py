@@ -34,7 +34,7 @@ LENGTH = f"{SPEC}.max_draft_len"
 
 def installed_version() -> str | None:
     """Version of the tensorrt_llm package of this environment, without importing it."""
-    if find_spec("tensorrt_llm") is None:  # in one look; importlib.metadata alone takes longer than all else here
+    if find_spec("tensorrt_llm") is None:  # fast; importlib.metadata alone takes longer than the rest here
         return None
     from importlib import metadata
 
@@ -58,8 +58,8 @@ def choose_version(asked: str | None) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a file is judged against. `argv` holds settings that travel as options, by their YAML path; `options` those
-    of trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
+    """What a file is judged against. `argv` holds settings passed as options, by their YAML path; `options` those of
+    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
     `environ` the variables that the server will see. `here`: the engine runs on this machine, not elsewhere in a pod.
     """
 
@@ -307,7 +307,7 @@ def family(target: ModelSpec) -> str:
 
 @dataclass(frozen=True)
 class SpeculationMethod:
-    """One row. Keys stand below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""
+    """One row. Keys are below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""
 
     key: str
     spellings: tuple[str, ...]

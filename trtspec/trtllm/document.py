@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def parent(self) -> str:
-        """Path of the mapping that it stands in."""
+        """Path of the mapping that contains it."""
         return self.path[: -len(segment(self.key_node))].removesuffix(".")
 
 
@@ -292,7 +292,7 @@ def _inside(value: Any, keys: Any) -> Any:
 
 
 def _is_flow(document: Document, entry: Entry) -> bool:
-    """Whether the pair stands in brackets."""
+    """Whether the pair is in brackets."""
     parent = document.entries.get(entry.parent)
     node = parent.value_node if parent else document.root
     return node is not None and node.style == "flow"

@@ -42,7 +42,7 @@ class Intent:
     """One server; a field that is None, or an empty version, was not chosen.
 
     Sizes follow the workload, else the goal: `batch`, `tokens`, `seq_len`, `ep_size` and `attention_dp` are what is
-    written. The fields stand in the order of the words of the first line.
+    written. The fields are in the order of the words of the first line.
     """
 
     target: TargetArgument
@@ -235,7 +235,7 @@ class Intent:
         return f"{COMMAND} {shlex.join(words(sized, always))}"
 
     def settings_in_argv(self) -> dict[str, Any]:
-        """What travels as options of trtllm-serve, by YAML path."""
+        """What is passed as options of trtllm-serve, by YAML path."""
         settings: dict[str, Any] = {
             "max_batch_size": self.batch,
             "max_num_tokens": self.tokens,

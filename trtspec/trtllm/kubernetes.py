@@ -162,12 +162,12 @@ def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[st
 
 
 def _joined(intent: Intent) -> bool:
-    """Whether NVLink joins the nodes of one server; the cluster must then be told that they belong together."""
+    """Whether NVLink joins the nodes of one server; the cluster must then know that they belong together."""
     return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes
 
 
 def _compute_domain(name: str) -> dict[str, Any]:
-    """Nodes join it when their pods ask for its channel, which numNodes 0 stands for."""
+    """Nodes join it when their pods ask for its channel, which numNodes 0 means."""
     spec = {"numNodes": 0, "channel": {"resourceClaimTemplate": {"name": f"{name}-channel"}}}
     return _object("resource.nvidia.com/v1beta1", "ComputeDomain", name, {"spec": spec})
 
@@ -224,7 +224,7 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
 
 
 def _arguments(config: EngineConfig, path: str) -> list[str]:
-    """Options of `dynamo.trtllm`; trust of the target's code has none and travels as an override of the engine's."""
+    """Options of `dynamo.trtllm`; trust of the target's code has none and is passed as an override of the engine's."""
     intent, words = config.intent, config.argv
     found = ["--model-path", intent.target, "--served-model-name", intent.published_as, "--extra-engine-args", path]
     settings = intent.settings_in_argv()

@@ -100,7 +100,7 @@ class Field:
         return "object" in self.types
 
     def required_of(self, kind: Any) -> bool:
-        """Whether the engine refuses the field's object without it; `kind` is the discriminator's value there."""
+        """Whether the engine refuses the object without this field; `kind` is the object's discriminator."""
         if isinstance(self.required, tuple):
             return kind in self.required
         return self.required and (not self.variants or kind in self.variants)
@@ -165,7 +165,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gate:
-    """What became possible, or was mended, in a release. A file is refused with `code` before that where all of `when`
+    """What became possible, or was fixed, in a release. A file is refused with `code` before that where all of `when`
     holds, as in a Rule; `otherwise` is what helps beside another release."""
 
     what: str

@@ -13,7 +13,7 @@ from typing import Any
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-# keys that the writers below make anew; the others of the source are carried over
+# keys that the writers below make; the others of the source are carried over
 MADE = {
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings", "hidden_act",
@@ -120,7 +120,7 @@ def write_safeailab(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | Non
 def write_speculators(
     shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, verifier: Verifier
 ) -> dict[str, Any]:
-    """The layer's sizes stand in transformer_layer_config; every flag is written, because defaults differ by reader."""
+    """The layer's sizes are in transformer_layer_config; every flag is written, because defaults differ by reader."""
     layer = {key: value for key, value in shared.items() if key not in ("torch_dtype", "tie_word_embeddings")}
     del layer["draft_vocab_size"]
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}

@@ -358,7 +358,7 @@ def training_record(path: Path) -> dict[str, Any]:
 def dialect_of(checkpoint: Checkpoint) -> Dialect:
     """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
 
-    Some dialects cannot be told apart by names and keys alone, and then count layers differently.
+    Some dialects have the same names and keys, and count layers differently.
     """
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):

@@ -21,7 +21,7 @@ KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
 EPSILONS = (1e-8, 1e-3)  # between which every published rms_norm_eps lies
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
-DEFAULT_THETA = 10000.0  # what readers take where no base is told
+DEFAULT_THETA = 10000.0  # what readers take without a base
 SPREAD = 0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
 KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
@@ -317,7 +317,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
 
 
 def _told_twice(flat: dict[str, Any]) -> list[Problem]:
-    """Rope stands in as many as three places, and readers differ in which one they look at."""
+    """Rope is in up to three places, and readers differ in which one they use."""
     scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
     places = (flat, scaling, parameters)
     thetas = {Values(place, "config.json").number("rope_theta") for place in places if place.get("rope_theta")}
@@ -342,7 +342,7 @@ def _told_twice(flat: dict[str, Any]) -> list[Problem]:
 
 
 def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
-    """YaRN in a Llama head: three readers, three attention gains unless both mscale keys stand there."""
+    """YaRN in a Llama head: three readers, three attention gains unless both mscale keys are present."""
     scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     gain = 1 + 0.1 * float(np.log(spec.rope.factor))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):

@@ -1,7 +1,7 @@
 """Rewrites an Eagle3 head from one project's layout to another's, or says why the other cannot express it.
 
 The source is read into the canonical record (HeadSpec); names, maps, config keys and the counting of layers are then
-written anew for the destination. Weights pass through unchanged, a piece at a time, so memory does not grow with them.
+written for the destination. Weights pass through unchanged, a piece at a time, so memory does not grow with them.
 What a dialect cannot express of a head is in `LIMITS`, each with its reason.
 """
 
@@ -67,7 +67,7 @@ class HeadConversion:
     problems. `head` is the record of the head as it is written, None where what was given is no Eagle3 head.
 
     `repairs`: errors and warnings of the source that the written head no longer has. `capture`: the layer outputs that
-    TensorRT-LLM must be told; `serve`: engine -> command.
+    TensorRT-LLM needs in its configuration; `serve`: engine -> command.
     """
 
     output: Path | None
@@ -203,7 +203,7 @@ def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender:
 
 
 def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
-    """The problems that writing anew does not mend by itself."""
+    """The problems that rewriting does not fix."""
     mended = CURED | DEPENDS
     if found.has_lm_head:
         mended = mended | {"TS-HEAD-TIED"}
@@ -252,7 +252,7 @@ def _local(source: Resolved) -> Path:
     return source.path
 
 
-# problems of the source that conversion itself mends, and those that only matter to some destinations
+# problems of the source that conversion itself fixes, and those that only matter to some destinations
 CURED = {
     "TS-HEAD-MODEL-PREFIX", "TS-HEAD-TARGET-HIDDEN-NULL", "TS-HEAD-DRAFT-VOCAB", "TS-HEAD-ROPE-THETA",
     "TS-HEAD-QUANT-CONFIG", "TS-HEAD-TORCH-DTYPE", "TS-HEAD-T2D-VALUES", "TS-HEAD-CLASS", "TS-HEAD-LM-HEAD-RANDOM",

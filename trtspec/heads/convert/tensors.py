@@ -1,5 +1,5 @@
 """The tensors of a converted head, where the bytes of each come from, and the directory that they are written to: what
-may stand in its way, and how it appears whole or not at all. Heads that exist only as pickles (SafeAILab's
+may be in its way, and how it appears whole or not at all. Heads that exist only as pickles (SafeAILab's
 pytorch_model.bin, a trainer's .pt) are read without running code."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np
 def _maps(
     source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: Dialect
 ) -> dict[str, OutputTensor]:
-    """d2t int64 [Vd] and t2d bool [V], made anew: t2d follows from d2t and an unpruned map is the identity."""
+    """d2t int64 [Vd] and t2d bool [V], made here: t2d follows from d2t and an unpruned map is the identity."""
     pruned = spec.draft_vocab_size != spec.vocab_size
     if not pruned and dialect.d2t != "always":
         return {}

@@ -29,10 +29,10 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def is_finished(output: Path) -> bool:
-    """Whether a head stands here that had all its steps, or that something else than an unfinished run put here."""
+    """Whether `output` holds a finished head, or one that no unfinished run wrote."""
     if not (output / "config.json").is_file():
         return False
-    if not (output / "provenance.json").is_file():  # removed before an unfinished run's head is written anew
+    if not (output / "provenance.json").is_file():  # removed before an unfinished run's head is written again
         return not (output / WORK_NAME).is_dir()
     return bool(read_object(output / "provenance.json").get("training", {}).get("finished", True))
 
@@ -44,7 +44,7 @@ def foreign(output: Path) -> list[Path]:
 
 
 def resumes(output: Path, restart: bool, force: bool) -> bool:
-    """Whether the run that this output holds goes on. Raises UsageError where something else is in the way."""
+    """Whether the run in this output would be resumed. Raises UsageError where something else is in the way."""
     finished = is_finished(output)
     if (output / WORK_NAME).is_dir() and not restart and not (finished and force):
         return True
@@ -101,7 +101,7 @@ class CurvePoint:
 class Curve:
     """Both files. `position` is what the saved state counts as written of them.
 
-    Opening drops what was written after the state from which the run goes on.
+    Opening drops what was written after the state from which the run resumes.
     """
 
     def __init__(self, path: Path, position: list[int]) -> None:

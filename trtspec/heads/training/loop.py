@@ -50,8 +50,8 @@ def train_head(
     controls: RunControls | None = None,
     world: World = ALONE,
 ) -> Result:
-    """Trains in place. The state is saved as `kept` says; a rerun goes on from there and its curve
-    is that of an uninterrupted run. Raises TrtspecError when the loss stops being a number."""
+    """Trains in place. The state is saved as `kept` says; a rerun resumes there, and its curve is
+    that of an uninterrupted run. Raises TrtspecError when the loss is NaN or infinite."""
     controls, data = controls or RunControls(), (data or split_data(features.samples, options)).of(options)
     total = data.order.total
     stepper = Stepper(model, features, options, total, world, controls.recompute)
@@ -137,7 +137,7 @@ class Stepper:
 
     def step(self, step: int, window: list[list[int]]) -> CurvePoint:
         """One update from the batches of a window, each position of them weighing the same. Raises TrtspecError when
-        loss or gradients are no numbers."""
+        loss or gradients are NaN or infinite."""
         began, rate = time.monotonic(), learning_rate(step, self.total, self.peak_lr, self.options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

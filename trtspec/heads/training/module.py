@@ -109,7 +109,7 @@ def ttt_attention(
 
     query [B, h, S, d], key and value k + 1 times [B, kv, S, d]. The states move right by one row each step: at step k
     row q drafts for the context that ends at row q-k, so it sees step-0 keys up to q-k and, of step i >= 1, only row
-    q-(k-i). Only the first block needs a full score matrix; each later one is a diagonal. Padding stands on the right,
+    q-(k-i). Only the first block needs a full score matrix; each later one is a diagonal. Padding is on the right,
     where no real row looks, so `attention_mask` is not needed. Returns [B, S, h, d] for transformers' interface.
     """
     step = len(key) - 1
@@ -311,7 +311,7 @@ def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[S
     """ModelOpt's client of a server that streams its states. Each thread needs its own.
 
     The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
-    httpx.HTTPError or OSError when it is away, RuntimeError when it saw other tokens or has slots for fewer than
+    httpx.HTTPError or OSError when it is unreachable, RuntimeError when it saw other tokens or has slots for fewer than
     `longest`. Raises MissingDependency without NIXL.
     """
     try:

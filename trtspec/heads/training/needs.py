@@ -207,7 +207,7 @@ def server_commands(
     """How vLLM serves states with ModelOpt's connector (which must be installed beside it), and what then trains.
 
     vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, the last one is the
-    state after all layers. A prompt must be computed whole and anew, or its states are missing.
+    state after all layers. A prompt must be computed whole, without a cached prefix, or its states are missing.
     """
     ids = [layer + 1 for layer in plan.spec.aux_layers or ()] + [target.num_hidden_layers]
     capture = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}

@@ -276,7 +276,7 @@ class TrainRequest:
     run: TrainingRun
     acceptance_prompts: int  # held-out prompts that the new head drafts on at the end
     asked_for_acceptance: bool
-    again: str  # the command that goes on with this run
+    again: str  # the command that resumes this run
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """What a training run will do and need, known before a state is computed or ModelOpt imported; and the state of a run
-on disk (weights, moments and step in one file that appears whole), with what a run that goes on from it must repeat.
+on disk (weights, moments and step in one file that appears whole), with what a resumed run must repeat.
 
 `trtspec train` checks that, and the head to start from, before it spends an hour, also with --dry-run.
 """
@@ -50,7 +50,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
 STATE_NAME = "state.safetensors"
-LENGTH = ("epochs", "steps")  # options that may grow when a run goes on
+LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
 IN_DATA = ("skip_bad_rows",)  # its effect is in the digest of the data
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LEFT_OUT = {  # of a data file
@@ -183,7 +183,7 @@ def _count(spec: HeadSpec) -> int:
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
     """Whether the head to start from fits, the figure of the best head can be had, and the run that the output holds
-    goes on with these options; raises otherwise. Returns what --dry-run says about it."""
+    would resume with these options; raises otherwise. Returns what --dry-run says about it."""
     data = (plan.data or split_data(plan.samples, options)).of(options)
     if run.init is not None:
         check_initial(run.init, plan.spec)
@@ -238,7 +238,7 @@ def best_by(asked: str, samples: Sequence[Sample], held: Sequence[int]) -> str |
 
 @dataclass(frozen=True)
 class KeptState:
-    """Where a run is kept while it goes on, how often, and what a run that goes on must have been begun with."""
+    """Where an unfinished run is saved, how often, and what a resumed run must have been begun with."""
 
     work: Path
     curve: Path
@@ -270,7 +270,7 @@ def saved_run(work: Path) -> SavedRun | None:
 
 
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
-    """Raises UsageError where a run of `total` steps cannot go on from `saved`: what changed, by name, or that it has
+    """Raises UsageError where a run of `total` steps cannot resume from `saved`: what changed, by name, or that it has
     had its steps."""
     _compare(saved.fingerprint, fingerprint, output)
     if total == saved.step and is_finished(output):
@@ -347,7 +347,7 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
 def run_fingerprint(
     run: TrainingRun, samples: list[Sample], data: TrainingData, options: TrainOptions
 ) -> dict[str, Any]:
-    """What a run that goes on must repeat: the options that decide the curve, but not its length; digests of what it
+    """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
     starts from."""
     return {
         "options": {key: value for key, value in options.to_dict().items() if key not in (*LENGTH, *IN_DATA)},

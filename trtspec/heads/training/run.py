@@ -220,7 +220,7 @@ def _compare(
 
 
 def _tidy(run: TrainingRun) -> None:
-    """What only an unfinished run needs; the state stays for one that goes on with more steps."""
+    """What only an unfinished run needs; the state stays, so that the run can be extended."""
     for path in run.work.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

@@ -118,7 +118,7 @@ def _render(conversation: Conversation, tokenizer: KimiTokenizer) -> tuple[list[
 
 
 def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
-    """1 for what stands in an assistant turn between <|im_middle|> and <|im_end|>, the end mark included."""
+    """1 for the tokens of an assistant turn between <|im_middle|> and <|im_end|>, the end mark included."""
     assistant, middle, end = (tokenizer.special_id(f"<|im_{name}|>") for name in ("assistant", "middle", "end"))
     mask, inside, speaking = [], False, False
     for token in tokens:
@@ -291,8 +291,8 @@ class Mixture:
 
 
 def read_mixture(files: DataFiles, tokenizer: KimiTokenizer, options: TrainOptions) -> Mixture:
-    """Reads and tokenizes every file. A conversation that stands twice, by its tokens as they are trained on, is kept
-    where it stands first; one that the evaluations ask for is not trained on."""
+    """Reads and tokenizes every file. Of conversations with the same training tokens the first is kept; one
+    that the evaluations use is not trained on."""
     seen: dict[bytes, str] = {}
     held: list[Sample] = []
     told: list[dict[str, Any]] = []

@@ -73,7 +73,7 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
     if _whole(length) and _whole(tokens) and length > tokens and not chunked and not role.startswith("gen"):
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
-        # a generation server prefills nothing, and a file alone does not tell on which side it stands
+        # a generation server prefills nothing, and a file alone does not show on which side it runs
         either = not role and bool(document.get("cache_transceiver_config.backend"))
         remedy = "turn enable_chunked_prefill on, or raise max_num_tokens"
         remedy = f"on a context server {remedy}" if either else remedy
@@ -153,7 +153,7 @@ def _absent(deployment: Deployment) -> Severity:
 
 
 def _transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """The buffer must hold the longest prompt, in whole blocks; 0 stands for transfers without a copy."""
+    """The buffer must hold the longest prompt, in whole blocks; 0 means transfers without a copy."""
     key = "cache_transceiver_config.max_tokens_in_buffer"
     buffer, length = document.get(key), deployment.setting(document, "max_seq_len")
     if not _whole(buffer) or buffer <= 0:

@@ -1,6 +1,6 @@
 """Rules about speculation: what its method needs, what the release does with a schedule, a tree or a second engine, and
 what deployers met in the field: settings that the engine takes and that cost acceptance, memory or the server. Which
-releases do so, and who says it, stands among the behaviours of the schema files."""
+releases do so, and who says it, is among the behaviours of the schema files."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]
 
 
 def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A reused prefix hides from the draft, except under cache manager V2 of a release that mended it."""
+    """A reused prefix hides from the draft, except under cache manager V2 of a release that fixed it."""
     alone = deployment.setting(document, "pipeline_parallel_size", 1) in (None, 1)
     blind = reuse_blinds_draft(deployment.schema, deployment.setting(document, V2) if alone else False)
     # a transceiver makes the engine keep the draft's layers in the target's cache
@@ -164,8 +164,8 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
     message = f"over a reused prefix the draft sees nothing ({blind['measured']}): every multi-turn chat is such a case"
     message += f" ({blind['source']})"
     remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
-    if mended := deployment.schema.behaviour("draft_kv_reuse_v2"):
-        remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({mended['source']}), or {remedy[6:]}"
+    if fixed := deployment.schema.behaviour("draft_kv_reuse_v2"):
+        remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({fixed['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
     severity: Severity = "info" if document.has(REUSE) else "warning"
     yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)

@@ -252,7 +252,7 @@ def _sizes(options: ServeOptions) -> dict[str, int]:
 
 
 def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
-    """Raises UsageError for what stands after `--` and is decided by an option of this command."""
+    """Raises UsageError for an option after `--` that this command has itself."""
     schema, sizes = schema_for(intent.version), _sizes(options)
     for item in parse_passed(schema, options.passed)[0]:
         own = OWN_OPTIONS.get(item.option.name)
