@@ -142,7 +142,7 @@ def shard_like(whole: Tensor, example: Tensor) -> Tensor:
 
 
 def world_from_env() -> World:
-    """The process's place by the launcher's environment. UsageError for a value that is no number or would be lost."""
+    """The process's place by the launcher's environment. UsageError for words in place of numbers, and lost values."""
     try:
         names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         rank, size, local, together = (int(os.environ.get(name, default)) for name, default in names)
