@@ -188,10 +188,8 @@ def before_penalties(constraints: GenerationRequest) -> list[LogitsProcessor]:
 
 
 def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
-    chain: list[LogitsProcessor] = [TemperatureLogitsWarper(asked.temperature)]
-    if asked.top_k:
-        chain.append(TopKLogitsWarper(asked.top_k))
-    return [*chain, TopPLogitsWarper(asked.top_p)]
+    top_k = [TopKLogitsWarper(asked.top_k)] if asked.top_k else []
+    return [TemperatureLogitsWarper(asked.temperature), *top_k, TopPLogitsWarper(asked.top_p)]
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", pytest.param("probabilistic", marks=pytest.mark.slow)])
