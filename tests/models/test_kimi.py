@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import KimiModel
-from trtspec.models.weights import Activation, checkpoint_tensors, load_target, prepare_for_decoding
+from trtspec.models.weights import checkpoint_tensors, load_target, prepare_for_decoding
 
 TOKENS = 48
 
@@ -166,24 +166,3 @@ def test_missing_tensors_are_named_at_once(tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(TrtspecError, match=r"experts\.3\.up_proj .*1 more: .*model\.norm\.weight"):
         load_target(directory)
-
-
-@pytest.mark.parametrize("activation", ["w4a4", "weight-only"])
-@pytest.mark.parametrize("tokens", [3, 60])
-def test_stacked_nvfp4_experts_compute_what_each_does(tmp_path: Path, activation: Activation, tokens: int) -> None:
-    """As off the CPU, in blocks, against expert after expert; the experts keep their weights, as views."""
-    path = make_target(tmp_path, format="nvfp4", shards=1, layers=2, tokenizer=False)
-    model = load_target(path, dtype=torch.float32, activation=activation)
-    experts = model.layers[1].mlp.experts
-    for expert, linear in enumerate([*experts.gate_up, *experts.down]):  # scales of their own
-        linear.scale_2.mul_(1 + expert / 8)
-        linear.input_scale.mul_(1 + expert / 4)
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, model.spec.hidden_size, generator=generator)
-    ids = torch.rand(tokens, len(experts.down), generator=generator).topk(2, -1).indices
-    weights = torch.rand(tokens, 2, generator=generator)
-    one_by_one = experts(x, ids, weights)
-    before = [linear.values.clone() for linear in experts.gate_up]
-    experts.stack()
-    torch.testing.assert_close(experts(x, ids, weights), one_by_one, rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(linear.values, kept) for linear, kept in zip(experts.gate_up, before, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,6 @@ from trtspec.specs import ModelSpec
 # (docs/reference-engine.md).
 DENSE_EXPERT_WEIGHTS = 2**21
 DENSE_EXPERT_TOKENS = 32
-LARGEST_BLOCK = 64
-BLOCK_WEIGHT_BYTES = 2**28
 
 
 class Router(nn.Module):
@@ -63,18 +60,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H].
-
-        On a GPU nothing waits for the device: the ids of the touched experts are never read back.
-        """
+        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H]."""
         if x.is_cpu:
             return self.by_slices(x, ids, weights)
+        return dispatch(x, ids, weights, len(self.down), self.one_expert)  # index_add's order varies on a GPU
 
-        def block_mlp(inputs: Tensor, chosen: Tensor) -> Tensor:
-            gate, up = torch.bmm(inputs, self.gate_up[chosen].transpose(1, 2)).chunk(2, -1)
-            return torch.bmm(F.silu(gate) * up, self.down[chosen].transpose(1, 2))
-
-        return by_blocks(x, ids, weights, block_mlp, BlockSizes.of(self.gate_up, self.down))
+    def one_expert(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down[expert])
 
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Expert after expert over its slice of the sorted tokens; reads the slices' sizes."""
@@ -111,54 +104,12 @@ def dispatch(
 ) -> Tensor:
     """Groups tokens by expert, runs each touched expert once on its tokens, and adds the weighted results.
 
-    Reads the sizes of the groups: for a CPU, where that costs nothing.
+    Reads the sizes of the groups back from the device, once per layer.
     """
     order, ends = by_expert(ids, count)
     inputs = x[order // ids.shape[1]].tensor_split(ends[:-1].tolist())
     outputs = torch.cat([one_expert(expert, part) for expert, part in enumerate(inputs) if len(part)])
     return combine(outputs, weights, order)
-
-
-class BlockSizes(NamedTuple):
-    """Number of experts, and bytes of the weights of each."""
-
-    experts: int
-    nbytes: int
-
-    @staticmethod
-    def of(gate_up: Tensor, down: Tensor) -> BlockSizes:
-        """Of stacked matrices [E, out, in]."""
-        return BlockSizes(len(down), (gate_up.nbytes + down.nbytes) // len(down))
-
-
-def by_blocks(
-    x: Tensor, ids: Tensor, weights: Tensor, block_mlp: Callable[[Tensor, Tensor], Tensor], sizes: BlockSizes
-) -> Tensor:
-    """As `Experts.forward` with shapes that follow from those of the operands alone: each expert's tokens
-    fill whole blocks, and a block is multiplied by a copy of its expert's weights: `block_mlp` of blocks
-    [b, size, H] and the expert of each, int64 [b], gives [b, size, H].
-
-    With blocks of the mean group's size there are at most twice as many as experts; BLOCK_WEIGHT_BYTES bounds what is
-    copied at a time. (Blocks as in MegaBlocks, arXiv 2211.15841.)
-    """
-    pairs, count = ids.numel(), sizes.experts
-    size = min(LARGEST_BLOCK, 1 << (pairs // count).bit_length())
-    blocks = min(pairs, (pairs + min(pairs, count) * (size - 1)) // size)
-    order, ends = by_expert(ids, count)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    needed = (counts + (size - 1)) // size
-    block_ends = needed.cumsum(0)
-    # from a pair's place in the order to its row in the blocks, by expert
-    shift = (block_ends - needed) * size - (ends - counts)
-    rows = torch.arange(pairs, device=x.device) + shift[ids.flatten()[order]]
-    of_block = torch.searchsorted(block_ends, torch.arange(blocks, device=x.device), right=True).clamp(max=count - 1)
-    inputs = x.new_zeros(blocks * size, x.shape[1]).index_copy(0, rows, x[order // ids.shape[1]])
-    inputs = inputs.unflatten(0, (blocks, size))
-    step = max(1, BLOCK_WEIGHT_BYTES // sizes.nbytes)
-    outputs = [
-        block_mlp(inputs[begin : begin + step], of_block[begin : begin + step]) for begin in range(0, blocks, step)
-    ]
-    return combine(torch.cat(outputs).flatten(0, 1)[rows], weights, order)
 
 
 def by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

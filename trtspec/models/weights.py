@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import HypotenuseNorm, LatentAttention, Linear, RMSNorm, by_input
-from trtspec.models.moe import BlockSizes, Experts, MoE, by_blocks, dispatch, is_small, together
+from trtspec.models.moe import Experts, MoE, dispatch, is_small, together
 from trtspec.models.precision import pack
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
@@ -197,36 +197,6 @@ class NVFP4Linear(nn.Module):
         return (F.linear(values.to(x.dtype), self.values) * (self.scale_2 * input_scale)).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class StackedNVFP4:
-    """Linears of one shape: values [E, out, in], as in `NVFP4Linear`; float32 scales [E, 1, 1], `factor` of the result
-    and `input_scale` of its activations, None with weights alone in NVFP4."""
-
-    values: Tensor
-    factor: Tensor
-    input_scale: Tensor | None
-
-    @staticmethod
-    def of(linears: Sequence[NVFP4Linear]) -> StackedNVFP4:
-        """The linears' `values` become views of the stack."""
-        values = torch.stack([linear.values for linear in linears])
-        for linear, view in zip(linears, values.unbind(), strict=True):
-            linear.values = view
-        scale_2 = torch.stack([linear.scale_2.view(1, 1) for linear in linears])
-        if linears[0].activation == "weight-only":
-            return StackedNVFP4(values, scale_2, None)
-        input_scale = torch.stack([linear.input_scale.view(1, 1) for linear in linears])
-        return StackedNVFP4(values, scale_2 * input_scale, input_scale)
-
-    def product(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Blocks x [b, size, in], each through the linear that is `chosen`, int64 [b]: [b, size, out], as each
-        `NVFP4Linear` computes it; it multiplies by a factor of the result's own type, too."""
-        values = x
-        if self.input_scale is not None:
-            values = nvfp4.fake_quantize_activation(x, self.input_scale[chosen])[0].to(x.dtype)
-        return torch.bmm(values, self.values[chosen].transpose(1, 2)) * self.factor[chosen].to(x.dtype)
-
-
 class NVFP4Experts(nn.Module):
     """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales (see NVFP4Linear)."""
 
@@ -234,24 +204,10 @@ class NVFP4Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
-        self.stacked: tuple[StackedNVFP4, StackedNVFP4] | None = None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`. On a GPU nothing waits for the device once the experts are stacked."""
-        if self.stacked is None:
-            return dispatch(x, ids, weights, len(self.down), self.one_expert)
-        gate_up, down = self.stacked
-
-        def block_mlp(inputs: Tensor, chosen: Tensor) -> Tensor:
-            gate, up = gate_up.product(inputs, chosen).chunk(2, -1)
-            return down.product(F.silu(gate) * up, chosen)
-
-        return by_blocks(x, ids, weights, block_mlp, BlockSizes.of(gate_up.values, down.values))
-
-    def stack(self) -> None:
-        """Lays the experts' weights one behind the other; each module keeps a view of its own."""
-        gate_up, down = (cast("list[NVFP4Linear]", list(modules)) for modules in (self.gate_up, self.down))
-        self.stacked = StackedNVFP4.of(gate_up), StackedNVFP4.of(down)
+        """As `Experts.forward`."""
+        return dispatch(x, ids, weights, len(self.down), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](x).chunk(2, -1)
@@ -303,7 +259,7 @@ def prepare_for_decoding(model: nn.Module) -> None:
 
     Large float32 weights on a CPU get a packed copy. Smaller ones with at least as many outputs as inputs are laid out
     in memory as [in, out], which takes up to a third off a product of one to sixteen rows. Their norms
-    take fewer operators. Small experts of any type are stacked, and those in NVFP4 off the CPU.
+    take fewer operators. Small experts of plain weights are stacked.
 
     Weights must not change afterwards: packed and stacked copies would not follow.
     """
@@ -318,9 +274,6 @@ def prepare_for_decoding(model: nn.Module) -> None:
         elif isinstance(module, LatentAttention) and module.folded is None:
             if is_float32_on_cpu(module.kv_b_proj.weight):
                 module.fold()
-        elif isinstance(module, NVFP4Experts) and module.stacked is None:
-            if not module.down[0].values.is_cpu:
-                module.stack()
         elif isinstance(module, MoE) and module.together is None:
             module.together = together(module)
         elif isinstance(module, Experts) and is_float32_on_cpu(module.down) and is_small(module.gate_up, module.down):
