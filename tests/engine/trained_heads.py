@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.heads.training.options import new_head_spec
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import assemble, layout, open_head, read_tensors
 from trtspec.models.kimi import KimiModel
@@ -55,7 +55,7 @@ def trained(attention: str, eagle: str, pruned: bool) -> Head:
     if (attention, eagle) == ("mla", "3.1"):
         checkpoint, spec = open_head(SHIPPED, nano().spec)
         return spec, read_tensors(checkpoint, torch.float32, "cpu")
-    spec = new_head_spec(nano().spec, attention=attention, eagle=eagle, intermediate_size=1024)  # type: ignore[arg-type]
+    spec = new_head_spec(nano().spec, TrainOptions(attention=attention, eagle=eagle, intermediate_size=1024))  # type: ignore[arg-type]
     return spec, train(spec)
 
 

@@ -60,12 +60,7 @@ class Workshop:
         return cls(directory, target, tokenizer, features)
 
     def spec(self, options: TrainOptions) -> HeadSpec:
-        return new_head_spec(
-            self.target.spec,
-            attention=options.attention,
-            eagle=options.eagle,
-            draft_vocab_size=options.draft_vocab_size,
-        )
+        return new_head_spec(self.target.spec, options)
 
     def module(self, options: TrainOptions) -> train.TrainingModule:
         """A fresh training module; its weights follow from the seed."""

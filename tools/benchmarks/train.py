@@ -132,7 +132,7 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
         attention="mha", ttt_steps=TTT, lr=RATE, warmup=0.0, precision="fp32", batch_size=arguments.batch_size
     )
     target = load_target(arguments.target, dtype=torch.float32)
-    spec = new_head_spec(target.spec, attention="mha", eagle="3")
+    spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3"))
     torch.manual_seed(0)
     return target, train.build(spec, target.spec, target.embed.weight, target.lm_head.weight), options
 
@@ -211,7 +211,7 @@ def modelopt(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[st
 
     before = peak_memory()
     target = resolve(str(arguments.target)).target_spec()
-    spec = new_head_spec(target, attention="mha", eagle="3")
+    spec = new_head_spec(target, TrainOptions(attention="mha", eagle="3"))
     architecture = train._eagle_architecture(spec, target) | {"_attn_implementation": "sdpa"}
     model = transformers_target(arguments)
     given = {"eagle_ttt_steps": TTT, "eagle_use_torch_compile": False, "eagle_loss_decay_factor": DECAY}
@@ -235,7 +235,7 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
 
     before = peak_memory()
     target = resolve(str(arguments.target)).target_spec()
-    head = new_head_spec(target, attention="mha", eagle="3")
+    head = new_head_spec(target, TrainOptions(attention="mha", eagle="3"))
     start = {k.replace("layers.0.", "midlayer."): v for k, v in torch.load(arguments.room / "start.pt").items()}
     draft_class, model_class, padding = import_specforge(arguments.specforge)
     base = transformers_target(arguments).eval().requires_grad_(False)

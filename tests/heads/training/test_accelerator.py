@@ -52,7 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def module_for(target: ModelSpec, attention: str, eagle: str) -> TrainingModule:
-    spec = new_head_spec(target, attention=attention, eagle=eagle, draft_vocab_size=100)
+    spec = new_head_spec(target, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=100))
     embed, lm_head = (torch.zeros(target.vocab_size, target.hidden_size) for _ in range(2))
     return build(spec, target, embed, lm_head, target_ids=torch.arange(0, 500, 5))
 

@@ -97,7 +97,7 @@ def largest_difference(model, head, target, logits_of=record_logits) -> float:
 
 @pytest.mark.parametrize(("attention", "eagle", "draft_vocab"), KINDS)
 def test_exported_head_computes_what_was_trained(tmp_path, target, attention, eagle, draft_vocab):
-    spec = new_head_spec(target.spec, attention=attention, eagle=eagle, draft_vocab_size=draft_vocab)
+    spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=draft_vocab))
     model = training_module(target, spec)
     write_head(tmp_path / "head", train.head_tensors(model), spec, target.spec)
     head = load_head(tmp_path / "head", target, dtype=torch.float32)
@@ -123,7 +123,7 @@ def stock_module(target, spec, tensors) -> nn.Module:
 
 def test_stock_modelopt_fails_the_same_check(tmp_path, target):
     """The oracle sees the double norm: stock ModelOpt with the same weights drafts something else than servers do."""
-    spec = new_head_spec(target.spec, attention="mha", eagle="3")
+    spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3"))
     tensors = train.head_tensors(training_module(target, spec))
     write_head(tmp_path / "head", tensors, spec, target.spec)
     head = load_head(tmp_path / "head", target, dtype=torch.float32)
@@ -144,7 +144,7 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
     from modelopt.torch.export import export_speculative_decoding
     from safetensors.torch import load_file
 
-    spec = new_head_spec(target.spec, attention="mha", eagle="3", draft_vocab_size=100)
+    spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3", draft_vocab_size=100))
     tensors = train.head_tensors(training_module(target, spec))
     write_head(tmp_path / "ours", tensors, spec, target.spec)
     stock = stock_module(target, spec, {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()})
@@ -178,7 +178,7 @@ def loss_of(model, tokens, hidden, aux, mask, **options) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
     """objective, decoder.ttt_attention and the chunked loss against ModelOpt's loop, masks through SDPA and loss."""
-    spec = new_head_spec(target.spec, attention=attention, eagle="3")
+    spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle="3"))
     torch.manual_seed(7)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_a_fresh_head_starts_at_the_expected_loss(target):
     """ln(V) * (1 + 0.9 + 0.81 + 0.729) for a head that knows nothing, against the uniform distribution."""
     import math
 
-    spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
+    spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))
     embed, flat = target.embed.weight, torch.zeros_like(target.lm_head.weight)
     model = train.build(spec, target.spec, embed, flat)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))

@@ -175,7 +175,7 @@ from trtspec.models.weights import load_target
 torch.set_num_threads(1)
 count, recompute = int(sys.argv[1]), bool(int(sys.argv[2]))
 target = load_target(make_target(Path(sys.argv[3]), layers=8), dtype=torch.float32)
-spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
+spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))
 torch.manual_seed(0)
 model = train.build(spec, target.spec, target.embed.weight, target.lm_head.weight)
 objective = Objective(model, TrainOptions(ttt_steps=3), recompute)

@@ -114,7 +114,7 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
         ttt_steps=2, ttt_decay=0.7, lr=1e-3, precision="fp32", answer_only=answer_only, grad_clip=1e9
     )
     features = compute_features(target, samples, LAYERS)
-    spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
+    spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))
     model = training_module(target, spec)
     stepper = Stepper(model, features, options, 10, World())
     seen = {}
@@ -149,7 +149,7 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_recomputed_and_chunked_attention_change_nothing(target, attention, monkeypatch):
-    spec = new_head_spec(target.spec, attention=attention, eagle="3")
+    spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle="3"))
     torch.manual_seed(1)
     tokens, mask = torch.randint(0, 512, (2, 40)), torch.ones(2, 40, dtype=torch.bool)
     hidden, aux = torch.randn(2, 40, 64), torch.randn(2, 40, 192)

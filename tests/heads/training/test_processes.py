@@ -1,5 +1,4 @@
-"""Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do: by torchrun (the
-head replicated) and by accelerate (the head sharded, FSDP)."""
+"""Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do, by torchrun."""
 
 from __future__ import annotations
 
@@ -22,38 +21,7 @@ ROOT = Path(__file__).parents[3]
 LAUNCHERS = {
     "alone": [],
     "replicated": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "sharded": [
-        "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2",
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-    ],
-}  # fmt: skip
-SHARES = """
-import torch
-from trtspec.heads.training import module as train
-from trtspec.heads.training.loop import Objective
-from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.processes import joined
-from trtspec.models.weights import load_target
-import pathlib, sys
-with joined("cpu") as world:
-    target = load_target(pathlib.Path(sys.argv[1]), dtype=torch.float32)
-    spec = new_head_spec(target.spec, attention="mla", eagle="3.1")
-    torch.manual_seed(world.rank)
-    module = train.build(spec, target.spec, target.embed.weight, target.lm_head.weight)
-    options = TrainOptions()
-    objective = world.wrap(Objective(module, options))
-    whole = sum(value.numel() for value in train.head_parameters(module).values())
-    optimizer = torch.optim.AdamW(train.head_parameters(module).values(), fused=True)
-    tokens = torch.randint(0, spec.vocab_size, (2, 24))
-    states = torch.randn(2, 24, 4 * spec.hidden_size).split([spec.hidden_size, 3 * spec.hidden_size], -1)
-    places = torch.tensor([place for place in range(2 * 24) if place % 24])
-    objective(tokens, *states, places, torch.full((options.ttt_steps,), 40))[0].backward()
-    optimizer.step()
-    held = [value for state in optimizer.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])]
-    held += [tensor for value in optimizer.state for tensor in (value, value.grad)]
-    mine = sum(value.to_local().numel() for value in held)
-    print(f"share {mine / (4 * whole):.4f}", flush=True)
-"""
+}
 OPTIONS = ["--seq-len", "96", "--steps", "12", "--batch-size", "5", "--lr", "0.003", "--save-every", "3"]
 
 
@@ -93,21 +61,20 @@ def one_process(tmp_path_factory, target_dir, data):
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["replicated", "sharded"])
-def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data, launcher):
+def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
     arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "2"]
-    run(launcher, *arguments)
+    run("replicated", *arguments)
     assert_same_curve(output, one_process)
     assert {p.name for p in output.iterdir()} == {p.name for p in one_process.iterdir()}
     training = json.loads((output / "provenance.json").read_text())["training"]
-    assert (training["processes"], training["sharded"]) == (2, launcher == "sharded")
+    assert training["processes"] == 2
     ours, theirs = (load_file(path / "model.safetensors") for path in (output, one_process))
     worst = max(float((ours[n].float() - theirs[n].float()).abs().max()) for n in theirs)
     apart = max(
         abs(a["loss"] - b["loss"]) for a, b in zip(curve(output), curve(one_process), strict=True) if "loss" in a
     )
-    print(f"{launcher}: losses differ by {apart:.1e}, a weight of the export by {worst:.1e} at most after 12 steps")
+    print(f"losses differ by {apart:.1e}, a weight of the export by {worst:.1e} at most after 12 steps")
     assert worst < 1e-2
     assert torch.equal(ours["d2t"], theirs["d2t"]) if "d2t" in theirs else True
 
@@ -115,8 +82,7 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("killed", "resumed"),
-    [("replicated", "replicated"), ("sharded", "sharded"), ("sharded", "alone"), ("replicated", "sharded")],
+    ("killed", "resumed"), [("replicated", "replicated"), ("replicated", "alone"), ("alone", "replicated")]
 )
 def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, killed, resumed):
     output = tmp_path / "head"
@@ -138,26 +104,13 @@ def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, kil
     assert_same_curve(output, one_process)
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
-@pytest.mark.slow
-def test_each_sharded_process_holds_its_part_only(tmp_path, target_dir):
-    """Weights, gradients and both moments, after a step."""
-    script = tmp_path / "shares.py"
-    script.write_text(SHARES)
-    line = [sys.executable, *LAUNCHERS["sharded"], str(script), str(target_dir)]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    shares = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("share")]
-    assert len(shares) == 2, done.stderr
-    assert sum(shares) == pytest.approx(1.0) and max(shares) < 0.55
-
-
-def test_accelerates_settings_are_read_or_refused(monkeypatch):
+def test_the_launchers_settings_are_read_or_refused(monkeypatch):
     assert world_from_env() == World()
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "ACCELERATE_USE_FSDP": "true"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert world_from_env() == World(1, 2, 1, sharded=True)
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    with pytest.raises(UsageError, match="fsdp_offload_params"):
+    assert world_from_env() == World(1, 2, 1)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP"):
         world_from_env()
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="is not a number"):

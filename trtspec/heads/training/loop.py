@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trtspec.errors import TrtspecError
@@ -76,10 +75,9 @@ def train_head(
         stopping = step < total and controls.stop.asked(world, slowest + saving)
         before = time.monotonic()
         controls.export(point, total)
-        if stopping or step % kept.save_every == 0 or step == total:
-            tensors = world.gather(state_tensors(stepper.parameters, stepper.optimizer))
-            if curve:
-                save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
+        if curve and (stopping or step % kept.save_every == 0 or step == total):
+            tensors = state_tensors(stepper.parameters, stepper.optimizer)
+            save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
         saving = max(saving, time.monotonic() - before)
         controls.on_step(point)
         if stopping:
@@ -149,8 +147,8 @@ class Stepper:
                 # the wrapper takes the mean over processes, the losses are parts of a sum
                 (loss * self.world.size).backward()
             parts.append(_figures(loss, agree))
-        total = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
-        figures, norm = read_back(parts, total.full_tensor() if isinstance(total, DTensor) else total)
+        length = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
+        figures, norm = read_back(parts, length)
         value, shares = self._means(figures, counted)
         if not math.isfinite(value) or not math.isfinite(norm):
             raise TrtspecError(
@@ -165,7 +163,7 @@ class Stepper:
     @torch.no_grad()
     def evaluate(self, indices: list[int]) -> dict[str, Any]:
         """Loss and per-step accuracy on held-out samples, each counted position weighing the same; and, where the
-        samples have answers, the estimated acceptance length (see `estimate`)."""
+        samples have answers, the acceptance length (see `simulate_acceptance`)."""
         counted = self._counted(indices)
         figures = torch.zeros(1 + self.options.ttt_steps, dtype=torch.float64)
         walked = torch.zeros(2, dtype=torch.float64)

@@ -338,14 +338,9 @@ def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
     return dict(model.eagle_module.named_parameters())
 
 
-def head_tensors(
-    model: TrainingModule,
-    dtype: torch.dtype = torch.bfloat16,
-    gather: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
-) -> dict[str, torch.Tensor]:
-    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU.
-    `gather` puts sharded tensors together (`World.gather`)."""
-    state = gather(model.eagle_module.state_dict())
+def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
+    state = model.eagle_module.state_dict()
     return {
         name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
         for name, value in state.items()

@@ -296,17 +296,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}
 
 
-def new_head_spec(
-    target: ModelSpec,
-    *,
-    attention: Attention,
-    eagle: EagleVersion,
-    draft_vocab_size: int | None = None,
-    intermediate_size: int | None = None,
-    aux_layers: tuple[int, ...] | None = None,
-) -> HeadSpec:
+def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     """Returns the record of a one-layer head of the target's width; UsageError when a size does not fit the target."""
-    layers = aux_layers or target.default_aux_layers
+    layers = options.aux_layers or target.default_aux_layers
     bad = [layer for layer in layers if not 0 <= layer < target.num_hidden_layers]
     if bad or list(layers) != sorted(set(layers)):
         raise UsageError(
@@ -314,23 +306,23 @@ def new_head_spec(
             f"{target.num_hidden_layers} layers",
             f"use 0-based outputs, for example {list(target.default_aux_layers)}",
         )
-    draft = draft_vocab_size or target.vocab_size
+    draft = options.draft_vocab_size or target.vocab_size
     if not 0 < draft <= target.vocab_size:
         raise UsageError(
             f"a draft vocabulary of {draft} does not fit the target's {target.vocab_size}",
             f"pass `draft_vocab_size` between 1 and {target.vocab_size}",
         )
-    mla = attention == "mla"
+    mla = options.attention == "mla"
     rope = RopeSpec(theta=target.rope.theta)
     if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
         rope = target.rope if target.rope.rope_type == "yarn" else replace(rope, rope_type="yarn", factor=1.0)
     return HeadSpec(
-        eagle=eagle,
-        attention=attention,
+        eagle=options.eagle,
+        attention=options.attention,
         dialect=DEFAULT.name,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or target.intermediate_size,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
         num_attention_heads=target.num_attention_heads,
         num_key_value_heads=target.num_attention_heads if mla else min(MAX_KV_HEADS, target.num_attention_heads),
         head_dim=target.qk_head_dim if mla else target.v_head_dim,
@@ -346,8 +338,8 @@ def new_head_spec(
         qk_rope_head_dim=target.qk_rope_head_dim if mla else 0,
         v_head_dim=target.v_head_dim if mla else 0,
         max_position_embeddings=target.max_position_embeddings,
-        fc_norm=eagle == "3.1",
-        norm_output=eagle == "3.1",
+        fc_norm=options.eagle == "3.1",
+        norm_output=options.eagle == "3.1",
         has_d2t=draft != target.vocab_size,
     )
 

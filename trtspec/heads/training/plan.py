@@ -42,7 +42,6 @@ from trtspec.heads.training.options import (
     TrainOptions,
     new_head_spec,
 )
-from trtspec.heads.training.processes import shard_like
 from trtspec.heads.training.samples import Sample, TrainingData, read_mixture, split_data, steps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
@@ -113,7 +112,7 @@ def make_plan(
     target_dir: Path, target: ModelSpec, data: DataFiles | Path, options: TrainOptions, features: FeatureSource
 ) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
-    spec = _head_spec(target, options)
+    spec = new_head_spec(target, options)
     of = states_of(target_dir, spec.aux_layers or ())
     data = data if isinstance(data, DataFiles) else DataFiles(((str(data), 1.0),))
     dumped: Features | None
@@ -154,23 +153,12 @@ def plan_without_data(
             f"the target or {data} is not on this machine, so its tokens cannot be counted",
             "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first",
         )
-    spec = _head_spec(target, options)
+    spec = new_head_spec(target, options)
     tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
     training = round(recipe.samples * (1 - options.held_out))
     size = tokens * bytes_per_token(target, spec.num_aux)
     return TrainingPlan(
         spec, [], tokens, steps_of(training, options), _count(spec), size, features, counted=recipe.samples
-    )
-
-
-def _head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
-    return new_head_spec(
-        target,
-        attention=options.attention,
-        eagle=options.eagle,
-        draft_vocab_size=options.draft_vocab_size,
-        intermediate_size=options.intermediate_size,
-        aux_layers=options.aux_layers,
     )
 
 
@@ -286,7 +274,7 @@ def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output
 
 
 def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments by the names they have on disk; this process's shards of them where they are sharded."""
+    """Weights and moments by the names they have on disk."""
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in MOMENTS if optimizer.state[value]}
@@ -294,7 +282,7 @@ def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Op
 
 
 def save_state(directory: Path, tensors: dict[str, Tensor], run: SavedRun) -> None:
-    """Writes state.safetensors atomically; a kill leaves the previous state. `tensors`: whole `state_tensors`."""
+    """Writes state.safetensors atomically; a kill leaves the previous state. `tensors`: as of `state_tensors`."""
     directory.mkdir(parents=True, exist_ok=True)
     write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(asdict(run))})
 
@@ -316,10 +304,10 @@ def load_state(
     check_saved(saved, fingerprint, total, directory.parent)
     with safe_open(directory / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():
-            value.copy_(shard_like(state.get_tensor(f"head.{name}"), value))
+            value.copy_(state.get_tensor(f"head.{name}"))
             optimizer.state[value] = {
                 "step": torch.tensor(float(saved.step), device=value.device),
-                **{moment: shard_like(state.get_tensor(f"{moment}.{name}"), value) for moment in MOMENTS},
+                **{moment: state.get_tensor(f"{moment}.{name}").to(value.device) for moment in MOMENTS},
             }
     return saved
 

@@ -1,9 +1,8 @@
 """Several processes training one head: how they share its work, and how all of them stop at the same step.
 
 The launcher (torchrun, accelerate launch) describes the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR). ACCELERATE_USE_FSDP says that the head is sharded, otherwise it is replicated. The global batch is what
-one process would take; each process computes its share of the rows. torch's sharding takes over a second to import, so
-the functions that shard do.
+MASTER_ADDR). Each process holds the whole head. The global batch is what one process would take; each process computes
+its share of the rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trtspec.errors import TrtspecError, UsageError
 
-NOT_HONOURED = ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")  # settings of accelerate that would be lost
+SHARDING = "ACCELERATE_USE_FSDP"  # a setting of accelerate that would be lost
 TIME = "time"
 REASONS = (TIME, "SIGTERM", "SIGINT")  # to stop before the last step
 
@@ -38,7 +37,6 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    sharded: bool = False  # weights, gradients and moments spread over the processes (FSDP) instead of replicated
     local_size: int = 1  # processes on this machine
 
     @property
@@ -77,36 +75,8 @@ class World:
             dist.barrier()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose backward averages gradients over the processes.
-
-        Sharding replaces the trainable parameters in place, so they are to be asked for afterwards. The frozen ones
-        stay whole in each process: they have neither gradients nor moments.
-        """
-        if self.sharded:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
-            frozen = {value for value in model.parameters() if not value.requires_grad}
-            device = next(model.parameters()).device.type
-            # One unit: the training-time test runs the layer several times a step, and one gathering serves them all.
-            mesh = init_device_mesh(device, (self.size,))
-            fully_shard(model, mesh=mesh, ignored_params=frozen, reshard_after_forward=True)
-            return model
-        if self.size == 1:
-            return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors put together for the main process, the sharded ones on the CPU; the others get nothing. Every
-        process must call it, because sharded ones are gathered, one at a time."""
-        from torch.distributed.tensor import DTensor
-
-        found = {}
-        for name, value in tensors.items():
-            joined_value = value.full_tensor().cpu() if isinstance(value, DTensor) else value
-            if self.main:
-                found[name] = joined_value
-        return found
+        """The module whose backward averages gradients over the processes."""
+        return model if self.size == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 ALONE = World()
@@ -131,16 +101,6 @@ def require_shared(directory: Path, world: World, why: str) -> None:
         )
 
 
-def shard_like(whole: Tensor, example: Tensor) -> Tensor:
-    """`whole` where `example` is: on its device, and this process's shard of it where `example` is sharded."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    whole = whole.to(example.device)
-    if not isinstance(example, DTensor):
-        return whole
-    return distribute_tensor(whole, example.device_mesh, example.placements, src_data_rank=None)
-
-
 def world_from_env() -> World:
     """The process's place by the launcher's environment. UsageError for words in place of numbers, and lost values."""
     try:
@@ -148,15 +108,9 @@ def world_from_env() -> World:
         rank, size, local, together = (int(os.environ.get(name, default)) for name, default in names)
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun") from None
-    sharded = size > 1 and _is_on("ACCELERATE_USE_FSDP")
-    lost = [name.lower() for name in NOT_HONOURED if sharded and _is_on(name)]
-    if lost:
-        raise UsageError(f"{' and '.join(lost)}: not for heads", "set it to false in accelerate's configuration")
-    return World(rank, size, local, sharded, together)
-
-
-def _is_on(name: str) -> bool:
-    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+    if size > 1 and os.environ.get(SHARDING, "").lower() in ("1", "true", "yes"):
+        raise UsageError(f"{SHARDING}: heads are not sharded, each process holds a whole one", "start with torchrun")
+    return World(rank, size, local, together)
 
 
 @contextmanager

@@ -286,16 +286,15 @@ class HeadWriter:
     def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
         """The head into `place`, its record last; `about`: what the record says of the run so far. Returns the record,
         empty in all processes but the main one."""
-        tensors = train.head_tensors(self.module, gather=self.world.gather)
         if not self.world.main:
             return {}
+        tensors = train.head_tensors(self.module)
         plan, options, samples = self.plan, self.options, self.plan.samples
         training = summary(self.run.curve) | {
             "samples": sum(times > 0 for times in self.data.order.passes),
             "held_out": len(self.data.held),
             "peak_lr": options.peak_lr(plan.spec.hidden_size),
             "processes": self.world.size,
-            "sharded": self.world.sharded,
         }
         if plan.spec.has_d2t:
             ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
