@@ -358,7 +358,8 @@ def _train_and_measure(
             raise UsageError(text, "give --eval-data, a larger --held-out or more data; or --acceptance-prompts 0")
         say(text)
 
-    from trtspec.heads.training.run import open_target, run_training, write_record  # ModelOpt takes many seconds
+    from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
+    from trtspec.heads.training.sources import open_target
 
     target_dir = request.run.target_dir
     model, whole = open_target(target_dir, plan, options.dtype, world.device(request.run.device))

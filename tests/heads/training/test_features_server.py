@@ -25,12 +25,12 @@ from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
-from trtspec.heads.training.features import compute_features
 from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.run import _features, run_training
+from trtspec.heads.training.run import run_training
+from trtspec.heads.training.sources import open_states
 from trtspec.models.weights import load_target
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +91,7 @@ def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
 def one_by_one(model, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """States of each sample computed alone, as the server does."""
     layers = plan.spec.aux_layers
-    return {s.id: compute_features(model, [s], layers).states(0) for s in plan.samples}
+    return {s.id: computeopen_states(model, [s], layers).states(0) for s in plan.samples}
 
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
@@ -102,7 +102,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
     with serving(target_dir, captured(model, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
         run = TrainingRun(target_dir, "data", tmp_path)
-        with closing(_features(run, model, served, OPTIONS, World())) as features:
+        with closing(open_states(run, model, served, OPTIONS, World())) as features:
             unequal = 0.0
             for index, (hidden, aux) in enumerate(one_by_one(model, plan).values()):
                 got_hidden, got_aux = features.states(index)
@@ -145,7 +145,7 @@ def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, da
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(TrtspecError, match="captured .* wanted"):
-            _features(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
+            open_states(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
 
 
 def fetched(model, plan, change) -> ServedFeatures:
@@ -196,14 +196,14 @@ def test_what_a_server_may_send_is_refused_by_name(model, plan, monkeypatch, cha
 def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, model, plan):
     """Right shapes all: a layer off by one, another model's weights."""
     sample, layers = plan.samples[0], plan.spec.aux_layers
-    right = compute_features(model, [sample], layers).states(0)[1]
+    right = computeopen_states(model, [sample], layers).states(0)[1]
     assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
     for shift, nearest in ((-1, 0), (1, 2)):
-        wrong = compute_features(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
+        wrong = computeopen_states(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
         with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "):
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
-    foreign = compute_features(other, [sample], layers).states(0)[1]
+    foreign = computeopen_states(other, [sample], layers).states(0)[1]
     with pytest.raises(TrtspecError, match="are of no early layer"):
         check_first_layers(target_dir, sample, foreign, layers, torch.float32)
 

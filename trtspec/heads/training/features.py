@@ -319,12 +319,7 @@ def all_dumps(directory: Path, spec: ModelSpec, num_aux: int, of: StatesOf | Non
     paths = sorted(directory.glob("*.pt"))
     if not paths:
         raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
-    samples, unnamed = [], None
-    for index, path in enumerate(paths):  # the records are let go, each maps its file
-        sample, record = read_dump(path, spec, num_aux, of)
-        samples.append(sample)
-        unnamed = index if unnamed is None and STATES_OF not in record else unnamed
-    return DumpedFeatures(samples, paths, spec, num_aux, unnamed)
+    return _opened(paths, spec, num_aux, of)
 
 
 def find_dumps(
@@ -345,17 +340,25 @@ def dumps_of(
 ) -> DumpedFeatures | None:
     """The dumps of exactly these samples, or None when the directory lacks one.
 
-    An engine's dump counts by its conversation id; where it saw other tokens than we would make of that conversation
-    (another template, a cut), the tokens of the dump are trained on, because its states belong to them.
+    An engine's dump counts by its conversation id. Its tokens may differ from ours (another template, a cut). Then the
+    tokens of the dump are trained on, because its states belong to them.
     """
-    found, paths, unnamed = [], [], None
-    for index, sample in enumerate(samples):
-        ours, engines = dump_path(directory, sample), directory / f"{sample.id}.pt"
-        path = ours if ours.exists() else engines
-        if not path.exists():
-            return None
-        dumped, record = read_dump(path, spec, num_aux, of)
-        found.append(sample if dumped.tokens == sample.tokens else dumped)
-        paths.append(path)
+    paths = [
+        ours if (ours := dump_path(directory, sample)).exists() else directory / f"{sample.id}.pt" for sample in samples
+    ]
+    if not paths or not all(path.exists() for path in paths):
+        return None
+    found = _opened(paths, spec, num_aux, of)
+    pairs = zip(samples, found.samples, strict=True)
+    found.samples = [ours if ours.tokens == dumped.tokens else dumped for ours, dumped in pairs]
+    return found
+
+
+def _opened(paths: list[Path], spec: ModelSpec, num_aux: int, of: StatesOf | None) -> DumpedFeatures:
+    """Checks each dump; its record is let go again, because it maps the file."""
+    samples, unnamed = [], None
+    for index, path in enumerate(paths):
+        sample, record = read_dump(path, spec, num_aux, of)
+        samples.append(sample)
         unnamed = index if unnamed is None and STATES_OF not in record else unnamed
-    return DumpedFeatures(found, paths, spec, num_aux, unnamed) if found else None
+    return DumpedFeatures(samples, paths, spec, num_aux, unnamed)

@@ -27,12 +27,12 @@ from trtspec.heads.training.features import Features, bytes_per_token, padded
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
-from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
+from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData
 from trtspec.models.stream import ROOM, LayerStream, States, similar_length
 from trtspec.report import say
 from trtspec.specs import ModelSpec
 
-CHUNK_BYTES = 256 * 2**30
+CHUNK_BYTES = 256 * 2**30  # of disk that the states of a chunk may take
 POLL = 0.2  # seconds between looks for the parts of other processes
 DISK_SHARE = 0.3  # of the free disk that a chunk may take: there are two, and the hidden states while one is made
 
@@ -209,8 +209,7 @@ def stream_features(
     if chunk_bytes is None:
         chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
         chunk_bytes = world.agree(chunk_bytes)  # the disk fills while the others look
-    data = (plan.data or split_data(plan.samples, options)).of(options)
-    chunks, kept = chunks_in_order(plan.samples, data, stream.spec, len(layers), chunk_bytes)
+    chunks, kept = chunks_in_order(plan.samples, plan.ordered(options), stream.spec, len(layers), chunk_bytes)
     if world.main:
         _check_disk(plan, directory, once=kept < math.inf)
     require_shared(directory, world, "reads the states that the others compute")

@@ -1,9 +1,8 @@
 """The loop that trains a draft head: AdamW over a schedule, resumable at any moment; and what it minimises.
 
 The training-time test: a head drafts several tokens from every position at once, and is judged at each. At step k,
-row q holds two things: the state that the head made k drafts after the target's last one (row q - k), and the token
-that follows row q in the text. So the head meets its own states in training, as it will when it drafts. ModelOpt's own
-loop computes the same function (a test compares them) with all logits in memory.
+row q has two inputs. One is the head's own state, made k drafts after the target's last state (row q - k). The other
+is the token that follows row q in the text. So the head learns from its own states, as it will when it drafts.
 
 Logits of a whole batch over a vocabulary of 163,840 do not fit beside a head: 20,000 tokens are 13 GB for each
 training-time-test step. Here the target's distribution and the head's logits exist for a chunk of positions at a time.

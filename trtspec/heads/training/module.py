@@ -1,17 +1,15 @@
 """An Eagle3 head inside ModelOpt's training module: the only file of this room that imports modelopt.
 
-ModelOpt gives the head (fc, norms, d2t, the 2H-wide attention input) and the layout of its export. Supplied here is
-what it lacks or does differently from every server:
-
-- the decoder layer is ours, so the hidden state is normed once and nothing is downloaded. It holds transformers' own
-  Llama and DeepSeek-V3 attention modules, and its input norm is *not* applied to the hidden state: an Eagle3 head norms
-  the token embedding with `input_layernorm` and the hidden state with `hidden_norm`, each once, inside the attention's
-  input. A stock layer would norm the hidden state a second time in training, with a gain that no server applies;
-- no rope scaling is injected at export;
-- EAGLE-3.1: one norm per captured state before fc, and the normed state fed back to the next step;
-- attention of the later steps as one score matrix and diagonals in place of a k times longer masked one.
-
-ModelOpt's own training-time test computes what `objective` does, with all logits of a batch in memory.
+part                 from       why it is replaced
+fc, norms, d2t       ModelOpt
+attention's input    ModelOpt   (2H wide: the normed token embedding, then the normed hidden state)
+export layout        ModelOpt
+decoder layer        ours       ModelOpt's norms the hidden state a second time, which no server does; for MLA it
+                                downloads code. Ours contains transformers' Llama or DeepSeek-V3 attention
+rope scaling         ours       ModelOpt writes a YaRN block into the config of a head trained without one
+EAGLE-3.1            ours       ModelOpt lacks it: a norm per captured state, the normed state fed back
+later steps          ours       ModelOpt's masked scores grow k times longer; ours are one matrix and k diagonals
+training loop        ours       ModelOpt keeps all logits of a batch in memory; `loop.Objective` is the same function
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.errors import TrtspecError
+from trtspec.heads.training.features_stream import CHUNK_BYTES
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest, check_trackers
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
 from trtspec.specs import GpuSpec, ModelSpec
 
 USABLE = 0.9  # of a GPU's memory
-CHUNK_BYTES = 256 * 2**30  # of host memory or disk that a chunk's states may take while layers are streamed
 OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
 LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
 OTHER_WAYS = "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"

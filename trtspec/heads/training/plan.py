@@ -75,6 +75,10 @@ class TrainingPlan:
     counted: int | None = None  # samples of a plan made without the data
     dumped: Features | None = None  # the states, where a directory holds them already
 
+    def ordered(self, options: TrainOptions) -> TrainingData:
+        """Which samples make up which step under these options."""
+        return (self.data or split_data(self.samples, options)).of(options)
+
     @property
     def warnings(self) -> list[str]:
         """What engines cannot do with the head that is to be trained."""
@@ -172,7 +176,7 @@ def _count(spec: HeadSpec) -> int:
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
     """Whether the head to start from fits, the figure of the best head can be had, and the run that the output holds
     would resume with these options; raises otherwise. Returns what --dry-run says about it."""
-    data = (plan.data or split_data(plan.samples, options)).of(options)
+    data = plan.ordered(options)
     if run.init is not None:
         check_initial(run.init, plan.spec)
     best = best_by(run.best_by, plan.samples, data.held)

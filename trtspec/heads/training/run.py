@@ -8,39 +8,23 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.config import head_config
 from trtspec.checkpoint.heads.read import head_spec
-from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import write_shard
-from trtspec.errors import TrtspecError
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, summary
-from trtspec.heads.training.features import (
-    DumpedFeatures,
-    Features,
-    HeldFeatures,
-    compute_features,
-    dump_features,
-    dumps_of,
-    states_of,
-)
-from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
-from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.loop import RunControls, train_head
-from trtspec.heads.training.options import Dumped, Served, Streamed, TrainingRun, TrainOptions, check_trackers
+from trtspec.heads.training.options import TrainingRun, TrainOptions, check_trackers
 from trtspec.heads.training.plan import (
-    MEMORY_SHARE,
     STATE_NAME,
     KeptState,
     TrainingPlan,
@@ -50,10 +34,9 @@ from trtspec.heads.training.plan import (
     saved_run,
 )
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
-from trtspec.heads.training.samples import Sample, TrainingData, coverage, draft_vocabulary, split_data
-from trtspec.models.stream import LayerStream
-from trtspec.models.weights import load_target
-from trtspec.report import fsync_directory, progress_bar, provenance, write_atomic, write_json
+from trtspec.heads.training.samples import TrainingData, coverage, draft_vocabulary
+from trtspec.heads.training.sources import open_states
+from trtspec.report import fsync_directory, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -80,7 +63,7 @@ def run_training(
     """
     require_shared(run.work, world, "resumes from the state that the main one saved there")
     options = options.for_device(run.device)
-    data = (plan.data or split_data(plan.samples, options)).of(options)
+    data = plan.ordered(options)
     fingerprint = run_fingerprint(run, plan.samples, data, options)
     if saved := saved_run(run.work):
         check_saved(saved, fingerprint, data.order.total, run.output)
@@ -91,7 +74,7 @@ def run_training(
     exports = Exports(run.output, run.exports, run.keep, best_by(run.best_by, plan.samples, data.held), writer)
     kept = KeptState(run.work, run.curve, fingerprint, run.save_every)
     with (
-        closing(_features(run, model, plan, options, world)) as features,
+        closing(open_states(run, model, plan, options, world)) as features,
         tracked(run, options, world) as log,
         Stop(run.deadline) as stop,
     ):
@@ -106,18 +89,6 @@ def run_training(
     if world.main and result.finished:
         _tidy(run)
     return record
-
-
-def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str) -> tuple[KimiModel, bool]:
-    """(the target, whether with its layers). Its embeddings, final norm and lm_head suffice where the states come by
-    another way: streamed, from a server, or from dumps of a target that does not fit."""
-    stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-    large = stored > MEMORY_SHARE * machine.free_memory()
-    apart = not plan.features.needs_layers or (large and plan.dumped is not None)
-    if not apart:
-        return load_target(target_dir, dtype=dtype, device=device), True
-    with LayerStream(target_dir, dtype=dtype, device=device) as stream:
-        return stream.ends(), False
 
 
 def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -> train.TrainingModule:
@@ -150,73 +121,6 @@ def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
     drop = ("embed_tokens.weight", "t2d")
     named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
     return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
-
-
-def _features(run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: TrainOptions, world: World) -> Features:
-    """The states of all samples, or a promise of them: a stream makes, a server sends them while training."""
-    match plan.features:
-        case Served(urls):
-            longest = max(len(sample.tokens) for sample in plan.samples)
-            client = partial(train.state_client, urls, served_model(urls, longest), longest)
-            client()  # what is missing is missed before the run begins
-            served = ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
-            shortest = min(range(len(plan.samples)), key=lambda index: len(plan.samples[index].tokens))
-            _compare(run, plan, served, shortest, model.dtype, world)
-            return served
-        case Streamed():
-            stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), world)
-            return stream_features(stream, plan, options, run.work, identity_digest(run.target_dir), world=world)
-    features = gather_features(model, plan, run.target_dir, world)
-    if isinstance(features, DumpedFeatures) and features.unnamed is not None:
-        _compare(run, plan, features, features.unnamed, model.dtype, world)
-    return features
-
-
-def gather_features(model: KimiModel, plan: TrainingPlan, target_dir: Path, world: World = ALONE) -> Features:
-    """The states of all samples: from dumps where they exist, else computed (and dumped when a directory was given)."""
-    if plan.dumped is not None:
-        return plan.dumped
-    layers = plan.spec.aux_layers or ()
-    with progress_bar("states of the target", plan.tokens / world.size, "tokens") as bar:
-        if not isinstance(plan.features, Dumped):
-            return _compute_together(model, plan.samples, layers, bar.advance, world)
-        directory, of = plan.features.directory, states_of(target_dir, layers)
-        dump_features(model, plan.samples, directory, of, bar.advance, slice(world.rank, None, world.size))
-    world.wait()
-    dumped = dumps_of(plan.samples, directory, model.spec, plan.spec.num_aux, of)
-    if dumped is None:
-        raise TrtspecError(
-            f"TS-FEATURES-SHARED {directory} lacks states that another process computed",
-            "put it on storage that all nodes share",
-        )
-    return dumped
-
-
-def _compute_together(
-    model: KimiModel, samples: list[Sample], layers: tuple[int, ...], advance: Callable[[int], None], world: World
-) -> HeldFeatures:
-    """Each process runs the target over its part of the samples and hears the states of the others."""
-    if world.size == 1:
-        return compute_features(model, samples, layers, advance)
-    bounds = [len(samples) * rank // world.size for rank in range(world.size + 1)]
-    mine = compute_features(model, samples[bounds[world.rank] : bounds[world.rank + 1]], layers, advance)
-    whole = HeldFeatures(samples, model.spec.hidden_size, len(layers))
-    for source in range(world.size):
-        rows = slice(whole.offsets[bounds[source]], whole.offsets[bounds[source + 1]])
-        if source == world.rank:
-            whole.hidden[rows], whole.aux[rows] = mine.hidden, mine.aux
-        for part in (whole.hidden[rows], whole.aux[rows]):
-            world.broadcast(part.view(torch.uint8), source)  # gloo knows no bf16
-    return whole
-
-
-def _compare(
-    run: TrainingRun, plan: TrainingPlan, features: Features, index: int, dtype: torch.dtype, world: World
-) -> None:
-    """One sample of states that another program made, with the target's own first layers."""
-    if world.main:
-        aux, layers = features.states(index)[1], plan.spec.aux_layers or ()
-        check_first_layers(run.target_dir, features.samples[index], aux, layers, dtype)
 
 
 def _tidy(run: TrainingRun) -> None:

@@ -249,12 +249,12 @@ class TrainingData:
         return replace(self, order=replace(self.order, options=options))
 
 
-def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
-    """Every sample once in an epoch, but the `held_out` share."""
-    train, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
-    passes = [0.0] * len(samples)
-    for index in train:
-        passes[index] = 1.0
+def split_data(samples: list[Sample], options: TrainOptions, passes: list[float] | None = None) -> TrainingData:
+    """Holds out the `held_out` share. Every other sample comes `passes` times in an epoch, by default once."""
+    _, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
+    passes = list(passes) if passes else [1.0] * len(samples)
+    for index in held:
+        passes[index] = 0.0
     return TrainingData(DataOrder([len(sample.tokens) for sample in samples], passes, options), held)
 
 
@@ -321,21 +321,11 @@ def read_mixture(files: DataFiles, tokenizer: KimiTokenizer, options: TrainOptio
     if not samples:
         raise UsageError(f"every conversation of {files} is in {files.evaluation} too", "give others to evaluate on")
     if not held:
-        return Mixture(samples, _split(samples, passes, options), told)
+        return Mixture(samples, split_data(samples, options, passes), told)
     told.append({"file": files.evaluation, "passes": 0, "conversations": len(held)} | evaluated)
     lengths = [len(sample.tokens) for sample in samples + held]
     order = DataOrder(lengths, passes + [0.0] * len(held), options)
     return Mixture(samples + held, TrainingData(order, list(range(len(samples), len(lengths)))), told)
-
-
-def _split(samples: list[Sample], passes: list[float], options: TrainOptions) -> TrainingData:
-    """As `split_data`, each sample with its passes."""
-    plain = split_data(samples, options)
-    if all(times == 1 for times in passes):
-        return plain
-    held = set(plain.held)
-    weighed = [0.0 if index in held else times for index, times in enumerate(passes)]
-    return TrainingData(replace(plain.order, passes=weighed), plain.held)
 
 
 def _unique(samples: list[Sample], seen: dict[bytes, str], deduplicate: bool) -> list[Sample]:
