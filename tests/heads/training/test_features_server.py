@@ -25,6 +25,7 @@ from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
+from trtspec.heads.training.features import compute_features
 from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
 from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
@@ -91,7 +92,7 @@ def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
 def one_by_one(model, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """States of each sample computed alone, as the server does."""
     layers = plan.spec.aux_layers
-    return {s.id: computeopen_states(model, [s], layers).states(0) for s in plan.samples}
+    return {s.id: compute_features(model, [s], layers).states(0) for s in plan.samples}
 
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
@@ -196,14 +197,14 @@ def test_what_a_server_may_send_is_refused_by_name(model, plan, monkeypatch, cha
 def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, model, plan):
     """Right shapes all: a layer off by one, another model's weights."""
     sample, layers = plan.samples[0], plan.spec.aux_layers
-    right = computeopen_states(model, [sample], layers).states(0)[1]
+    right = compute_features(model, [sample], layers).states(0)[1]
     assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
     for shift, nearest in ((-1, 0), (1, 2)):
-        wrong = computeopen_states(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
+        wrong = compute_features(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
         with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "):
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
-    foreign = computeopen_states(other, [sample], layers).states(0)[1]
+    foreign = compute_features(other, [sample], layers).states(0)[1]
     with pytest.raises(TrtspecError, match="are of no early layer"):
         check_first_layers(target_dir, sample, foreign, layers, torch.float32)
 
