@@ -20,10 +20,11 @@ from typing import Any
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
-from trtspec.errors import TrtspecError
+from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.training.features_stream import CHUNK_BYTES
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest, check_trackers
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
+from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 
 USABLE = 0.9  # of a GPU's memory
@@ -87,6 +88,7 @@ def needs(
     trainers, peak = _trainers(plan, target, options, memory)
     parallel = _power_of_two(stored / memory * 1.15)
     layer = decoded_layer_bytes(target)
+    refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
     training = plan.tokens * epochs * training_flops(plan, target, options)
     return {
         "gpu": gpu.name,
@@ -105,7 +107,7 @@ def needs(
             "training": {"flops": round(training), "least_gpus": trainers, "peak_bytes": round(peak)},
         },
         "ways": ways(plan, stored, layer, parallel, trainers, peak, memory),
-        "dump_commands": dump_commands(name, data, plan, options, parallel),
+        "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
     }
 
@@ -190,13 +192,18 @@ def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions,
     return OPTIMIZER_BYTES * plan.parameters + ends + tokens * (over_vocabulary + layer)
 
 
-def dump_commands(name: str, data: str, plan: TrainingPlan, options: TrainOptions, parallel: int) -> dict[str, str]:
-    """How ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states) write the dumps."""
+def dump_commands(
+    name: str, data: str, plan: TrainingPlan, options: TrainOptions, parallel: int, refused: list[Problem]
+) -> dict[str, str]:
+    """How ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states) write the dumps.
+
+    `refused`: why TensorRT-LLM does not run the target there. The reason then replaces its command.
+    """
     layers = ",".join(map(str, plan.spec.aux_layers or ()))
     where = f"--input-data {shlex.quote(data)} --output-dir dumps --max-seq-len {options.seq_len} --tp {parallel}"
+    trtllm = f"python compute_hidden_states_trtllm.py --model {name} {where} --moe-ep {parallel} --aux-layers {layers}"
     return {
-        "trtllm": f"python compute_hidden_states_trtllm.py --model {name} {where} --moe-ep {parallel} "
-        f"--aux-layers {layers}",
+        "trtllm": f"# {refused[0].message}" if refused else trtllm,
         "vllm": f"python compute_hidden_states_vllm.py --model {name} {where} --trust_remote_code",
     }
 
