@@ -339,8 +339,7 @@ def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
             os.environ["TRTSPEC_QUIET"] = "1"
         check_trackers(request.run.log_with)
         options = options.for_device(request.run.device)
-        spec = require_target(target).spec
-        plan = make_plan(target, spec, request.data, options, request.features)
+        plan = make_plan(target, require_target(target).spec, request.data, options, request.features)
         return _train_and_measure(request, plan, options, world)
 
 
