@@ -54,7 +54,7 @@ def convert(options: ConvertOptions) -> Result:
 
     same = ("to", "from_", "lm_head", "embed_tokens", "rope_theta", "dry_run", "force")
     chosen = Options(**{name: getattr(options, name) for name in same})
-    if options.dry_run and (absent := unreachable(resolve(options.head, allow_download=False))) is not None:
+    if options.dry_run and (absent := unreachable(options.head)) is not None:
         spec = load_head(options.head).spec
         about = {"from": spec.dialect, "to": options.to, "attention": spec.attention, "eagle": spec.eagle}
         line = f"would write {options.output}: {spec.dialect} -> {options.to}, EAGLE-{spec.eagle} {spec.attention}"

@@ -101,10 +101,10 @@ def quantize(options: QuantizeOptions) -> Result:
 
 def _from_shapes(options: QuantizeOptions) -> Result | None:
     """Sizes of a published checkpoint that is not here and cannot be asked for; None for any other source."""
-    from trtspec.checkpoint.hub import load_target, resolve, unreachable
+    from trtspec.checkpoint.hub import load_target, unreachable
     from trtspec.planning.memory import checkpoint_bytes
 
-    absent = unreachable(resolve(options.source, allow_download=False))
+    absent = unreachable(options.source)
     if absent is None or (spec := load_target(options.source).spec).quant.format.is_fp4:
         return None
     policy = policy_of(options.policy, options.source, Path(options.source))
