@@ -16,7 +16,7 @@ import pytest
 from trtspec.cli.demo import STAGES, prepare
 from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.launch.processes import free_ports
+from trtspec.launch.processes import require_free_ports
 
 
 def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
@@ -51,7 +51,7 @@ def lasting_ports() -> int:
     """The first of the demo's ports, none of which the system gives to an outgoing connection minutes later."""
     for first in range(20000 + random.randrange(5000), 32000, 2):
         with contextlib.suppress(TrtspecError):
-            free_ports(first, 2)
+            require_free_ports(first, 2)
             return first
     raise AssertionError("no ports are free")
 

@@ -133,7 +133,7 @@ class Crowd:
         status = int(answer[9:12]) if answer[:7] == b"HTTP/1." and answer[9:12].isdigit() else None
         self.statuses[status] += 1
         failed = status is not None and (status >= 500 or b'"type":"server_error"' in answer.replace(b'": ', b'":'))
-        if failed and b"retry-after" not in answer:  # more forms than are compiled at once are to come again
+        if failed and not (status == 503 and b"retry-after" in answer):  # grammars wait for their turn to compile
             self.bad.append(f"{attack.name}: {answer[-300:]!r} for {attack.data[:600]!r}")
 
     async def ask(self, body: dict[str, object]) -> bytes:

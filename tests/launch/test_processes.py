@@ -17,7 +17,7 @@ import pytest
 
 from tests.bench.conftest import STAND_IN, free_port
 from trtspec.errors import TrtspecError
-from trtspec.launch.processes import duration, free_ports, run_trtspec, served
+from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 
 
 def test_a_command_leaves_its_output_and_its_messages(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_taken_port_is_named_before_work_begins(tmp_path: Path) -> None:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             try:
-                free_ports(port, 1)
+                require_free_ports(port, 1)
                 time.sleep(0.1)
             except TrtspecError as error:
                 assert str(port) in error.message

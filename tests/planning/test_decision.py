@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
-from trtspec.cli.plan import PlanOptions, planned
+from trtspec.cli.plan import PlanOptions, choose_layout
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.planning.decision import Decision, command
 from trtspec.planning.report import shown
@@ -34,7 +34,7 @@ def decided(*words: str) -> tuple[Decision, str]:
     """The decision of `trtspec plan` with these words, and what it prints."""
     options = parse(PlanOptions, list(words), "plan")
     model, head = load_target(options.target).spec, load_head(options.head).spec if options.head else None
-    decision, setting = planned(options, model, head)
+    decision, setting = choose_layout(options, model, head)
     with redirect_stdout(StringIO()) as output:
         print_tables(*shown(decision, model, (options.target, options.head), setting))
     return decision, output.getvalue()
@@ -100,7 +100,7 @@ def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], 
 def test_a_head_of_another_target_is_never_recommended() -> None:
     options = parse(PlanOptions, [NVFP4, "--head", HEAD, "--acceptance", "2.62@3"], "plan")
     head = replace(load_head(HEAD).spec, target_hidden_size=4096)
-    decision, setting = planned(options, load_target(NVFP4).spec, head)
+    decision, setting = choose_layout(options, load_target(NVFP4).spec, head)
     assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
     _, lines = shown(decision, load_target(NVFP4).spec, (NVFP4, HEAD), setting)
     assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
@@ -182,7 +182,7 @@ def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:
 
 def test_the_command_quotes_what_a_shell_would_split() -> None:
     options = parse(PlanOptions, [NVFP4], "plan")
-    decision, setting = planned(options, load_target(NVFP4).spec, None)
+    decision, setting = choose_layout(options, load_target(NVFP4).spec, None)
     assert decision.best is not None
     assert "'/models/my kimi'" in command(decision.best, "/models/my kimi", None, setting)
 

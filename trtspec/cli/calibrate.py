@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption, argument, option
 from trtspec.report import OutputOptions, Result, progress_bar, value_table
-
-if TYPE_CHECKING:
-    pass
 
 GIB = 2**30
 

@@ -40,15 +40,14 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Run the whole workflow on a small Kimi-shaped model on this CPU, and write a report.
 
-    The first stage streams an answer with and without speculation. Every other one is made of ordinary trtspec
-    commands: inspect, quantize, synthesize, train, prove, build-config, lint, serve. Takes about seven minutes on two
-    cores.
+    The first stage streams an answer with and without speculation. All other stages are ordinary trtspec commands:
+    inspect, quantize, synthesize, train, prove, build-config, lint, serve. Takes about seven minutes on two cores.
     """
     from trtspec.cli.app import require_packages
 
     require_packages("torch", "transformers", "fastapi", "uvicorn", "modelopt")
     prepare(options.output, options.force)
-    processes.free_ports(options.port, 2)
+    processes.require_free_ports(options.port, 2)
     made = Demo(options.output, options.port)
     with termination_as_interrupt():
         made.all_stages()

@@ -57,8 +57,8 @@ class LintOptions:
 
 @dataclass(frozen=True)
 class Judged:
-    """One file: what is wrong with it or the options it is served with, what `corrected` it and whether that is `fixed`
-    in the file. Where it could not be judged, `error` says why."""
+    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that a fix solves,
+    `fix_applied` says whether the file has it now. Where it could not be judged, `error` says why."""
 
     name: str
     document: Document | None = None
@@ -66,7 +66,7 @@ class Judged:
     reason: str | None = None
     findings: list[Finding] = field(default_factory=list)
     corrected: list[Finding] = field(default_factory=list)
-    fixed: bool = False
+    fix_applied: bool = False
     diff: str = ""
     error: TrtspecError | None = None
 
@@ -90,7 +90,7 @@ class Judged:
         return replace(self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)])
 
     def to_dict(self) -> dict[str, Any]:
-        fixable = set() if self.fixed else {(finding.code, finding.key) for finding in self.corrected}
+        fixable = set() if self.fix_applied else {(finding.code, finding.key) for finding in self.corrected}
         found: dict[str, Any] = {
             "ok": self.ok,
             "file": self.name,
@@ -100,7 +100,7 @@ class Judged:
                 {**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in fixable}
                 for finding in self.findings
             ],
-            "fixed": [finding.to_dict(self.name) for finding in self.corrected] if self.fixed else [],
+            "fixed": [finding.to_dict(self.name) for finding in self.corrected] if self.fix_applied else [],
             "diff": self.diff,
         }
         return found | ({"error": self.error.to_dict()} if self.error else {})
@@ -266,7 +266,7 @@ def _write(file: str, text: str) -> None:
 
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
-    for finding in judged.corrected if judged.fixed else ():
+    for finding in judged.corrected if judged.fix_applied else ():
         yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
     if judged.error is not None:
         return

@@ -79,15 +79,15 @@ def plan(options: PlanOptions) -> Result:
 
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
-    decision, setting = planned(options, model, head)
+    decision, setting = choose_layout(options, model, head)
     names = (options.target, options.head)
     tables, lines = shown(decision, model, names, setting, options.verbose)
-    values, problems = to_dict(decision, model, names, setting), _doubts(options, model, head, setting)
+    values, problems = to_dict(decision, model, names, setting), _warnings(options, model, head, setting)
     return Result(values, problems, tables, lines, _failure(decision, setting, options))
 
 
-def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
-    """The decision for these options, and what it was made for. Raises UsageError."""
+def choose_layout(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
+    """The best layout for these options among those tried, and what it was chosen for. Raises UsageError."""
     from trtspec.data_files import gpu_spec
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import Targets, decide
@@ -111,7 +111,7 @@ def planned(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tu
     return decide(model, head, [first] if fixed else layouts(model, first.gpus), setting, targets), setting
 
 
-def _doubts(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
+def _warnings(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
     """Warnings about the pair, and about acceptance that was measured elsewhere."""
     from trtspec.checkpoint.heads.pairing import pair_problems
     from trtspec.planning.acceptance import other_model

@@ -93,31 +93,31 @@ def _run(options: ServeOptions) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
     from trtspec.checkpoint.hub import must_be_head, must_be_target
 
-    _refuse_known(options.target, must_be_target)  # before the seconds that importing PyTorch takes
+    _refuse_wrong_kind(options.target, must_be_target)  # before the seconds that importing PyTorch takes
     if options.head:
-        _refuse_known(options.head, must_be_head)
+        _refuse_wrong_kind(options.head, must_be_head)
     from trtspec.engine.server import ServerOptions, run
 
-    target = _local(options.target, must_be_target)
-    head = _local(options.head, must_be_head) if options.head else None
-    sizes = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
-    known: dict[str, Any] = {key: getattr(options, key) for key in sizes if getattr(options, key) is not None}
+    target, hub_id = _local(options.target, must_be_target)
+    head = _local(options.head, must_be_head)[0] if options.head else None
+    passed = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
+    given: dict[str, Any] = {key: getattr(options, key) for key in passed if getattr(options, key) is not None}
     if options.prefix_cache_mib is not None:
-        known["prefix_bytes"] = options.prefix_cache_mib << 20
+        given["prefix_bytes"] = options.prefix_cache_mib << 20
     settings = ServerOptions(
         host=options.host,
         port=options.port,
         dtype=options.dtype,
         device=options.device,
-        served_model_name=options.served_model_name or target[1],
+        served_model_name=options.served_model_name or hub_id,
         api_key=options.api_key,
-        **known,
+        **given,
     )
-    run(target[0], head[0] if head else None, settings)
+    run(target, head, settings)
 
 
-def _refuse_known(name: str, require: Callable[[Resolved], None]) -> None:
-    """Raises UsageError where what is here, or known of the name, is not what is wanted; nothing is fetched."""
+def _refuse_wrong_kind(name: str, require: Callable[[Resolved], None]) -> None:
+    """Raises UsageError early if the name is known to be of the other kind, a head for a target. Fetches nothing."""
     from trtspec.checkpoint.hub import resolve
 
     known = resolve(name, allow_download=False)

@@ -88,7 +88,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     if not resumes:
         refuse_overwrite(output, options.force)
     if options.dry_run:
-        plan = _plan(options, len(chosen), sampling, resumes)
+        plan = _dry_run(options, len(chosen), sampling, resumes)
         return Result(plan, tables=[value_table(plan)])
     if options.restart:
         journal.unlink(missing_ok=True)
@@ -116,8 +116,8 @@ def synthesize(options: SynthesizeOptions) -> Result:
     return Result(summary, tables=[value_table(summary)], failure=failure)
 
 
-def _plan(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
-    """What --dry-run answers; the key itself is never shown."""
+def _dry_run(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
+    """What --dry-run prints; the key itself is never shown."""
     return {
         "prompts": prompts,
         "output": str(options.output),

@@ -325,16 +325,16 @@ def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
 
 
 def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
-    """Plans, trains and measures; the record of the run, empty in all processes but the main one."""
-    # OpenMP reads this when torch is loaded. Threads that spin long for each other stop the run where cores are shared.
+    """Plans, trains and measures. Returns the record of the run in the main process, {} in the others."""
+    # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
-    from trtspec.heads.training.processes import joined
+    from trtspec.heads.training.processes import process_group
 
     target = directory_of(request.target)
     request = replace(request, run=replace(request.run, target_dir=target))
-    with joined(request.run.device) as world:
+    with process_group(request.run.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
         check_trackers(request.run.log_with)

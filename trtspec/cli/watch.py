@@ -35,10 +35,10 @@ class WatchOptions:
 
 
 def watch(options: WatchOptions) -> report.Result | None:
-    """Read acceptance of a live endpoint from its server's counters, as a Prometheus metric.
+    """Read acceptance of a live endpoint from its server's counters, and export it as a Prometheus metric.
 
-    Reads Prometheus metrics or TensorRT-LLM's iteration statistics. With --json prints one object per reading. With
-    --once judges all that the server counted since it started.
+    The counters are Prometheus metrics or TensorRT-LLM's iteration statistics. With --json prints one object per
+    reading. With --once judges all that the server counted since it started.
     """
     from trtspec.client.addresses import server_url
 

@@ -125,7 +125,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def free_ports(first: int, count: int, patience: float = 0.0) -> None:
+def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
     for port in range(first, first + count):

@@ -122,8 +122,8 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
     """Each process with a directory of its own in place of a shared one."""
     script = (
         "import pathlib, sys\n"
-        "from trtspec.heads.training.processes import joined, require_shared\n"
-        "with joined('cpu') as world:\n"
+        "from trtspec.heads.training.processes import process_group, require_shared\n"
+        "with process_group('cpu') as world:\n"
         "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
         "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
     )

@@ -26,11 +26,11 @@ from trtspec.heads.training.samples import batches_of_epoch, split_held_out
 from trtspec.heads.training.features_stream import open_stream, stream_features
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import make_plan
-from trtspec.heads.training.processes import joined
+from trtspec.heads.training.processes import process_group
 
 target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
-with joined("cpu") as world:
+with process_group("cpu") as world:
     stream = open_stream(target, torch.float32, "cpu", world)
     plan = make_plan(target, stream.spec, data, options, Streamed())
     features = stream_features(stream, plan, options, work, "target", chunk_bytes=200_000, world=world)

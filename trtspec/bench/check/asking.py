@@ -108,7 +108,8 @@ async def record(
     context: int,
     withheld: Set[str] = frozenset(),
 ) -> list[Exchange]:
-    """Asks everything of one server: `samples` questions, answers of `max_tokens`, long prompts of `context` tokens."""
+    """Sends all prompts of a check to one server and returns the answers: first prompts, those made from their answers,
+    a crowd at CROWD times the concurrency, some after it. `withheld`: parameters that would end the engine."""
     prompts = Prompts(
         tokenizer=asker.tokenizer, questions=questions, samples=samples, max_tokens=max_tokens, context=context,
         crowd_size=CROWD * asker.concurrency, ids=dict(asker.server.adapter.ids), withheld=withheld,

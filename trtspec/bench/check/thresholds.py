@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
-CERTAIN = (1.0, 2.0)  # nats: one answer fails from here (0.8 was bfloat16), and at the latest from there
+CERTAIN = (1.0, 2.0)  # nats: least and most of the regret from which one answer fails (bfloat16 reaches 0.8)
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler

@@ -80,6 +80,7 @@ def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> Endpoi
 
 
 def describe_level(target: MeasuredEndpoint, level: LoadLevel, workload: BenchWorkload) -> LevelResult:
+    """The results of one endpoint at one load, over all its rounds."""
     counts, runs = target.counts.get(level, []), target.rounds[level]
     numbers = sorted({run.number for run in runs})
     return LevelResult(
@@ -235,12 +236,13 @@ def no_acceptance(
 
 
 def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
+    """Drafts of which the target accepts none."""
     steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
-            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or is "
-            "served with another function than it was trained with"
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "
+            "engine computes it otherwise than its training did (rope, norms, captured layers)"
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message, "trtspec inspect HEAD --against TARGET"
 

@@ -25,7 +25,7 @@ from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.preflight import read_gpus
-from trtspec.launch.processes import duration, free_ports, run_trtspec, served
+from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
@@ -54,7 +54,7 @@ def prove(
         for launch in dict.fromkeys(step.launch for step in steps if step not in done):
             with ExitStack() as stack:
                 if launch:
-                    free_ports(setup.port, 1, patience)
+                    require_free_ports(setup.port, 1, patience)
                     _serve(setup, launch, journal, directory, startup, stack)
                 for step in steps:
                     if step.launch == launch and step not in done:

@@ -180,7 +180,7 @@ def thinking_words(mode: str | None) -> str:
 
 
 def workload_line(results: BenchResults) -> str:
-    """What was asked of what, in a sentence."""
+    """One sentence: server, data set, load and sampling of this benchmark."""
     work, version = results.workload, results.server.version
     loads = [f"{rate:g}/s" for rate in work.rates] or [str(level) for level in work.concurrency]
     return (

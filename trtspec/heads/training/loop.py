@@ -216,11 +216,11 @@ def read_back(figures: list[Tensor], norm: Tensor) -> tuple[Tensor, float]:
 def simulate_acceptance(agree: Sequence[Sequence[bool]], answer: Sequence[int]) -> tuple[int, int]:
     """(verifications, accepted drafts) over one sample, from agreement on its answer: no engine, no generation.
 
-    Greedy decoding of the answer is walked through as a server would do it. At each verification, the head's drafts
-    count up to the first that is not the target's best token, the target adds one, and the next verification begins
-    behind them. Drafts after the first were made with the answer's own tokens in place of the head's, which are the
-    same as long as all before agreed and the answer is what the target says greedily. Acceptance length =
-    1 + accepted / verifications; the draft length is the number of training-time-test steps.
+    The answer is verified as a server would do it. At each verification the head's drafts count up to the first that is
+    not the target's best token. The target adds one token, and the next verification begins behind it. Drafts after the
+    first were made with the answer's own tokens in place of the head's. Both are the same while all drafts before
+    agreed and the answer is the target's greedy one. Acceptance length = 1 + accepted / verifications; the draft length
+    is the number of training-time-test steps.
 
     agree[k][q]: whether the draft of step k at row q is the target's best token; answer[t]: 1 where token t was
     written by the target. The first token of an answer comes from the prompt's own pass.

@@ -114,7 +114,7 @@ def world_from_env() -> World:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
+def process_group(device: str) -> Iterator[World]:
     """Joins the group for the length of a run: gloo on CPUs; on GPUs nccl, and gloo for what lies in host memory."""
     world = world_from_env()
     if world.size == 1:
