@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import ssl
 import statistics
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,11 +92,11 @@ async def one_round(url: str, number: int, count: int) -> Seen:
         """Streams without a grammar, one after the other."""
         body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         while not done.is_set():
-            last = time.monotonic()
+            last, waits = time.monotonic(), seen.innocents  # for the first chunk, then between chunks
             async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
                 async for _ in stream.aiter_lines():
-                    seen.gaps.append(time.monotonic() - last)
-                    last = time.monotonic()
+                    waits.append(time.monotonic() - last)
+                    last, waits = time.monotonic(), seen.gaps
 
     async def innocent(client: httpx.AsyncClient, form: dict[str, str] | None) -> None:
         while not done.is_set():
@@ -122,13 +124,18 @@ async def one_round(url: str, number: int, count: int) -> Seen:
             if answer.status_code == 503:
                 assert answer.headers["retry-after"]
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        assert (await client.post(f"{url}/v1/completions", json={"prompt": "x", "response_format": KNOWN})).is_success
-        others = [asyncio.create_task(victim(client)) for _ in range(VICTIMS)]
-        others += [asyncio.create_task(innocent(client, form)) for form in (None, KNOWN)]
+    async with AsyncExitStack() as stack:  # a client each: in a shared one, requests wait seconds for its pool
+        context = ssl.create_default_context()
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(timeout=60, verify=context))
+            for _ in range(VICTIMS + 2 + AT_ONCE)
+        ]
+        known = {"prompt": "x", "response_format": KNOWN}
+        assert (await clients[0].post(f"{url}/v1/completions", json=known)).is_success
+        others = [asyncio.create_task(victim(clients.pop())) for _ in range(VICTIMS)]
+        others += [asyncio.create_task(innocent(clients.pop(), form)) for form in (None, KNOWN)]
         await asyncio.sleep(1)
-        await asyncio.gather(*(attacker(client) for _ in range(AT_ONCE)))
+        await asyncio.gather(*map(attacker, clients))
         done.set()
         await asyncio.gather(*others)
     return seen
@@ -143,6 +150,8 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
             asyncio.run(one_round(running.url, 0, 64))
         before = process.memory_info().rss
         found = [asyncio.run(one_round(running.url, number + 1, count)) for number in range(rounds)]
+        new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}
+        assert httpx.post(f"{running.url}/v1/completions", json=new, timeout=60).is_success  # it still compiles
         grown = process.memory_info().rss / before - 1
         assert len(process.children(recursive=True)) <= 4
     finally:

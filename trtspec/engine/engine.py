@@ -7,6 +7,7 @@ see them.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows that decode
+PASSING = 256  # requests
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,9 @@ class Engine:
         """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
         check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
 
-    def enqueue(self, request: GenerationRequest) -> None:
-        """Queues a request that `check` took."""
+    def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
+        """Queues a request that `check` took, behind `earlier` ones of the same call: for each of them it lets PASSING
+        later requests go first, so that a call of many choices keeps nobody else waiting."""
         sequence = Sequence(
             request,
             draft_len=self.draft_len,
@@ -125,8 +128,9 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
+        sequence.turn = self.submitted + earlier * PASSING
         self.submitted += 1
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda one: one.turn)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request at the next step, with finish reason "cancelled"; an unknown or finished id is ignored."""

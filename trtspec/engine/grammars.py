@@ -1,14 +1,15 @@
 """What an answer must look like (a JSON schema, a regular expression, a Kimi tool call), compiled where it harms none.
 
 A grammar comes from a stranger, and a short one may take minutes and gigabytes. So each is first tried in a fork of a
-process that holds the vocabulary (`main`). The fork has the lowest priority. The kernel ends it after COMPILE_SECONDS
+process that holds the vocabulary (`main`). The fork has a low priority. The kernel ends it after COMPILE_SECONDS
 of processor time or beyond COMPILE_BYTES. What passed there is compiled once more here and kept for the next request,
-in a thread of lowest priority that leaves Python's lock alone.
+in a thread of low priority that leaves Python's lock alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -33,17 +34,18 @@ from trtspec.errors import MissingDependency
 if TYPE_CHECKING:
     from trtspec.engine.bodies import Function
 
-AT_ONCE = 2  # grammars that are compiled
+AT_ONCE = 1  # grammars that are compiled
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
-ANSWER_SECONDS = 10.0  # on the clock: a busy machine may give the lowest priority next to nothing
+ANSWER_SECONDS = 1.5  # on the clock, with the wait for a turn; later the client is asked to come again
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
-KEPT_BYTES = 16 << 20  # of compiled grammars
+KEPT_BYTES = 4 << 20  # of compiled grammars
 # processor time of all masks of a request, its choices together
 REQUEST_SECONDS, REQUEST_SECONDS_PER_TOKEN = 0.25, 0.005
-LOWEST = 19  # nice(2)
+LOW = 5  # nice(2): where processors lack, a third of what the engine gets
+LIBC = ctypes.CDLL(None)
 
 
 class GrammarsBusy(Exception):
@@ -95,7 +97,7 @@ class Grammars:
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(AT_ONCE, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOWEST))
+        self._threads = ThreadPoolExecutor(AT_ONCE, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
         self._turns, self._waiting = asyncio.Semaphore(AT_ONCE), 0
         self._starting = asyncio.Lock()
         self._forking: subprocess.Popen[bytes] | None = None  # `main`, which hears of each try through `_control`
@@ -122,23 +124,19 @@ class Grammars:
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
         _library()
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= AT_ONCE + MOST_WAITING:
             raise GrammarsBusy
         self._waiting += 1
         try:
-            await self._turns.acquire()
-        finally:
-            self._waiting -= 1
-        try:
             control = await self._started()
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(ANSWER_SECONDS), self._turns:
                 reply = await self._ask(control, json.dumps([kind, text]).encode())
         except (TimeoutError, BlockingIOError):
             raise GrammarsBusy from None
         except OSError as error:
             raise ValueError(f"no process can compile it: {error.strerror}") from None
         finally:
-            self._turns.release()
+            self._waiting -= 1
         if "error" in reply:
             raise ValueError(reply["error"])
         return int(reply["bytes"])
@@ -187,6 +185,8 @@ class Grammars:
         matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
+        if hasattr(LIBC, "malloc_trim"):  # glibc: what earlier grammars took goes back to the system
+            LIBC.malloc_trim(0)
         return matcher
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ def main() -> None:
     grammars = Grammars(KimiTokenizer(Path(sys.argv[1])), json.loads(sys.argv[2]))
     grammars.compile("regex", "a")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the forks
-    os.nice(LOWEST)
+    os.nice(LOW)
     control.send(b".")
     while fds := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=fds[0]) as connection:

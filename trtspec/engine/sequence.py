@@ -111,6 +111,7 @@ class Sequence:
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= COLDEST
         self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
+        self.turn = 0  # in the queue
         self.prefilled = 0  # prompt tokens in the caches
         self.failure: Exception | None = None  # met where no output could tell it; `emit` raises it
         self.cached_tokens = 0

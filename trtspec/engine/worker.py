@@ -120,9 +120,9 @@ class Worker:
         return completions
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for request in requests:
+        for earlier, request in enumerate(requests):
             try:
-                self.engine.enqueue(request)
+                self.engine.enqueue(request, earlier)
             except Exception as error:
                 self._deliver([Output(request.id, finish_reason="error", error=error)])
 
