@@ -58,8 +58,6 @@ def test_memory_limits(tmp_path):
     tree(two, {"box/memory.max": str(3 << 30), "box/memory.current": str(2 << 30),
                "box/memory.stat": f"anon 1\ninactive_file {1 << 30}"})  # fmt: skip
     assert machine.free_memory(two, tmp_path / "membership") == 2 << 30 < free
-    assert machine.memory_limit(two, tmp_path / "membership") == 3 << 30
     tree(two, {"box/memory.max": "max"})
     assert machine.free_memory(two, tmp_path / "membership") == pytest.approx(free, rel=0.5)
-    assert machine.memory_limit(two, tmp_path / "membership") is machine.memory_limit(gone, gone) is None
     assert machine.free_memory(gone, gone) == pytest.approx(free, rel=0.5)

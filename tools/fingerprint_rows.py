@@ -346,7 +346,7 @@ BUILDS = (
 )  # fmt: skip
 LAUNCHES = (
     "--trtllm-version 1.3.0rc20", "--backend vllm --vllm-version 0.19.0", "--trtllm-version 1.4.0rc1 --goal throughput",
-    "--trtllm-version 1.3.0rc20 --launcher slurm --nodes 2", "--trtllm-version 1.3.0rc20 -- --log_level info",
+    "--trtllm-version 1.3.0rc20 --launcher lws --nodes 2", "--trtllm-version 1.3.0rc20 -- --log_level info",
 )  # fmt: skip
 
 

@@ -49,12 +49,6 @@ def total_memory() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def memory_limit(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int | None:
-    """The smallest memory limit of the cgroup and of those above it; None where there is none."""
-    limits = [_numbers(directory / "memory.max")[0] for directory in _cgroups(cgroup, membership)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def existing(path: Path) -> Path:
     """`path`, else the nearest directory above it that exists: where its free space is."""
     path = path.resolve()

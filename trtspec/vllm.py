@@ -108,7 +108,6 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         PROGRAM, [target.resolved, *([head.resolved] if head else [])], options.host, options.port, _ranks(options),
         preflight.read_gpus(), untrusted=code and not options.trust_remote_code, remote_code=code, launching=launching,
     )  # fmt: skip
-    names = preflight.model_names(options.target, options.served_model_name)
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
@@ -117,7 +116,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         config={"speculative_config": _speculation(options)} if options.head else {},
         problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
         version=(str(version), reason),
-        endpoint=ServerAddress(options.host, options.port, names, api_key=options.api_key),
+        endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
         limits=preflight.limits_of(options),
         secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )

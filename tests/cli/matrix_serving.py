@@ -98,7 +98,7 @@ def an_engine_file(out: Path) -> None:
 
 LINT = line("lint {engine} --trtllm-version 1.3.0rc20")
 ENGINE = ("serve", TARGET, *line("--dry-run --trtllm-version 1.3.0rc20"))
-SLURM = (*ENGINE, *line("--launcher slurm --nodes 1"))
+PODS = (*ENGINE, *line("--launcher lws --nodes 1"))
 FORWARD = ("serve", TARGET, *line("--disaggregated {front} --dry-run"))
 VLLM = ("serve", TARGET, *line("--backend vllm --dry-run"))
 MLA = "lightseekorg/kimi-k2.5-eagle3-mla"
@@ -217,10 +217,10 @@ SERVING: dict[str, dict[str, Situation]] = {
                 draft_len=Effect(line("--draft-len 2"), base=(*ENGINE, "--head", HEAD)),
                 served_model_name="--served-model-name kimi",
                 trust_remote_code="--trust-remote-code",
-                launcher="--launcher mpi",
-                nodes=Effect(line("--nodes 2"), base=SLURM),
-                gpus_per_node=Effect(line("--gpus-per-node 1"), base=(*SLURM, "--nodes", "4")),
-                launcher_args=Effect(("--launcher-args=--mem=0",), base=SLURM),
+                launcher="--launcher lws",
+                nodes=Effect(line("--nodes 2"), base=PODS),
+                gpus_per_node=Effect(line("--gpus-per-node 1"), base=PODS),
+                launcher_args=Effect(("--launcher-args=--mem=0",), base=PODS),
                 role="--role context",
                 dry_run=Effect(line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")),
                 json_="--json",

@@ -1,4 +1,4 @@
-"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON has `limits` and `endpoint`."""
+"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON has `limits`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tiny_server.py")), str(port), mode]
     limits = Limits(**{"startup": 30.0, "stop_grace": 1.0, **more.get("limits", {})})
     try:
-        endpoint = ServerAddress("127.0.0.1", port, **more.get("endpoint", {}))
+        endpoint = ServerAddress("127.0.0.1", port)
         status = run(ServerLaunch(argv=words, endpoint=endpoint, patterns=LogPatterns("tiny"), limits=limits))
     except TrtspecError as error:
         write_stderr(f"{error.code}: {error.message}\n")

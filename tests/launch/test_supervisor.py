@@ -124,17 +124,6 @@ def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> 
     assert "TS-SERVE-OTHER-SERVER: " in log and f"(process {other.pid}) answers on port {port}" in log
 
 
-@pytest.mark.parametrize(("names", "status"), [(["tiny"], 143), (["other"], 1)])
-def test_where_the_listening_process_cannot_be_seen_the_model_tells(
-    launch: Launched, names: list[str], status: int
-) -> None:
-    process = launch(endpoint={"local": False, "model_names": names})
-    log = read_until(process, "ready on" if status == 143 else "a server of the model 'tiny' answers on port")
-    if status == 143:
-        process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == status, log
-
-
 def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
     process = launch(limits={"health_interval": 0.3, "health_failures": 3})
     read_until(process, "ready on")

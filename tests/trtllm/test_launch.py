@@ -359,9 +359,12 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
 def test_two_ranks_under_open_mpi_start_and_end_together(start: Start, tmp_path: Path, free_port: int) -> None:
     config = tmp_path / "config.yml"
     config.write_text("print_iter_log: true\n")
-    more = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    more = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "LWS_LEADER_ADDRESS": "localhost", "LWS_GROUP_SIZE": "1",
+    }  # fmt: skip
     process = start(
-        "--config", str(config), "--launcher", "mpi", "--nodes", "1", "--gpus-per-node", "2", "--tp-size", "2",
+        "--config", str(config), "--launcher", "lws", "--nodes", "1", "--gpus-per-node", "2", "--tp-size", "2",
         "--launcher-args", "--oversubscribe", head=None, **more,
     )  # fmt: skip
     until_ready(process)

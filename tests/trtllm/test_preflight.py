@@ -13,7 +13,6 @@ from trtspec.launch.preflight import (
     InstalledGpu,
     check_files,
     check_gpus,
-    check_memory_limit,
     check_modules_cache,
     check_port,
     check_reachable,
@@ -90,15 +89,12 @@ def test_the_driver_is_judged_by_the_release() -> None:
     assert list(check_driver("580.95.05", parse_version("1.4.0rc1"))) == []
 
 
-def test_hidden_and_different_gpus_are_told() -> None:
+def test_hidden_gpus_are_told() -> None:
     assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}) >= {"TS-SERVE-NO-GPU"}
     assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == set()
-    assert codes([*seen(3), *seen(1, "NVIDIA B300", 275040, "10.3")], kimi(4), 4) == {"TS-SERVE-GPUS-DIFFER"}
 
 
 def test_host_limits(tmp_path: Path) -> None:
-    assert [p.code for p in check_memory_limit(1000, 2000)] == ["TS-SERVE-HOST-MEMORY"]
-    assert list(check_memory_limit(1000, 1000)) == list(check_memory_limit(None, 2000)) == []
     assert [p.code for p in check_reachable("localhost", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})] == [
         "TS-SERVE-LOCALHOST"
     ]

@@ -189,32 +189,22 @@ def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
 WORLD = ["--tp-size", "8", "--trust-remote-code"]
 
 
-def test_slurm_gets_one_rank_per_gpu_and_a_job_script() -> None:
-    answer = dry(*K25, *WORLD, "--launcher", "slurm", "--nodes", "2", "--launcher-args", "--container-image 'a b'")
-    srun = ["srun", "--mpi=pmix", "--nodes", "2", "--ntasks", "8", "--ntasks-per-node", "4"]
-    assert answer["argv"][:12] == [*srun, "--container-image", "a b", "trtllm-llmapi-launch", "trtllm-serve"]
-    assert answer["status"] == 0 and {"TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"} <= set(answer["env"])
-    script = answer["job"]
-    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --gpus-per-node=4\n" in script
-    last = shlex.split(script.splitlines()[-1])
-    assert last[:3] == ["exec", "trtspec", "serve"] and "--dry-run" not in last and "--json" not in last
-
-
-def test_a_leader_pod_names_its_group() -> None:
+def test_a_leader_pod_names_its_group_and_starts_one_rank_per_gpu() -> None:
     group = {"LWS_LEADER_ADDRESS": "kimi-0.kimi.ns", "LWS_GROUP_SIZE": "2"}
-    argv = dry(*K25, *WORLD, "--launcher", "lws", "--nodes", "2", **group)["argv"]
+    answer = dry(*K25, *WORLD, "--launcher", "lws", "--nodes", "2", "--launcher-args", "--bind-to 'a b'", **group)
+    argv = answer["argv"]
     assert argv[:7] == ["mpirun", "-np", "8", "-N", "4", "--host", "kimi-0.kimi.ns:4,kimi-0-1.kimi.ns:4"]
-    assert argv[argv.index("trtllm-llmapi-launch") - 2] == "-x"
+    engine = argv.index("trtllm-llmapi-launch")
+    assert argv[engine - 4 : engine + 2] == ["-x", argv[engine - 3], "--bind-to", "a b", argv[engine], "trtllm-serve"]
+    assert answer["status"] == 0 and {"TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"} <= set(answer["env"])
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
         (["--nodes", "2"], "TS-SERVE-LAUNCHER"),
-        (["--nodes", "2", "--gpus-per-node", "8", "--launcher", "mpi"], "TS-SERVE-WORLD"),
-        (["--nodes", "2", "--launcher", "mpi", "--", "--chat_template", "a b.jinja"], "TS-SERVE-SPLIT-WORD"),
+        (["--nodes", "2", "--gpus-per-node", "8", "--launcher", "lws"], "TS-SERVE-WORLD"),
+        (["--nodes", "2", "--launcher", "lws", "--", "--chat_template", "a b.jinja"], "TS-SERVE-SPLIT-WORD"),
     ],
 )
 def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> None:
@@ -291,9 +281,9 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
         (["--backend", "reference", "--draft-len", "3"], "--draft-len is not used without --head"),
         (
             ["--launcher-args", "--hostfile h"],
-            "--launcher-args is not used without --launcher slurm, --launcher mpi or --launcher lws",
+            "--launcher-args is not used without --launcher lws",
         ),
-        (["--launcher", "mpi", "--launcher-args", "'"], "does not parse"),
+        (["--launcher", "lws", "--launcher-args", "'"], "does not parse"),
         (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
         (["--", "--host", "1.2.3.4"], "--host is not used after --"),
         (["--", "--config", "other.yml"], "--config is not used after --"),
@@ -343,21 +333,6 @@ def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
         assert answer.status == 2 and json.loads(answer.stdout)["error"]["code"] == code
     launched = process("serve", K25[0], "--json", PATH="/usr/bin:/bin")
     assert launched.returncode == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
-
-
-def test_a_container_brings_the_engine(tmp_path: Path, free_port: int) -> None:
-    """On the node that submits there is no trtllm-serve, and the launch goes through to srun."""
-    file, srun = tmp_path / "c.yml", tmp_path / "srun"
-    file.write_text("print_iter_log: true\n")
-    srun.write_text('#!/bin/sh\necho "srun got $*"\nexit 9\n')
-    srun.chmod(0o755)
-    words = [K25[0], *WORLD, "--port", str(free_port), "--config", str(file), "--launcher", "slurm", "--nodes", "2"]
-    inside = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "PATH": f"{tmp_path}:/usr/bin:/bin", "HF_HUB_OFFLINE": "0"}
-    here = process("serve", *words, **inside)
-    assert here.returncode == 4 and "trtllm-serve is not on PATH" in here.stderr
-    contained = process("serve", *words, "--launcher-args", "--container-image=nvcr.io/x:1.3.0rc20", **inside)
-    assert contained.returncode == 9 and "srun got --mpi=pmix --nodes 2" in contained.stderr, contained.stderr
-    assert "TS-SERVE-NO-ENGINE" not in contained.stderr
 
 
 CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers: {urls: ['b:1']}\n"

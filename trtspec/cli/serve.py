@@ -67,9 +67,7 @@ def _planned(options: ServeOptions) -> ServerPlan:
         return plan_vllm(options, launching=not options.dry_run)
     from trtspec.trtllm.serve.start import plan_engine
 
-    typed = words(replace(options, passed=(), dry_run=False, json_=False))
-    after = ("--", *options.passed) if options.passed else ()
-    return plan_engine(options, replay=("trtspec", "serve", *typed, *after), launching=not options.dry_run)
+    return plan_engine(options, launching=not options.dry_run)
 
 
 def _command(options: ServeOptions) -> Result:

@@ -110,8 +110,8 @@ class ServeOptions:
     ] = field(default=None, repr=False)
     trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), ENGINES] = False
     launcher: Annotated[
-        Literal["direct", "slurm", "mpi", "lws"],
-        option("What starts the ranks on several nodes: Slurm, MPI, or a LeaderWorkerSet's leader."),
+        Literal["direct", "lws"],
+        option("What starts the ranks: trtllm-serve itself, or mpirun in the leader pod of a LeaderWorkerSet."),
         Modes(ENGINE),
     ] = "direct"
     nodes: Annotated[int | None, option("Number of nodes. Default: the file's, else 1.", min=1), Modes(ENGINE)] = None
@@ -119,10 +119,7 @@ class ServeOptions:
         int | None, option("GPUs to use on each node. Default: ranks divided by nodes.", min=1), Modes(ENGINE)
     ] = None
     launcher_args: Annotated[
-        str,
-        option("Extra arguments for srun or mpirun, as one quoted string."),
-        Modes(ENGINE),
-        Needs("launcher=slurm", "launcher=mpi", "launcher=lws"),
+        str, option("Extra arguments for mpirun, as one quoted string."), Modes(ENGINE), Needs("launcher=lws")
     ] = ""
     role: Annotated[
         Literal["context", "generation"] | None,

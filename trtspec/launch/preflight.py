@@ -98,10 +98,10 @@ class EngineProgram:
 
 
 def check_start(
-    program: EngineProgram | None, models: list[Resolved], host: str, port: int, needed: int,
+    program: EngineProgram, models: list[Resolved], host: str, port: int, needed: int,
     gpus: Sequence[InstalledGpu] | None, *, untrusted: bool, remote_code: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """What any start needs of this machine. `program`: None where a container brings it; `models`: target and head."""
+    """What any start needs of this machine. `models`: target and head."""
     yield from check_port(host, port)
     for model in models:
         yield from check_files(model, os.environ)
@@ -110,12 +110,9 @@ def check_start(
     yield from check_gpus(needed, gpus)
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
-        size = sum(file.stat().st_size for one in models if one.path for file in one.path.glob("*.safetensors"))
-        yield from check_memory_limit(machine.memory_limit(), size)
         yield from check_modules_cache(os.environ) if remote_code else ()
         yield from check_reachable(host, os.environ)
-    if program is not None:
-        yield from program.check()
+    yield from program.check()
 
 
 def mentioned(problem: Problem) -> Problem:
@@ -154,9 +151,6 @@ def check_gpus(
         message = f"{needed} GPUs are needed and {len(seen)} are here{hidden}"
         remedy = "unset CUDA_VISIBLE_DEVICES" if len(gpus) >= needed else "use a larger node"
         yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, f"lower `tp_size`, or {remedy}")
-    if len({gpu.name for gpu in seen}) > 1:
-        message = f"the GPUs differ: {', '.join(sorted({gpu.name for gpu in seen}))}; the slowest sets the pace"
-        yield Problem("TS-SERVE-GPUS-DIFFER", "warning", "GPUs", message, "choose equal ones (CUDA_VISIBLE_DEVICES)")
 
 
 def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -201,14 +195,6 @@ def check_shared_memory(place: Path) -> Iterator[Problem]:
         yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message, remedy)
 
 
-def check_memory_limit(limit: int | None, size: int) -> Iterator[Problem]:
-    """A container's limit counts the pages of the files that are read."""
-    if limit is not None and limit < size:
-        message = f"this container may use {limit / GIB:.0f} GiB and the checkpoint has {size / GIB:.0f} GiB; pods were"
-        message += " killed while they loaded"
-        yield Problem("TS-SERVE-HOST-MEMORY", "warning", "memory limit", message, "raise the container's memory limit")
-
-
 def check_modules_cache(environ: Mapping[str, str]) -> Iterator[Problem]:
     """Code of a checkpoint is copied there before it is run."""
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -233,8 +219,7 @@ def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
 class ServerPlan(ServerLaunch):
     """Everything about a start. `config` is what the engine is configured with beside its options. `config_text`, where
     it reads that from a file; `config_path` is the user's file, or the name that the one written for this launch has in
-    `argv` (`writes_config`). `version` and why that one. `job`: a batch script for Slurm, where that launcher is asked
-    for. `secrets`: more of the environment, which is never shown.
+    `argv` (`writes_config`). `version` and why that one. `secrets`: more of the environment, which is never shown.
     """
 
     program: EngineProgram
@@ -244,7 +229,6 @@ class ServerPlan(ServerLaunch):
     config_text: str = ""
     config_path: str = ""
     writes_config: bool = False
-    job: str = ""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,17 +240,15 @@ class ServerPlan(ServerLaunch):
             "config_text": self.config_text,
             "version": self.version[0],
             "version_reason": self.version[1],
-            "job": self.job or None,
             "endpoint": {key: value for key, value in asdict(self.endpoint).items() if key != "api_key"},
             "limits": asdict(self.limits),
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
     def text(self) -> str:
-        """The command, the file that it reads and the job script, for a person."""
+        """The command and the file that it reads, for a person."""
         file = f"\n# {self.config_path}\n{self.config_text}" if self.config_path else ""
-        job = f"\n# job script; submit it with sbatch\n{self.job}" if self.job else ""
-        return f"{shlex.join(self.argv)}\n{file}{job}"
+        return f"{shlex.join(self.argv)}\n{file}"
 
 
 def launch(plan: ServerPlan) -> int:
@@ -289,11 +271,6 @@ def launch(plan: ServerPlan) -> int:
             written.write_text(plan.config_text, encoding="utf-8")
             argv = [str(written) if word == plan.config_path else word for word in argv]
         return run(replace(plan, argv=argv, env=plan.env | plan.secrets))
-
-
-def model_names(target: str, served: str | None) -> tuple[str, ...]:
-    """What a server of this target may call it in /v1/models; `served`: the name that it was given."""
-    return (served,) if served else tuple(dict.fromkeys((target, Path(target).resolve().name)))
 
 
 def limits_of(options: ServeOptions) -> Limits:

@@ -12,16 +12,12 @@ import yaml
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server answers. `model_names`: what /v1/models may call the model, for where the process that listens
-    cannot be seen; empty accepts any. `generates`: whether it answers a prompt by itself; one half of a disaggregated
-    pair does not. `local`: whether the process that listens is started below this one; Slurm's ranks are not.
-    `api_key`: what requests below /v1 must carry."""
+    """Where a server answers. `generates`: whether it answers a prompt by itself; one half of a disaggregated pair does
+    not. `api_key`: what requests below /v1 must carry."""
 
     host: str
     port: int
-    model_names: tuple[str, ...] = ()
     generates: bool = True
-    local: bool = True
     api_key: str | None = field(default=None, repr=False)
 
     @property

@@ -22,10 +22,10 @@ import httpx
 import psutil
 
 from trtspec.client.addresses import bearer
-from trtspec.client.client import RequestFailed, ask_once, first_model, generate_once, health, wait_ready
+from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
 from trtspec.errors import TrtspecError
 from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
-from trtspec.launch.server import LogPatterns, ServerAddress, ServerLaunch
+from trtspec.launch.server import LogPatterns, ServerLaunch
 from trtspec.report import announce, say, write_stderr
 
 REAPER = Path(__file__).with_name("reaper.py")
@@ -159,7 +159,7 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
         message = f"the server was not ready after {limits.startup:.0f} s"
         remedy = "look at the log above, or pass a larger `startup_timeout`"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
-    other, failure = stranger(endpoint, process.pid), ""
+    other, failure = foreign_listener(endpoint.port, process.pid), ""
     if endpoint.generates and not other:
         failure = _failure(endpoint.url, generate_once, limits.generation, bearer(endpoint.api_key))
     if ended():
@@ -174,26 +174,17 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
     return True
 
 
-def stranger(endpoint: ServerAddress, root: int) -> str | None:
-    """What answers at `endpoint`, in words, when it is not a process below `root`; None when it is, or when nobody can
-    tell and the model has the right name."""
+def foreign_listener(port: int, root: int) -> str | None:
+    """The process that listens on `port`, in words, unless it is `root` or below it; None where nobody can tell."""
     with contextlib.suppress(psutil.Error, OSError):
         found = (one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN)
-        listeners = {one.pid for one in found if one.laddr.port == endpoint.port}
+        listeners = {one.pid for one in found if one.laddr.port == port}
         ours = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
-        if endpoint.local and listeners & ours:
-            return None
         # None: a process that may not be looked into, which can be one of ours
-        if endpoint.local and listeners and None not in listeners:
+        if listeners and listeners.isdisjoint({*ours, None}):
             pid = min(pid for pid in listeners if pid)
             return f"{psutil.Process(pid).name()} (process {pid})"
-    if not endpoint.model_names:
-        return None
-    try:
-        served = ask_once(endpoint.url, partial(first_model, timeout=10.0), headers=bearer(endpoint.api_key))["id"]
-    except RequestFailed:
-        return None  # a server that cannot say its model fails to generate too, and that says why
-    return None if served in endpoint.model_names else f"a server of the model {served!r}"
+    return None
 
 
 def _failure(

@@ -1,16 +1,15 @@
 """The command line that starts the engine: that of `trtllm-serve` (ours, checked options of the user's, and nothing
-that is in the YAML too), and around it, over several nodes, Slurm, MPI or a LeaderWorkerSet; and what is checked before
-it is launched: the engine's version, the driver, and whether this deployment fits."""
+that is in the YAML too), and around it, over the pods of a LeaderWorkerSet, mpirun; and what is checked before it is
+launched: the engine's version, the driver, and whether this deployment fits."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from packaging.version import Version
 
@@ -99,22 +98,18 @@ def _takes(schema: Schema, name: str, value: str) -> bool:
     return all(option is not None and value in option.choices for option in options)
 
 
-STARTERS = {"slurm": "srun", "mpi": "mpirun", "lws": "mpirun"}
 RANK_WRAPPER = "trtllm-llmapi-launch"
 # trtllm-llmapi-launch expands its command unquoted: the shell would split or glob these
 SPLIT_BY_WRAPPER = frozenset(" \t\n*?[")
-CONTAINER_WORDS = frozenset(
-    {"--container-image", "--container-name", "apptainer", "singularity", "enroot", "podman", "docker", "shifter"}
-)
 # compilers' caches; on a home directory that nodes share, their ranks overwrite each other's files
 NODE_LOCAL = {"TRITON_CACHE_DIR": "/tmp/trtspec/triton", "FLASHINFER_WORKSPACE_BASE": "/tmp/trtspec/flashinfer"}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`args`: more words for srun or mpirun. One rank per GPU."""
+    """`args`: more words for mpirun. One rank per GPU."""
 
-    launcher: str = "direct"
+    launcher: Literal["direct", "lws"] = "direct"
     nodes: int = 1
     gpus_per_node: int = 1
     args: tuple[str, ...] = ()
@@ -123,29 +118,16 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.gpus_per_node
 
-    @property
-    def contained(self) -> bool:
-        """Whether the engine runs in a container that srun or mpirun starts, so that it need not be installed here:
-        Slurm's pyxis plug-in (`--container-image`, `--container-name`), or a program in front of the command."""
-        if self.launcher == "direct":
-            return False
-        words = {word.partition("=")[0].rpartition("/")[2] for word in self.args}
-        return bool(words & CONTAINER_WORDS)
-
 
 def wrap(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     """The command that starts `argv` on every node; `argv` itself for one node without a launcher."""
     if cluster.launcher == "direct":
         return argv
-    ranks, each = str(cluster.ranks), str(cluster.gpus_per_node)
-    if cluster.launcher == "slurm":
-        words = ["srun", "--mpi=pmix", "--nodes", str(cluster.nodes), "--ntasks", ranks, "--ntasks-per-node", each]
-        return [*words, *cluster.args, RANK_WRAPPER, *argv]
-    words = ["mpirun", "-np", ranks, "-N", each]
-    if cluster.launcher == "lws":
-        words += ["--host", ",".join(f"{host}:{each}" for host in lws_hosts(environ))]
+    each = str(cluster.gpus_per_node)
+    hosts = ",".join(f"{host}:{each}" for host in lws_hosts(environ))
     exported = [word for name in env for word in ("-x", name)]  # Open MPI hands on only its own variables
-    return [*words, *exported, *cluster.args, RANK_WRAPPER, *argv]
+    words = ["mpirun", "-np", str(cluster.ranks), "-N", each, "--host", hosts, *exported, *cluster.args]
+    return [*words, RANK_WRAPPER, *argv]
 
 
 def environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
@@ -174,14 +156,15 @@ def check_cluster(
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
             message = f"{cluster.nodes} nodes need a launcher that reaches them"
-            yield Problem("TS-SERVE-LAUNCHER", "error", "`launcher`", message, "pass `launcher` slurm, mpi or lws")
+            remedy = "pass `launcher` lws in a LeaderWorkerSet; elsewhere start the command of `dry_run` below srun"
+            yield Problem("TS-SERVE-LAUNCHER", "error", "`launcher`", message, remedy)
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
             message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
             yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message, "put the setting into the YAML")
     severity: Severity = "error" if launching else "warning"
-    for message, remedy in _missing(cluster, environ):
+    for message, remedy in _missing_of_leader(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
     if ours:
         message = "a configuration written for this start lies on this node alone"
@@ -189,39 +172,15 @@ def check_cluster(
         yield Problem("TS-SERVE-LAUNCHER", severity, "`config`", message, remedy)
 
 
-def _missing(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    starter = STARTERS[cluster.launcher]
-    if shutil.which(starter) is None:
-        yield f"{starter} is not on PATH", "start on a node that has it"
-    if cluster.launcher == "slurm" and "SLURM_JOB_ID" not in environ:
-        yield "this is not inside a Slurm allocation", "submit the job script that `dry_run` prints, or run in salloc"
-    if cluster.launcher == "slurm" and environ.get("SLURM_NNODES", str(cluster.nodes)) != str(cluster.nodes):
-        yield f"the allocation has {environ['SLURM_NNODES']} nodes, not {cluster.nodes}", "allocate as many as `nodes`"
-    if cluster.launcher == "lws":
-        if "LWS_LEADER_ADDRESS" not in environ:
-            yield "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet", "start in its leader pod"
-        elif environ.get("LWS_GROUP_SIZE") != str(cluster.nodes):
-            message = f"LWS_GROUP_SIZE is {environ.get('LWS_GROUP_SIZE')}, not {cluster.nodes}"
-            yield message, "size of the LeaderWorkerSet = `nodes`"
-
-
-def job_script(cluster: Cluster, command: list[str]) -> str:
-    """A batch script for sbatch that runs `command` (the same `trtspec serve`) inside the allocation."""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            "#SBATCH --job-name=trtspec-serve",
-            f"#SBATCH --nodes={cluster.nodes}",
-            f"#SBATCH --ntasks-per-node={cluster.gpus_per_node}",
-            f"#SBATCH --gpus-per-node={cluster.gpus_per_node}",
-            "#SBATCH --exclusive",
-            "#SBATCH --no-requeue",
-            "#SBATCH --signal=B:TERM@120",
-            "# exec: the signal above and scancel reach trtspec, which ends every rank",
-            f"exec {shlex.join(command)}",
-            "",
-        ]
-    )
+def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What the leader pod of a LeaderWorkerSet has and this machine lacks, each with its remedy."""
+    if shutil.which("mpirun") is None:
+        yield "mpirun is not on PATH", "start in NVIDIA's TensorRT-LLM release image"
+    if "LWS_LEADER_ADDRESS" not in environ:
+        yield "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet", "start in its leader pod"
+    elif environ.get("LWS_GROUP_SIZE") != str(cluster.nodes):
+        message = f"LWS_GROUP_SIZE is {environ.get('LWS_GROUP_SIZE')}, not {cluster.nodes}"
+        yield message, "size of the LeaderWorkerSet = `nodes`"
 
 
 PROGRAM = EngineProgram("trtllm-serve", "TensorRT-LLM", "run in NVIDIA's TensorRT-LLM release image")

@@ -25,7 +25,6 @@ from trtspec.launch.preflight import (
     check_start,
     limits_of,
     mentioned,
-    model_names,
     read_gpus,
 )
 from trtspec.launch.server import LogPatterns, ServerAddress
@@ -55,7 +54,6 @@ from trtspec.trtllm.serve.command import (
     check_hardware,
     engine_version,
     environment,
-    job_script,
     wrap,
 )
 
@@ -76,15 +74,14 @@ ROLES = {"context_servers": "context", "generation_servers": "generation"}
 ADDRESS = re.compile(r"[A-Za-z0-9_.-]+:(\d{1,5})|\[[0-9A-Fa-f:]+\]:(\d{1,5})")
 
 
-def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launching: bool) -> ServerPlan:
+def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
-    everything else is a problem of the plan. `replay` is this command as words, for a job script."""
+    everything else is a problem of the plan."""
     target = load_target(options.target)
     given = _user_file(options)
     written = parse_intent(given.text) if given is not None else None
     head = _head(options, given, launching)
-    reach = Cluster(options.launcher, args=_launcher_args(options))
-    version, problems = _version(options, given, written, launching and not reach.contained)
+    version, problems = _version(options, given, written, launching)
     intent = _intent(options, given, written, version[0], target)
     file = given or Document.parse(compose(intent, target.spec, head.spec if head else None), CONFIG_NAME)
 
@@ -95,11 +92,11 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     deployment = Deployment(
         schema_for(version[0]), target.spec, intent.target, head.spec if head else None, intent.head or "",
         argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
-        here=not reach.contained,
+        here=True,
     )  # fmt: skip
     world = _ranks(deployment, file)
     nodes = options.nodes or intent.nodes
-    reach = replace(reach, nodes=nodes, gpus_per_node=options.gpus_per_node or -(-world // nodes))
+    cluster = Cluster(options.launcher, nodes, options.gpus_per_node or -(-world // nodes), _launcher_args(options))
 
     problems += command.problems
     problems += [found.problem(file.name) for found in lint(file, deployment)]
@@ -109,19 +106,18 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
     models, code = [target.resolved, *([head.resolved] if head else [])], target.spec.remote_code
     trusted = "--trust_remote_code" in command.argv or file.get("trust_remote_code") is True
     problems += check_start(
-        None if reach.contained else PROGRAM, models, options.host, options.port, min(world, reach.gpus_per_node), gpus,
+        PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
         untrusted=code and not trusted, remote_code=code, launching=launching,
     )  # fmt: skip
     if launching:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
-        problems += [] if reach.contained else engine_problems(file.text, file.name)
-    problems += check_cluster(reach, command.argv, world, given is None, os.environ, launching)
-    env = {**ENVIRONMENT, **environment(reach, os.environ)}
-    names = model_names(options.target, options.served_model_name)
+        problems += engine_problems(file.text, file.name)
+    problems += check_cluster(cluster, command.argv, world, given is None, os.environ, launching)
+    env = {**ENVIRONMENT, **environment(cluster, os.environ)}
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
-        argv=wrap(command.argv, env, reach, os.environ),
+        argv=wrap(command.argv, env, cluster, os.environ),
         env=env,
         config=file.value or {},
         config_text=file.text,
@@ -129,12 +125,9 @@ def plan_engine(options: ServeOptions, *, replay: tuple[str, ...] = (), launchin
         writes_config=given is None,
         problems=problems if launching else [mentioned(problem) for problem in problems],
         version=version,
-        endpoint=ServerAddress(
-            options.host, options.port, names, generates=role is None, local=reach.launcher != "slurm"
-        ),
+        endpoint=ServerAddress(options.host, options.port, generates=role is None),
         limits=limits_of(options),
-        job=job_script(reach, list(replay)) if reach.launcher == "slurm" else "",
-        own_statuses=reach.launcher != "direct",
+        own_statuses=cluster.launcher != "direct",
     )
 
 
@@ -142,10 +135,10 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """The front of a disaggregated deployment; the servers that it names are started by themselves. Raises UsageError
     for a file that cannot be read and a target that is none."""
     load_target(options.target)
-    names = model_names(options.target, None)
     path = options.disaggregated
     assert path is not None  # it is what asks for a front
     read = read_front(path)
+    names = {options.target, Path(options.target).resolve().name}
     problems = [*read.problems, *check_environment(os.environ), *check_servers(read, names)]
     if launching:
         problems += [*check_port(read.host, read.port), *PROGRAM.check()]
@@ -160,7 +153,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
         config_path=str(path),
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
-        endpoint=ServerAddress(read.host, read.port, names),
+        endpoint=ServerAddress(read.host, read.port),
         limits=limits_of(options),
     )
 
@@ -342,7 +335,7 @@ def _front_problem(where: str, message: str, remedy: str) -> Problem:
     return Problem("TS-SERVE-FRONT", "error", where, message, remedy)
 
 
-def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
+def check_servers(front: Front, names: set[str]) -> Iterator[Problem]:
     """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
     may call the target."""
     import httpx
@@ -363,6 +356,6 @@ def check_servers(front: Front, names: tuple[str, ...]) -> Iterator[Problem]:
                 yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
                 continue
             if served not in names:
-                message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(names)}"
+                message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(sorted(names))}"
                 remedy = "pass the target that the servers serve; one with `served_model_name` may keep its name"
                 yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)
