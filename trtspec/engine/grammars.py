@@ -34,7 +34,6 @@ from trtspec.errors import MissingDependency
 if TYPE_CHECKING:
     from trtspec.engine.bodies import Function
 
-AT_ONCE = 1  # grammars that are compiled
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
@@ -97,13 +96,12 @@ class Grammars:
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(AT_ONCE, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
-        self._turns, self._waiting = asyncio.Semaphore(AT_ONCE), 0
+        self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
+        self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
         self._forking: subprocess.Popen[bytes] | None = None  # `main`, which hears of each try through `_control`
         self._control: socket.socket | None = None
         self._vocabulary: Any = None
-        self._lock = threading.Lock()
 
     async def compiled(self, kind: str, text: str) -> Grammar:
         """A grammar: a JSON schema (`kind` "json"), a regular expression ("regex") or Lark ("lark").
@@ -114,7 +112,7 @@ class Grammars:
         found = self._kept.pop((kind, text), None)
         if found is None:
             size = await self._tried(kind, text)
-            matcher = await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, kind, text)
+            matcher = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
             found = matcher, size + len(text)
         self._kept[kind, text] = found
         while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
@@ -124,12 +122,12 @@ class Grammars:
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
         _library()
-        if self._waiting >= AT_ONCE + MOST_WAITING:
+        if self._waiting > MOST_WAITING:
             raise GrammarsBusy
         self._waiting += 1
         try:
             control = await self._started()
-            async with asyncio.timeout(ANSWER_SECONDS), self._turns:
+            async with asyncio.timeout(ANSWER_SECONDS), self._turn:
                 reply = await self._ask(control, json.dumps([kind, text]).encode())
         except (TimeoutError, BlockingIOError):
             raise GrammarsBusy from None
@@ -171,11 +169,10 @@ class Grammars:
     def compile(self, kind: str, text: str) -> Any:
         """A matcher, here and now. Raises ValueError."""
         library = _library()
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = library.tiktoken.lltokenizer_from_encoding(
-                    self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
-                )
+        if self._vocabulary is None:
+            self._vocabulary = library.tiktoken.lltokenizer_from_encoding(
+                self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
+            )
         from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
         made = getattr(library.LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
         limits = library.LLParserLimits(
@@ -185,13 +182,13 @@ class Grammars:
         matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
-        if hasattr(LIBC, "malloc_trim"):  # glibc: what earlier grammars took goes back to the system
+        if hasattr(LIBC, "malloc_trim"):  # what earlier grammars took goes back to the system
             LIBC.malloc_trim(0)
         return matcher
 
     def close(self) -> None:
         """Ends what compiles."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._forking is not None:
             self._forking.kill()
 
