@@ -16,7 +16,7 @@ import pytest
 
 from trtspec.bench.load import assemble
 from trtspec.bench.load.journal import RunJournal
-from trtspec.bench.load.measure import BenchWorkload, Progress, measure
+from trtspec.bench.load.measure import BenchWorkload, measure
 from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
 from trtspec.client import servers
@@ -133,8 +133,7 @@ class CountingServer:
 
 def bench(url: str, raw: RunJournal | None = None, **changes: Any) -> Awaitable[BenchResults]:
     async def measured() -> BenchResults:
-        progress = Progress(journal=raw) if raw else None
-        return assemble.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), progress=progress))
+        return assemble.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), journal=raw))
 
     return measured()
 

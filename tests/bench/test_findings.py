@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trtspec.bench.load import assemble
-from trtspec.bench.load.loops import Round
+from trtspec.bench.load.loops import LoadLevel, Round
 from trtspec.bench.statistics import summarize, without_surplus
 from trtspec.client import servers
 from trtspec.client.client import Answer
@@ -94,7 +94,7 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
             )
             for i in range(40)
         ]
-        return Round(10, answers, 0.0, 9.0, rate=10.0)
+        return Round(level=LoadLevel(0, 10.0), number=0, answers=answers, seconds=9.0, most=10)
 
     assert codes(assemble.overloaded([run(0.1)])) == ["TS-BENCH-OVERLOAD"]
     assert not codes(assemble.overloaded([run(0.0)]))
@@ -103,7 +103,7 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
 def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
     def run(load: int, questions: int, rate: float | None = None) -> Round:
         answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
-        return Round(load, answers, 0.0, 9.0, rate=rate)
+        return Round(level=LoadLevel(load, rate), number=0, answers=answers, seconds=9.0, most=load)
 
     found = list(assemble.underfilled([run(4, 80), run(256, 80), run(100, 80)]))
     assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0][2]

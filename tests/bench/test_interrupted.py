@@ -20,11 +20,10 @@ import pytest
 from tests.bench.conftest import STAND_IN, free_port
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from trtspec.bench.load.journal import RunJournal
-from trtspec.bench.load.measure import Progress, measure
+from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
 from trtspec.bench.results import read_results
 from trtspec.client.client import (
-    Answer,
     Endpoint,
     RequestSampling,
     health,
@@ -34,6 +33,7 @@ from trtspec.client.client import (
     wait_ready,
 )
 from trtspec.errors import UsageError
+from trtspec.report import Bar
 
 Start = Callable[..., str]
 PACED = Path(__file__).with_name("paced_server.py")
@@ -114,22 +114,23 @@ class Stopped(Exception):
     """Ends a run from inside."""
 
 
+class StopsAtThree(Bar):
+    heard = 0
+
+    def advance(self, amount: float, note: str = "") -> None:
+        self.heard += 1
+        if self.heard == 3:
+            raise Stopped
+
+
 def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Path) -> None:
     """Of five turns the run is stopped behind the third: three are on disk, and the fourth was never asked."""
     asked: list[Any] = []
-    path, heard = tmp_path / "answers.jsonl", []
+    path, bar = tmp_path / "answers.jsonl", StopsAtThree()
     question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
     load = replace(WORKLOAD, dataset=Dataset("one", "0" * 64, (question,)))
-
-    def stop(answer: Answer) -> None:
-        heard.append(answer)
-        if len(heard) == 3:
-            raise Stopped
-
-    with RunJournal(path, {}) as raw:
-        progress = Progress(on_answer=stop, journal=raw)
-        with pytest.raises(ExceptionGroup):
-            asyncio.run(served(pages("vllm").get, lambda url: measure({"e": url}, load, progress=progress), asked))
+    with RunJournal(path, {}) as raw, pytest.raises(ExceptionGroup):
+        asyncio.run(served(pages("vllm").get, lambda url: measure({"e": url}, load, journal=raw, bar=bar), asked))
     kept = answered(tmp_path)
     assert [entry["answer"]["turn"] for entry in kept] == [0, 1, 2] and len(asked) == 3
     assert asked[2]["messages"][1] == {"role": "assistant", "content": kept[0]["answer"]["text"]}

@@ -15,8 +15,9 @@ from tests.bench.test_counters import CountingServer
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from tests.command_line import trtspec
 from trtspec.bench.load.journal import RunJournal
-from trtspec.bench.load.measure import Progress, measure
+from trtspec.bench.load.measure import measure
 from trtspec.errors import UsageError
+from trtspec.report import Bar
 
 Start = Callable[..., str]
 
@@ -46,7 +47,7 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
     def run(kind: str, version: str | None = "1.0") -> None:
         found = pages(kind) | {"/version": json.dumps({"version": version})}
         with RunJournal(path, {}) as raw:
-            asyncio.run(served(found.get, lambda url: measure({"e": url}, WORKLOAD, progress=Progress(journal=raw))))
+            asyncio.run(served(found.get, lambda url: measure({"e": url}, WORKLOAD, journal=raw)))
 
     run("sglang")
     run("sglang", None)  # what it does not say this time is not known to differ
@@ -61,12 +62,14 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
 def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
     """Only the answer that failed is asked again, in the load and by category."""
     server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "answers.jsonl", list[str](), list[int]()
+    bar = Bar()
+    bar.say = said.append  # type: ignore[method-assign]
 
     async def twice(url: str) -> None:
         for _ in range(2):
             with RunJournal(path, {}) as raw:
                 work = replace(COUNTED, concurrency=(2, 1), samples=(None, 3))
-                await measure({"e": url}, work, progress=Progress(said.append, journal=raw))
+                await measure({"e": url}, work, journal=raw, bar=bar)
             asked.append(len(server.asked))
             server.cut.clear()
             server.asked.clear()

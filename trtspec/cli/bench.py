@@ -216,10 +216,12 @@ def run(
     path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
     with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
-        progress = measure.Progress(bar.say, bar.show, journal=journal)
+        asking = measure.measure(
+            urls, work, options.model, journal=journal, bar=bar, limits=request_limits_of, earlier=servers
+        )
         try:
             with termination_as_interrupt():
-                found = asyncio.run(measure.measure(urls, work, options.model, progress, request_limits_of, servers))
+                found = asyncio.run(asking)
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
             again = "give the same command with --resume" if path else "give --output, which --resume continues"

@@ -14,7 +14,7 @@ from trtspec.bench.check.rows import forced_sizes
 from trtspec.bench.check.thresholds import MIN_STEPS, TOKENS_PER_ARRIVAL
 from trtspec.bench.load.journal import good
 from trtspec.bench.load.loops import Round, ServiceLevel, inter_token
-from trtspec.bench.load.measure import BenchWorkload, LoadLevel, MeasuredEndpoint, RequestLimits, total_rate
+from trtspec.bench.load.measure import BenchWorkload, MeasuredEndpoint, RequestLimits, total_rate
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
@@ -61,36 +61,41 @@ def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> Be
 
 def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> EndpointResult:
     """One endpoint: pooled acceptance over all levels, by category, and one entry per level."""
-    pooled, answers = [count for counts in target.counts.values() for count in counts], target.answers()
+    answers, pooled, by_itself = target.answers(), counts_of(target.rounds), counts_of(target.category_rounds)
+    levels = [[run for run in target.rounds if run.level == level] for level in workload.levels]
     return EndpointResult(
-        **vars(summarize(pooled or target.category_counts)),
+        **vars(summarize(pooled or by_itself)),
         name=target.name,
         url=target.endpoint.base_url,
         server=target.server,
-        categories=by_category(target.category_counts or pooled),
+        categories=by_category(by_itself or pooled),
         degeneration=quality_of(answers),
         quality={
             name: quality_of([answer for answer in answers if answer.category == name])
             for name in dict.fromkeys(answer.category for answer in answers)
         },
-        concurrency=[describe_level(target, level, workload) for level in target.rounds],
+        concurrency=[describe_level(rounds, workload) for rounds in levels],
         turns_detail=pooled,
-        questions_detail=[speed for level in target.rounds for speed in question_speeds(target, level)],
+        questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
     )
 
 
-def describe_level(target: MeasuredEndpoint, level: LoadLevel, workload: BenchWorkload) -> LevelResult:
+def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
+    return [count for run in rounds for count in run.counts]
+
+
+def describe_level(rounds: Sequence[Round], workload: BenchWorkload) -> LevelResult:
     """The results of one endpoint at one load, over all its rounds."""
-    counts, runs = target.counts.get(level, []), target.rounds[level]
-    numbers = sorted({run.number for run in runs})
+    counts, level = counts_of(rounds), rounds[0].level
+    numbers = sorted({run.number for run in rounds})
     return LevelResult(
         **vars(summarize(counts)),
-        concurrency=level.concurrency if level.rate is None else max(run.concurrency for run in runs),
+        concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
         rate=level.rate,
         categories=by_category(counts),
-        throughput=throughput(runs, workload.promise),
-        rounds=[round(total_rate([run for run in runs if run.number == number]), 3) for number in numbers],
-        degeneration=quality_of([answer for run in runs for answer in run.answers]),
+        throughput=throughput(rounds, workload.promise),
+        rounds=[round(total_rate([run for run in rounds if run.number == number]), 3) for number in numbers],
+        degeneration=quality_of([answer for run in rounds for answer in run.answers]),
     )
 
 
@@ -139,12 +144,11 @@ def spread_of(values: Sequence[float]) -> LatencySpread | None:
     return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p90, p99)))
 
 
-def question_speeds(target: MeasuredEndpoint, level: LoadLevel) -> list[QuestionSpeed]:
-    """One entry per conversation that came to its end."""
+def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
+    """One entry per conversation of a load that came to its end."""
     groups: dict[str, list[Answer]] = {}
-    for run in target.rounds[level]:
-        for answer in run.answers:
-            groups.setdefault(answer.question, []).append(answer)
+    for answer in (answer for run in rounds for answer in run.answers):
+        groups.setdefault(answer.question, []).append(answer)
     found = []
     for question, answers in groups.items():
         if any(answer.error for answer in answers):
@@ -152,7 +156,7 @@ def question_speeds(target: MeasuredEndpoint, level: LoadLevel) -> list[Question
         first = min(answers, key=lambda answer: answer.turn)
         found.append(
             QuestionSpeed(
-                level=level.label,
+                level=rounds[0].level.label,
                 question=question,
                 category=first.category,
                 tokens=sum(answer.completion_tokens for answer in answers),
@@ -180,22 +184,20 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
 
 def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
     """What makes the figures of one endpoint worth less than they look."""
-    answers = target.answers()
-    counts = [count for level in target.counts.values() for count in level]
-    told = counts or target.category_counts
-    runs = [run for runs in target.rounds.values() for run in runs]
+    answers, counts = target.answers(), counts_of(target.rounds)
+    told = counts or counts_of(target.category_rounds)
     found = [
         *failed_requests(answers),
         *degenerate_output(answers),
-        *no_acceptance(target.server.kind, told, target.unmeasured, target.uncounted),
+        *no_acceptance(target.server.kind, told, target.unmeasured),
         *nothing_accepted(counts),
         *forced_acceptance(counts, answers),
         *limited_parameters(target.limits, workload.body()),
         *counters_disagree(counts),
         *buffered(answers),
         *too_few(summarize(told), told),
-        *overloaded(runs),
-        *underfilled(runs),
+        *overloaded(target.rounds),
+        *underfilled(target.rounds),
     ]
     return [Problem(code, severity, target.name, message, remedy) for code, severity, message, remedy in found]
 
@@ -218,19 +220,14 @@ def degenerate_output(answers: Sequence[Answer]) -> Findings:
         yield "TS-BENCH-DEGENERATE", "warning", message, remedy
 
 
-def no_acceptance(
-    kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str] = (), uncounted: Sequence[str] = ()
-) -> Findings:
-    """That acceptance is not measured, in whole or in part: `unmeasured` is what the server said that is no figure,
-    `uncounted` which answers its counters do not cover."""
+def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
+    """That acceptance is not measured, in whole or in part. `unmeasured`: why."""
     code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
     if unmeasured:
-        yield code, "warning", f"{start}: {unmeasured[0]}", "read the server's metrics by hand; ask it, not a proxy"
-    if uncounted:
-        more = f", and {len(uncounted) - SHOWN} more" if len(uncounted) > SHOWN else ""
-        message = f"{start}: the server counts all requests together, and {'; '.join(uncounted[:SHOWN])}{more}"
-        yield code, "warning", message, "measure again with `force` for all of it"
-    if not (unmeasured or uncounted or counts):
+        more = f", and {len(unmeasured) - SHOWN} more" if len(unmeasured) > SHOWN else ""
+        remedy = "read the server's metrics by hand; ask it, not a proxy; where answers failed, measure with `force`"
+        yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}", remedy
+    elif not counts:
         message = f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
         yield code, "info", message, "only throughput and latency are shown"
 
@@ -303,7 +300,7 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
     """A request rate that the server cannot keep: waiting grows with the length of the run. One finding is enough."""
     for run in rounds:
         ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)
-        if run.rate is None or len(ordered) < ENOUGH_ANSWERS:
+        if run.level.rate is None or len(ordered) < ENOUGH_ANSWERS:
             continue
         waits = [a.first_token - a.started for a in ordered]  # type: ignore[operator]
         quarter = len(ordered) // 4
@@ -311,16 +308,17 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
         mean = sum(a.finished - a.started for a in ordered) / len(ordered)
         if last > 2 * first and last - first > 0.1 * mean:
             message = (
-                f"{run.rate:g} requests/s are more than it serves: the time to the first token grew from "
+                f"{run.level.rate:g} requests/s are more than it serves: the time to the first token grew from "
                 f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
             )
             yield "TS-BENCH-OVERLOAD", "warning", message, "lower `rate`"
             return
 
 
-def underfilled(runs: Sequence[Round]) -> Findings:
+def underfilled(rounds: Sequence[Round]) -> Findings:
     """The highest load that a round had too few conversations to reach; one finding is enough."""
-    held = [(run.concurrency, len({answer.question for answer in run.answers})) for run in runs if run.rate is None]
+    closed = [run for run in rounds if run.level.rate is None]
+    held = [(run.level.concurrency, len({answer.question for answer in run.answers})) for run in closed]
     if missed := max(((load, count) for load, count in held if count < load), default=None):
         message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*missed)
         remedy = "ask more questions (`dataset`, `samples`), or fewer `rounds`"

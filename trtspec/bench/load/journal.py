@@ -8,36 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from trtspec.bench.load.loops import LoadLevel, Round
 from trtspec.checkpoint.writer import Journal, differences
 from trtspec.client.client import Answer
 from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 
 ANSWERS = "answers.jsonl"
+ANSWERS_IN, COUNTS_IN = TypeAdapter(list[Answer]), TypeAdapter(list[TurnCounts])
 RESUME_REMEDY = "give the URLs and options that it was started with, or start over with `force`"
-
-
-@dataclass(frozen=True)
-class PartName:
-    """A part of a run: an endpoint, a level (or a category), a round of it."""
-
-    endpoint: str
-    level: str
-    number: int
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """What one process recorded of a part: answers with times from its beginning; counters and seconds where it came to
-    the end."""
-
-    answers: list[Answer]
-    counts: list[TurnCounts]
-    seconds: float | None
 
 
 class RunJournal:
@@ -47,7 +32,8 @@ class RunJournal:
         self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
-        self.stored: dict[PartName, dict[int, list[dict[str, Any]]]] = {}
+        # entries by endpoint, label of the load and number of the round, and by the process that wrote them
+        self.stored: dict[tuple[str, str, int], dict[int, list[dict[str, Any]]]] = {}
         self.servers: dict[str, dict[str, Any]] = {}
         self.segment = 0
         for key, entry in (self.journal.done if self.journal else {}).items():
@@ -56,14 +42,14 @@ class RunJournal:
             elif key.startswith("server "):
                 self.servers[entry["endpoint"]] = entry["server"]
             else:
-                name = PartName(entry["endpoint"], entry["level"], entry["round"])
+                name = (entry["endpoint"], entry["level"], entry["round"])
                 self.stored.setdefault(name, {}).setdefault(entry["segment"], []).append(entry)
         self._write(f"begin {self.segment}")
 
     def served_by(self, endpoint: str, server: DetectedServer) -> None:
         """Notes what answers as `endpoint`. Raises UsageError if another server gave its recorded answers."""
         found, before = asdict(server), self.servers.get(endpoint, {})
-        if any(part.endpoint == endpoint for part in self.stored):
+        if any(name == endpoint for name, _, _ in self.stored):
             known = {key: value for key, value in before.items() if None not in (value, found.get(key))}
             if changed := differences(known, {key: found[key] for key in known}, endpoint):
                 where = self.journal.path if self.journal else ""
@@ -72,16 +58,19 @@ class RunJournal:
         self.servers[endpoint] = found
         self._write(f"server {endpoint}", endpoint=endpoint, server=found)
 
-    def record(self, part: PartName, answer: Answer, origin: float) -> None:
-        """One complete answer; its times are kept from `origin`, the beginning of its part."""
+    def record(self, endpoint: str, level: LoadLevel, number: int, answer: Answer, origin: float) -> None:
+        """One complete answer of a round; its times are kept from `origin`, the beginning of the round."""
         fields = asdict(answer) | {"started": answer.started - origin, "finished": answer.finished - origin}
         fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
-        self._write_of(part, f"{answer.question}|{answer.turn}", answer=fields)
+        self._write_of(endpoint, level, number, f"{answer.question}|{answer.turn}", answer=fields)
 
-    def end(self, part: PartName, seconds: float, counts: list[TurnCounts]) -> None:
-        """A part came to its end after so many seconds; `counts` from the server's counters. Raises TrtspecError if the
-        journal could not be written."""
-        self._write_of(part, "end", seconds=seconds, counts=[asdict(count) for count in counts])
+    def end(self, endpoint: str, found: Round, counters: list[TurnCounts]) -> None:
+        """A round came to its end; `counters`: what the server's counters say of it. Raises TrtspecError if the journal
+        could not be written."""
+        counts = [asdict(count) for count in counters]
+        self._write_of(
+            endpoint, found.level, found.number, "end", seconds=found.seconds, most=found.most, counts=counts
+        )
         written, self._written = self._written, []
         try:
             for future in written:
@@ -91,27 +80,29 @@ class RunJournal:
             remedy = "make room, then give the same command with `resume`"
             raise TrtspecError(f"{path} cannot be written: {error.strerror or error}", remedy) from None
 
-    def parts(self, part: PartName) -> list[StoredPart]:
-        """What earlier processes recorded of a part, in their order."""
+    def rounds(self, endpoint: str, level: LoadLevel, number: int) -> list[Round]:
+        """What each earlier process recorded of a round: answers without an error, with times from its beginning."""
         found = []
-        for entries in dict(sorted(self.stored.get(part, {}).items())).values():
-            ends = [entry for entry in entries if "counts" in entry]
-            answers = [
-                Answer(**{**entry["answer"], "chunks": [tuple(chunk) for chunk in entry["answer"]["chunks"]]})
-                for entry in entries
-                if "answer" in entry
-            ]
-            counts = [
-                TurnCounts(**{**count, "histogram": tuple(h) if (h := count["histogram"]) is not None else None})
-                for entry in ends
-                for count in entry["counts"]
-            ]
-            found.append(StoredPart(answers, counts, ends[-1]["seconds"] if ends else None))
+        for _, entries in sorted(self.stored.get((endpoint, level.label, number), {}).items()):
+            answers = good(ANSWERS_IN.validate_python([entry["answer"] for entry in entries if "answer" in entry]))
+            end = next((entry for entry in entries if "counts" in entry), None)
+            if not answers:
+                continue
+            seconds = end["seconds"] if end else max(answer.finished for answer in answers)
+            most = end["most"] if end else level.concurrency
+            counts = COUNTS_IN.validate_python(end["counts"] if end else [])
+            found.append(
+                Round(
+                    level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts,
+                    complete=end is not None,
+                )
+            )  # fmt: skip
         return found
 
     def kept(self) -> int:
         """Answers of earlier processes, which are not asked again."""
-        return sum(len(good(part.answers)) for name in self.stored for part in self.parts(name))
+        entries = [entry for each in self.stored.values() for entries in each.values() for entry in entries]
+        return sum("answer" in entry and not entry["answer"]["error"] for entry in entries)
 
     def __enter__(self) -> RunJournal:
         return self
@@ -124,8 +115,8 @@ class RunJournal:
                 self.journal.path.unlink(missing_ok=True)
             self.journal.close()
 
-    def _write_of(self, part: PartName, key: str, **fields: Any) -> None:
-        named = {"endpoint": part.endpoint, "level": part.level, "round": part.number, "segment": self.segment}
+    def _write_of(self, endpoint: str, level: LoadLevel, number: int, key: str, **fields: Any) -> None:
+        named = {"endpoint": endpoint, "level": level.label, "round": number, "segment": self.segment}
         self._write("|".join([*map(str, named.values()), key]), **named, **fields)
 
     def _write(self, key: str, **fields: Any) -> None:

@@ -6,87 +6,85 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import httpx
 import numpy as np
 
 from trtspec.bench.questions.datasets import Question
+from trtspec.bench.results import level_label
 from trtspec.client.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
+from trtspec.client.servers import TurnCounts
 
 Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
+Converse = Callable[[int, Question], Awaitable[None]]  # asks a question to its last turn
 
 
 @dataclass(frozen=True)
-class Round:
-    """One run of load, in time.perf_counter() seconds. `number`: which round of its level; a resumed round has several
-    parts."""
+class LoadLevel:
+    """One load: so many conversations in flight, or with `rate` so many new ones per second. `category`: its questions
+    are those of one category."""
 
     concurrency: int
-    answers: list[Answer]
-    started: float
-    finished: float
-    number: int = 0
     rate: float | None = None
+    category: str = ""
 
     @property
-    def seconds(self) -> float:
-        return self.finished - self.started
+    def label(self) -> str:
+        return self.category or level_label(self.concurrency, self.rate)
 
 
-@dataclass
-class Load:
-    """One server under load; `on_answer` gets every answer as soon as it is complete. `said`: texts of the first turns
-    of conversations that resume, by question."""
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one process asked of one endpoint in a round of a load; a resumed round has several.
 
-    client: httpx.AsyncClient
-    endpoint: Endpoint
-    sampling: RequestSampling
-    on_answer: Callable[[Answer], None] = lambda answer: None
-    said: Mapping[str, list[str]] = field(default_factory=dict)
-    in_flight: int = 0
-    peak: int = 0
-    answers: list[Answer] = field(default_factory=list)
+    `seconds` of wall time. `most`: conversations that were in flight at once. `counts`: speculation in its answers.
+    `complete`: False if the process ended before all were answered."""
 
-    async def hold(self, place: int, question: Question) -> None:
-        """One conversation to its last request."""
-        self.in_flight += 1
-        self.peak = max(self.peak, self.in_flight)
-        try:
-            said = self.said.get(question.id, [])
-            async for answer in converse(self.client, self.endpoint, question, self.sampling, place, said):
-                self.answers.append(answer)
-                self.on_answer(answer)
-        finally:
-            self.in_flight -= 1
+    level: LoadLevel
+    number: int
+    answers: list[Answer]
+    seconds: float
+    most: int
+    counts: list[TurnCounts] = field(default_factory=list)
+    complete: bool = True
 
 
-async def closed_loop(load: Load, asked: Sequence[Ask], concurrency: int, number: int = 0) -> Round:
-    """Holds all conversations with `concurrency` of them in flight; a slot that ends takes the next one at once."""
+async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> int:
+    """Asks all questions with `concurrency` of them in flight; a slot that ends takes the next one at once. Returns how
+    many were in flight."""
     queue = list(asked)[::-1]
 
     async def slot() -> None:
         while queue:
-            await load.hold(*queue.pop())
+            await converse(*queue.pop())
 
-    started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(asked))):
             group.create_task(slot())
-    return Round(concurrency, load.answers, started, time.perf_counter(), number)
+    return concurrency
 
 
-async def open_loop(load: Load, asked: Sequence[Ask], rate: float, seed: int, number: int = 0) -> Round:
-    """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`."""
-    gaps = np.random.default_rng((seed, number)).exponential(1 / rate, size=len(asked))
-    started = time.perf_counter()
-    due = started + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
+async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed: tuple[int, int]) -> int:
+    """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`. Returns the most
+    that were in flight."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, size=len(asked))
+    due = time.perf_counter() + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
+    in_flight = most = 0
+
+    async def one(place: int, question: Question) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await converse(place, question)
+        in_flight -= 1
+
     async with asyncio.TaskGroup() as group:
         for when, (place, question) in zip(due, asked, strict=True):
             await asyncio.sleep(max(0.0, float(when) - time.perf_counter()))
-            group.create_task(load.hold(place, question))
-    return Round(load.peak, load.answers, started, time.perf_counter(), number, rate)
+            group.create_task(one(place, question))
+    return most
 
 
 async def converse(

@@ -14,15 +14,16 @@ from typing import Any
 
 import httpx
 
-from trtspec.bench.load.journal import PartName, RunJournal, good
-from trtspec.bench.load.loops import Ask, Load, Round, ServiceLevel, closed_loop, open_loop
+from trtspec.bench.load.journal import RunJournal, good
+from trtspec.bench.load.loops import Ask, LoadLevel, Round, ServiceLevel, closed_loop, converse, open_loop
 from trtspec.bench.questions.datasets import Dataset, Question, spread
-from trtspec.bench.results import Workload, level_label
+from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
 from trtspec.client.client import OWNED, Answer, Endpoint, RequestSampling, new_client, refuse_owned
 from trtspec.client.servers import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import Bar
 
 WARMUP_TOKENS = 16
 BENCH_OWNED = {  # keys of a request that options set and every figure states
@@ -41,18 +42,6 @@ OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in fl
 
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
 RequestLimits = Mapping[str, Sequence[str]]
-
-
-@dataclass(frozen=True)
-class LoadLevel:
-    """One load: so many conversations in flight, or with `rate` so many new ones per second."""
-
-    concurrency: int
-    rate: float | None = None
-
-    @property
-    def label(self) -> str:
-        return level_label(self.concurrency, self.rate)
 
 
 @dataclass(frozen=True)
@@ -147,46 +136,30 @@ def thinking_body(mode: str | None) -> dict[str, Any]:
 
 @dataclass
 class MeasuredEndpoint:
-    """One endpoint under load and everything measured on it: rounds and acceptance counts per level."""
+    """One endpoint under load and everything measured on it. `category_rounds`: each category by itself, of a server
+    that keeps only totals. `unmeasured`: why acceptance is not measured, or only in part."""
 
     name: str
     client: httpx.AsyncClient
     endpoint: Endpoint
     server: servers.DetectedServer
-    rounds: dict[LoadLevel, list[Round]] = field(default_factory=dict)
     limits: RequestLimits = field(default_factory=dict)
-    counts: dict[LoadLevel, list[TurnCounts]] = field(default_factory=dict)
-    category_counts: list[TurnCounts] = field(default_factory=list)
-    unmeasured: list[str] = field(default_factory=list)  # what it said of its speculation that is not understood
-    uncounted: list[str] = field(default_factory=list)  # answers whose steps are in counters that say nothing
+    rounds: list[Round] = field(default_factory=list)
+    category_rounds: list[Round] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
     restless: bool = False  # it may still be at work for requests that were given up
 
     def answers(self) -> list[Answer]:
-        return [answer for runs in self.rounds.values() for run in runs for answer in run.answers]
-
-
-@dataclass
-class Progress:
-    """Who hears of a run: `say` a line, `show` the answers that are there and that there will be."""
-
-    say: Callable[[str], None] = lambda text: None
-    show: Callable[[int, int], None] = lambda done, total: None
-    on_answer: Callable[[Answer], None] = lambda answer: None
-    journal: RunJournal = field(default_factory=lambda: RunJournal(None, {}))
-    done: int = 0
-    total: int = 0
-
-    def heard(self, answer: Answer) -> None:
-        self.done += 1
-        self.show(self.done, self.total)
-        self.on_answer(answer)
+        return [answer for run in self.rounds for answer in run.answers]
 
 
 async def measure(
     urls: dict[str, str],
     workload: BenchWorkload,
     model: str | None = None,
-    progress: Progress | None = None,
+    *,
+    journal: RunJournal | None = None,
+    bar: Bar | None = None,
     limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
 ) -> tuple[list[MeasuredEndpoint], BenchWorkload]:
@@ -195,7 +168,7 @@ async def measure(
     `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run is shown
     with. Raises TrtspecError when a server does not answer or refuses every request.
     """
-    progress = progress or Progress()
+    run = LoadRun(workload, journal or RunJournal(None, {}), bar or Bar())
     async with AsyncExitStack() as stack:
         targets = []
         for name, url in urls.items():
@@ -203,27 +176,137 @@ async def measure(
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
-            progress.journal.served_by(name, server)
+            run.journal.served_by(name, server)
             endpoint = Endpoint(url, server.model, extra_body=workload.body(), limit_s=workload.limit_s)
             found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
-            found.restless = progress.journal.segment > 0
+            found.restless = run.journal.segment > 0
             refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
         again = sum(question.requests for question in workload.questions(0))  # of servers that keep only totals
-        progress.total = sum(workload.answers() + again * t.server.adapter.around_runs for t in targets)
+        run.bar.show(0, sum(workload.answers() + again * target.server.adapter.around_runs for target in targets))
         for target in targets:
-            progress.say(f"{target.name}: warming up")
-            await warm_up(target, workload)
-        asked = [workload.questions(number) for number in range(len(workload.levels))]
-        if kept := progress.journal.kept():
-            progress.say(f"{kept} answers of the interrupted run are kept")
-        for level, questions in zip(workload.levels, asked, strict=True):
-            part = replace(workload, rounds=min(workload.rounds, len(questions)))
-            await run_level(targets, part, questions, level, progress)
+            run.bar.say(f"{target.name}: warming up")
+            await run.warm_up(target)
+        if kept := run.journal.kept():
+            run.bar.say(f"{kept} answers of the interrupted run are kept")
+        for number, level in enumerate(workload.levels):
+            await run.level(targets, level, workload.questions(number))
         for target in targets:
             refuse_all_failed(target.name, target.answers())
-            await count_outside(target, workload, asked[0], progress)
+            await run.categories(target, workload.questions(0))
     return targets, workload
+
+
+@dataclass
+class LoadRun:
+    """A workload as it is asked. `journal` keeps every answer, `bar` counts them."""
+
+    workload: BenchWorkload
+    journal: RunJournal
+    bar: Bar
+
+    async def warm_up(self, target: MeasuredEndpoint) -> None:
+        """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
+        count = self.workload.most if self.workload.warmup is None else self.workload.warmup
+        asked = [(place, question.first_turn) for place, question in enumerate(self.workload.questions(0)[:count])]
+        sampling = self.workload.sampling
+        short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+
+        async def hold(place: int, question: Question) -> None:
+            async for answer in converse(target.client, target.endpoint, question, short, place):
+                target.restless |= bool(answer.error)
+
+        await closed_loop(hold, asked, self.workload.most)
+
+    async def level(self, targets: Sequence[MeasuredEndpoint], level: LoadLevel, questions: Sequence[Question]) -> None:
+        """All rounds of one load: in each, every endpoint answers the same questions, in rotating order."""
+        asked, rounds = list(enumerate(questions)), min(self.workload.rounds, len(questions))
+        for number in range(rounds):
+            first = number % len(targets)
+            for target in [*targets[first:], *targets[:first]]:
+                found = await self.round(target, level, number, asked[number::rounds])
+                target.rounds += found
+                answers = [answer for run in found for answer in run.answers]
+                failed = sum(1 for answer in answers if answer.error)
+                trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
+                where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
+                self.bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
+
+    async def categories(self, target: MeasuredEndpoint, questions: Sequence[Question]) -> None:
+        """Asks a server that keeps only totals, as vLLM does, the questions of the first load once more, category by
+        category."""
+        if not any(count.source == servers.FROM_COUNTERS for run in target.rounds for count in run.counts):
+            return
+        for category in dict.fromkeys(question.category for question in questions):
+            self.bar.say(f"{target.name} keeps totals alone: {category} once more by itself")
+            asked = [(place, question) for place, question in enumerate(questions) if question.category == category]
+            level = LoadLevel(self.workload.most, category=category)
+            target.category_rounds += await self.round(target, level, 0, asked)
+
+    async def round(self, target: MeasuredEndpoint, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
+        """What earlier processes recorded of a round, then what is still to be asked."""
+        found, said = list[Round](), dict[str, list[str]]()
+        for stored in self.journal.rounds(target.name, level, number):
+            counts = stored.counts or servers.all_counts(stored.answers, target.unmeasured)
+            if not (counts or stored.complete) and await servers.read_counters(target.client, target.server):
+                where = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
+                target.unmeasured.append(f"{where} were read before an interruption")
+            found.append(replace(stored, counts=counts))
+            for answer in sorted(stored.answers, key=lambda answer: answer.turn):
+                said.setdefault(answer.question, []).append(answer.text)
+                self.bar.advance(1)
+        left = [(place, question) for place, question in asked if len(said.get(question.id, ())) < question.requests]
+        return [*found, await self.ask(target, level, number, left, said)] if left else found
+
+    async def ask(
+        self,
+        target: MeasuredEndpoint,
+        level: LoadLevel,
+        number: int,
+        asked: Sequence[Ask],
+        said: Mapping[str, list[str]],
+    ) -> Round:
+        """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
+        of the first turns of conversations that resume, by question."""
+        answers, sampling = list[Answer](), self.workload.sampling
+        before = await servers.read_counters(target.client, target.server, target.unmeasured, target.restless)
+        began = time.perf_counter()
+
+        async def hold(place: int, question: Question) -> None:
+            known = said.get(question.id, ())
+            async for answer in converse(target.client, target.endpoint, question, sampling, place, known):
+                answers.append(answer)
+                self.journal.record(target.name, level, number, answer, began)
+                self.bar.advance(1)
+
+        if level.rate is None:
+            most = await closed_loop(hold, asked, level.concurrency)
+        else:
+            most = await open_loop(hold, asked, level.rate, (sampling.seed, number))
+        seconds = time.perf_counter() - began
+        after = await servers.read_counters(target.client, target.server, target.unmeasured)
+        counts, counters = servers.all_counts(answers, target.unmeasured), list[TurnCounts]()
+        answered = good(answers)
+        failed = len(answers) - len(answered)
+        target.restless = failed > 0
+        if before and after and answered and not counts:
+            if failed:  # its counters hold what it did for them, and nobody knows how much that was
+                where = f"{failed} of {len(answers)} answers of {level.label}, round {number + 1}"
+                target.unmeasured.append(f"{where} failed, and the server counts all requests together")
+            else:
+                tokens = sum(answer.completion_tokens for answer in answered)
+                pooled = servers.counts_between(before, after, level.category or "all", tokens, target.unmeasured)
+                questions = len({answer.question for answer in answered})
+                counts = counters = [without_surplus(pooled, len(answered), questions)] if pooled else []
+        found = Round(level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts)
+        self.journal.end(target.name, found, counters)
+        return found
+
+
+def total_rate(rounds: Sequence[Round]) -> float:
+    """Output tokens over wall time of one round, which may have been resumed."""
+    tokens = sum(a.completion_tokens for run in rounds for a in run.answers if not a.error)
+    return tokens / max(sum(run.seconds for run in rounds), 1e-9)
 
 
 def refuse_other_server(
@@ -255,133 +338,3 @@ def refuse_what_ends_engines(name: str, limits: RequestLimits, asked: Iterable[s
     if deadly := sorted(set(asked) & set(limits.get("end_engine", ()))):
         message = f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
         raise UsageError(message, "leave it out of `extra_body`, or use a later release")
-
-
-async def warm_up(target: MeasuredEndpoint, workload: BenchWorkload) -> None:
-    """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
-    count = workload.most if workload.warmup is None else workload.warmup
-    asked = [(place, question.first_turn) for place, question in enumerate(workload.questions(0)[:count])]
-    short = replace(workload.sampling, max_tokens=min(WARMUP_TOKENS, workload.sampling.max_tokens))
-    run = await closed_loop(Load(target.client, target.endpoint, short), asked, workload.most)
-    target.restless |= any(answer.error for answer in run.answers)
-
-
-async def run_level(
-    targets: Sequence[MeasuredEndpoint],
-    workload: BenchWorkload,
-    questions: Sequence[Question],
-    level: LoadLevel,
-    progress: Progress,
-) -> None:
-    """All rounds of one level: in each round every endpoint answers the same questions, in rotating order."""
-    asked, rounds = list(enumerate(questions)), workload.rounds
-    for number in range(rounds):
-        part = asked[number::rounds]
-        first = number % len(targets)
-        for target in [*targets[first:], *targets[:first]]:
-            name = PartName(target.name, level.label, number)
-            runs, counts = await run_part(target, workload, name, level, part, progress)
-            target.rounds.setdefault(level, []).extend(runs)
-            target.counts.setdefault(level, []).extend(counts)
-            answers = [answer for run in runs for answer in run.answers]
-            failed = sum(1 for answer in answers if answer.error)
-            trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
-            where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
-            progress.say(f"{where}: {total_rate(runs):.1f} tokens/s{trouble}")
-
-
-def total_rate(parts: Sequence[Round]) -> float:
-    """Output tokens over wall time of one round, which may have been resumed."""
-    tokens = sum(a.completion_tokens for run in parts for a in run.answers if not a.error)
-    return tokens / max(sum(run.seconds for run in parts), 1e-9)
-
-
-async def run_part(
-    target: MeasuredEndpoint,
-    workload: BenchWorkload,
-    name: PartName,
-    level: LoadLevel,
-    part: Sequence[Ask],
-    progress: Progress,
-) -> tuple[list[Round], list[TurnCounts]]:
-    """One round of one endpoint: what earlier processes recorded of it, and what is still to be asked."""
-    runs, counts, said = list[Round](), list[TurnCounts](), dict[str, list[str]]()
-    for stored in progress.journal.parts(name):
-        answers = good(stored.answers)
-        if not answers:
-            continue
-        ends = stored.seconds or max(answer.finished for answer in answers)
-        runs.append(Round(level.concurrency, answers, 0.0, ends, name.number, level.rate))
-        own = stored.counts or servers.all_counts(answers, target.unmeasured)
-        if not own and stored.seconds is None and await servers.read_counters(target.client, target.server):
-            target.uncounted.append(f"{len(answers)} answers of {_where(name)} were read before an interruption")
-        counts += own
-        for answer in sorted(answers, key=lambda answer: answer.turn):
-            said.setdefault(answer.question, []).append(answer.text)
-            progress.heard(answer)
-    left = [(place, question) for place, question in part if len(said.get(question.id, ())) < question.requests]
-    if left:
-        run, own = await ask(target, workload, name, level, left, said, progress)
-        runs.append(run)
-        counts += own
-    return runs, counts
-
-
-def _where(name: PartName) -> str:
-    return f"{name.level}, round {name.number + 1}"
-
-
-async def ask(
-    target: MeasuredEndpoint,
-    workload: BenchWorkload,
-    name: PartName,
-    level: LoadLevel,
-    asked: Sequence[Ask],
-    said: Mapping[str, list[str]],
-    progress: Progress,
-) -> tuple[Round, list[TurnCounts]]:
-    """The load itself, with the server's counters around it where answers do not report speculation."""
-    before = await servers.read_counters(target.client, target.server, target.unmeasured, target.restless)
-    origin = time.perf_counter()
-
-    def heard(answer: Answer) -> None:
-        progress.journal.record(name, answer, origin)
-        progress.heard(answer)
-
-    load = Load(target.client, target.endpoint, workload.sampling, heard, said)
-    if level.rate is None:
-        run = await closed_loop(load, asked, level.concurrency, name.number)
-    else:
-        run = await open_loop(load, asked, level.rate, workload.sampling.seed, name.number)
-    after = await servers.read_counters(target.client, target.server, target.unmeasured)
-    counts, from_counters = servers.all_counts(run.answers, target.unmeasured), list[TurnCounts]()
-    answered = good(run.answers)
-    failed = len(run.answers) - len(answered)
-    target.restless = failed > 0
-    if before and after and answered and not counts:
-        if failed:  # its counters hold what it did for them, and nobody knows how much that was
-            target.uncounted.append(f"{failed} of {len(run.answers)} answers of {_where(name)} failed")
-        else:
-            label = name.level if name.level in {question.category for _, question in asked} else "all"
-            tokens = sum(answer.completion_tokens for answer in answered)
-            pooled = servers.counts_between(before, after, label, tokens, target.unmeasured)
-            questions = len({answer.question for answer in answered})
-            counts = from_counters = [without_surplus(pooled, len(answered), questions)] if pooled else []
-    progress.journal.end(name, run.seconds, from_counters)
-    return run, counts
-
-
-async def count_outside(
-    target: MeasuredEndpoint, workload: BenchWorkload, questions: Sequence[Question], progress: Progress
-) -> None:
-    """Categories of servers that keep only totals: vLLM is asked the `questions` of the first load once more, category
-    by category."""
-    if not any(c.source == servers.FROM_COUNTERS for counts in target.counts.values() for c in counts):
-        return
-    asked = list(enumerate(questions))
-    for category in dict.fromkeys(question.category for _, question in asked):
-        progress.say(f"{target.name} keeps totals alone: {category} once more by itself")
-        part = [(place, question) for place, question in asked if question.category == category]
-        name = PartName(target.name, category, 0)
-        _, counts = await run_part(target, workload, name, LoadLevel(workload.most), part, progress)
-        target.category_counts += counts
