@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench.questions.datasets import DatasetSource, NamedSet, catalogue, load_dataset, read_questions, text_of
+from trtspec.bench.questions.datasets import DatasetSource, NamedSet, catalogue, load_dataset, read_questions
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -140,7 +140,9 @@ def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
                 load_dataset(f"{name}={file}")
             assert failed.value.code == "TS-DATA-ROW" and failed.value.remedy
         numbered = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [{**row, column: 42}])}")
-        assert "42" in numbered.questions[0].turns[0], "an option of C-Eval that a table keeps as a number"
+        said = numbered.questions[0].turns[0]
+        said = said if isinstance(said, str) else said[0]["text"]
+        assert "42" in said, "an option of C-Eval that a table keeps as a number"
     if name in ("gsm8k", "humaneval"):
         with pytest.raises(UsageError, match=f"has no {MADE_OF[name][0]}, which rows"):
             load_dataset(f"{name}={write(tmp_path / 'rows.parquet', [row, {**row, MADE_OF[name][0]: None}])}")
@@ -199,7 +201,8 @@ def read_from_hub(name: str, known: NamedSet, count: int) -> None:
     _, asks, category = hub_rows_of(name)
     found = read_questions(DatasetSource(label=name, known=known))
     assert len(found) == count
-    assert text_of(found[0].first_request()[0][-1]) == asks
+    said = found[0].turns[0]
+    assert (said if isinstance(said, str) else said[0]["text"]) == asks
     assert found[0].category == ("computer_network" if name == "ceval" else category)  # of its configuration
     assert found[0].has_pictures == (name == "mmstar")
 

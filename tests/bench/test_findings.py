@@ -41,7 +41,7 @@ def test_an_average_below_one_is_no_acceptance() -> None:
     low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]
     assert servers.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
     plain, untold = (answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0))
-    assert [(count.verifications, count.accepted) for count in servers.all_counts([plain, untold])] == [(30, 0)]
+    assert [(count.steps, count.accepted) for count in servers.all_counts([plain, untold], faults)] == [(30, 0)]
 
 
 def counters(tokens: int, steps: int, accepted: int, answers: int) -> TurnCounts:

@@ -24,11 +24,10 @@ from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
 from trtspec.bench.results import read_results
 from trtspec.client.client import (
-    Endpoint,
     RequestSampling,
+    chat_body,
     health,
     new_client,
-    request_body,
     stream_answer,
     wait_ready,
 )
@@ -245,11 +244,11 @@ def test_fuzzed_answers_end_in_words() -> None:
     async def ask() -> list[Any]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        endpoint, found = Endpoint(url, "m", limit_s=60), []
+        found = []
         async with server, new_client(url, 1) as client:
             for place in range(len(bodies)):
-                body = request_body(endpoint, [{"role": "user", "content": "x"}], RequestSampling(), place)
-                found.append(await stream_answer(client, endpoint, body, str(place), "c", 0))
+                body = chat_body("m", [{"role": "user", "content": "x"}], RequestSampling(), place)
+                found.append(await stream_answer(client, body, str(place), "c", limit_s=60))
         return found
 
     answers = asyncio.run(ask())

@@ -23,7 +23,7 @@ from trtspec.bench.load import assemble, measure
 from trtspec.bench.load.loops import ServiceLevel
 from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults
-from trtspec.client.client import Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 
 PACED = Path(__file__).with_name("paced_server.py")
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2
@@ -96,8 +96,7 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[...,
     """Against a bare socket, in turn and in one process, so that a busy machine delays both alike. It was 7.7 ms on a
     machine with a load of 6.5 on two cores while the clock began before the connection was chosen, and is 2.9 ms."""
     url = paced(ttft_s=0.01, gap_s=0.001, tokens=4)
-    endpoint = Endpoint(url, "paced")
-    body = request_body(endpoint, [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
+    body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 
     async def differences() -> list[float]:
         found = []
@@ -105,7 +104,7 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[...,
         async with new_client(url) as client:
             for _ in range(40):
                 bare = await raw_first_token(connection, {**body, "stream": True})
-                answer = await stream_answer(client, endpoint, body, "q", "c", 0)
+                answer = await stream_answer(client, body, "q", "c", 0)
                 assert answer.error is None and answer.first_token is not None
                 found.append(answer.first_token - answer.started - bare)
         connection[1].close()
@@ -119,12 +118,11 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[...,
 def test_waiting_for_a_connection_is_not_counted(paced: Callable[..., str]) -> None:
     """Eight requests on five connections: three begin when others end, and no clock runs before."""
     url = paced(ttft_s=0.6, gap_s=0.001, tokens=4)
-    endpoint = Endpoint(url, "paced")
-    body = request_body(endpoint, [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
+    body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 
     async def firsts() -> list[tuple[float, float]]:
         async with new_client(url, concurrency=1) as client:
-            asked = [stream_answer(client, endpoint, body, "q", "c", 0) for _ in range(8)]
+            asked = [stream_answer(client, body, "q", "c", 0) for _ in range(8)]
             return sorted((a.started, (a.first_token or 0.0) - a.started) for a in await asyncio.gather(*asked))
 
     found = asyncio.run(firsts())

@@ -132,20 +132,17 @@ def in_a_mood(rng: np.random.Generator, run: BenchResults, mood: float, rounds: 
     return replace(run, questions_detail=speeds, concurrency=levels)
 
 
-def alarms(
-    count: int, fall: float, runs: int, seed: int, mood: float = 0.05, rounds: int = 1, earlier: int = 1
-) -> tuple[int, list[int]]:
-    """How many comparisons raise an alarm, and how many questions each proposes for 5 % of acceptance."""
+def alarms(count: int, fall: float, runs: int, seed: int, mood: float = 0.05, rounds: int = 1, earlier: int = 1) -> int:
+    """How many comparisons raise an alarm."""
     rng = np.random.default_rng(seed)
-    names, raised, proposed = [str(i) for i in range(count)], 0, []
+    names, raised = [str(i) for i in range(count)], 0
     for _ in range(runs):
         ease = rng.normal(0, 0.35, count)
         old = [in_a_mood(rng, run_of(rng, names, ease, 0.0), mood, rounds) for _ in range(earlier)]
         new = in_a_mood(rng, run_of(rng, names, ease, fall), mood, rounds)
         found = comparing.compare(new, old)
         raised += any(problem.code == "TS-BENCH-REGRESSION" for problem in found.problems)
-        proposed.append(round(count * ((found.figures[0].finds or 0) / 0.05) ** 2))
-    return raised, proposed
+    return raised
 
 
 @pytest.mark.slow
@@ -155,7 +152,7 @@ def alarms(
 @pytest.mark.parametrize("mood", [0.05, 0.1])
 def test_equal_runs_raise_an_alarm_in_at_most_5_percent(mood: float, rounds: int, earlier: int) -> None:
     """On a machine whose speed differs from run to run by 5 or 10 %."""
-    raised, _ = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
+    raised = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
     print(f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
           f"rounds, {earlier} earlier runs, speed differing by {mood:.0%} from run to run")  # fmt: skip
     assert raised <= 68, "5 % within chance: 1 in 200 such runs has more"
@@ -175,20 +172,9 @@ def test_speed_of_one_earlier_run_is_not_judged_and_of_four_is() -> None:
     assert [p.code for p in four.problems if p.severity == "error"] == ["TS-BENCH-REGRESSION"] * 3 and four.runs == 4
 
 
-@pytest.mark.slow
-def test_a_fall_of_5_percent_is_found_with_the_number_of_questions_that_is_proposed() -> None:
-    _, proposed = alarms(40, 0.0, 50, seed=2)
-    count = int(np.median(proposed))
-    found, _ = alarms(count, 0.05, RUNS, seed=3)
-    print(f"proposed {count} questions: a fall of 5 % found in {found} of {RUNS} runs")
-    assert found >= 0.8 * RUNS
-
-
 def test_comparison_in_small() -> None:
     """The same in 60 runs, for the default suite; and a gate that allows 10 % lets 5 % pass."""
-    assert alarms(40, 0.0, 60, seed=4)[0] <= 6
-    raised, proposed = alarms(60, 0.08, 40, seed=5)
-    assert raised >= 36 and all(3 <= count < 400 for count in proposed)
+    assert alarms(40, 0.0, 60, seed=4) <= 6 and alarms(60, 0.08, 40, seed=5) >= 36
     rng = np.random.default_rng(6)
     names, ease = [str(i) for i in range(80)], rng.normal(0, 0.35, 80)
     old, new = run_of(rng, names, ease, 0.0), run_of(rng, names, ease, 0.05)
@@ -201,7 +187,7 @@ def test_more_spread_needs_more_pairs() -> None:
     steps, accepted = questions(rng, 40)
     quiet = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(4, 0.5, 40), steps))
     loud = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(80, 0.5, 40), steps))
-    assert quiet and loud and loud.units_needed(0.002) > quiet.units_needed(0.002) and loud.finds > quiet.finds
+    assert quiet and loud and loud.units_needed(0.002) > quiet.units_needed(0.002)
     assert loud.units_needed(0.001) > 10 * loud.units_needed(0.005)
     assert paired_ratio(([1], [1]), ([1], [1])) is None
 
@@ -222,7 +208,6 @@ def test_rates_follow_from_the_histogram() -> None:
 
 
 def test_prefill_is_not_counted_twice() -> None:
-    assert turn(10, 20, prefill_in_steps=True).tokens_per_iteration == pytest.approx(3.0)
     assert turn(10, 20).tokens_per_iteration == pytest.approx(31 / 11)
 
 

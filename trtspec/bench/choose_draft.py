@@ -7,47 +7,22 @@ length whose interval reaches 1 may be as fast as the fastest: the shortest of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from trtspec.bench.compare import refuse_different
-from trtspec.bench.results import BenchResults, EndpointResult, Workload, speed_ratio, user_speed
+from trtspec.bench.results import (
+    BenchResults,
+    DraftChoice,
+    EndpointResult,
+    LengthFigures,
+    LoadChoice,
+    Workload,
+    speed_ratio,
+    user_speed,
+)
 from trtspec.errors import UsageError
 from trtspec.report import say
 
 REMEDY = "serve other draft lengths too and pass each as `at` K=URL or `at` K=RESULTS; K=0 is a server without a head"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthFigures:
-    """One draft length at one load. `of_best`: its speed over the fastest length's with the 95 % interval."""
-
-    draft_len: int
-    acceptance_length: float | None
-    tokens_per_s: float
-    of_best: tuple[float, float, float] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadChoice:
-    """The lengths at one concurrency, shortest first, and the shortest that may be as fast as the fastest."""
-
-    concurrency: int
-    lengths: list[LengthFigures]
-    best: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftChoice:
-    """One length for all loads: the one that loses least where it loses most. `options` are build-config's."""
-
-    loads: list[LoadChoice]
-    draft_len: int
-    options: list[str]
-    notes: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
@@ -108,7 +83,7 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoic
                 draft_len=drafts,
                 acceptance_length=(level and level.acceptance_length) or served[drafts].acceptance_length,
                 tokens_per_s=round(speed.value, 3),
-                of_best=(round(over.value, 4), round(over.low, 4), round(over.high, 4)) if over else None,
+                of_best=over.rounded if over else None,
             )
         )
     return LoadChoice(concurrency=concurrency, lengths=figures, best=best)

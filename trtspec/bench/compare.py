@@ -16,7 +16,6 @@ from trtspec.errors import Problem, UsageError
 
 SAME = ("dataset_sha256", "questions_sha256", "temperature", "max_tokens", "thinking", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
-SOUGHT = 0.05  # the fall that a comparison should find
 REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "no change found", "not judged"
 RUN = "run"
 
@@ -55,7 +54,7 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
         max_regression=allowed,
         confidence=round(confidence, 5),
         figures=figures,
-        problems=[*not_judged(figures, [new, *earlier], max_regression is not None), *found_problems(figures, allowed)],
+        problems=[*not_judged(figures, [new, *earlier], max_regression is not None), *regressions(figures, allowed)],
     )
 
 
@@ -100,16 +99,16 @@ def _figure(
     """`values`: of this run and the first earlier one, whose ratio is shown where nothing can be tested."""
     if test is None:
         return ComparedFigure(figure=name, ratio=round(values[0] / values[1], 4))
+    value, low, high = test.rounded
     verdict = REGRESSION if test.high < 1 - allowed else IMPROVEMENT if test.low > 1 else NO_CHANGE
     return ComparedFigure(
         figure=name,
-        ratio=round(test.value, 4),
-        low=round(test.low, 4),
-        high=round(test.high, 4),
+        ratio=value,
+        low=low,
+        high=high,
         units=test.units,
         paired_by=by,
         verdict=verdict if judged else NOT_JUDGED,
-        finds=round(test.finds, 4),
     )
 
 
@@ -134,11 +133,10 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
     return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]
 
 
-def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Problem]:
-    """Regressions, and what the comparison could not have found."""
-    judged = [figure for figure in figures if figure.verdict != NOT_JUDGED]
+def regressions(figures: Sequence[ComparedFigure], allowed: float) -> list[Problem]:
+    """Regressions."""
     found = []
-    for figure in judged:
+    for figure in figures:
         if figure.verdict == REGRESSION:
             message = (
                 f"{figure.figure} is {figure.ratio:.3f} times the earlier run's ({figure.low:.3f} to {figure.high:.3f})"
@@ -147,13 +145,4 @@ def found_problems(figures: Sequence[ComparedFigure], allowed: float) -> list[Pr
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
             remedy = "look for what changed between the runs; repeat both with more questions"
             found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message, remedy))
-    weak = [figure for figure in judged if (figure.finds or 0) > SOUGHT]
-    if weak:
-        worst = max(weak, key=lambda figure: figure.finds or 0)
-        message = f"the comparison finds a fall of {worst.figure} only from {100 * (worst.finds or 0):.0f} % on"
-        if worst.paired_by != RUN:
-            needed = round(worst.units * ((worst.finds or 0) / SOUGHT) ** 2)
-            message += f": {100 * SOUGHT:.0f} % need about {needed} questions"
-        remedy = "ask more questions; for speed, longer runs on a quieter machine"
-        found.append(Problem("TS-BENCH-WEAK-COMPARISON", "info", "`compare`", message, remedy))
     return found

@@ -179,8 +179,7 @@ class SpeedUp:
 @dataclass(frozen=True, kw_only=True)
 class ComparedFigure:
     """One figure of this run over the same of an earlier one. `low` and `high`: its interval, None where it is shown
-    alone. `finds`: the smallest fall that as many `units` (questions or runs) find in 80 % of runs. `verdict`:
-    regression, improvement, no change found, or not judged."""
+    alone. `units`: questions or runs. `verdict`: regression, improvement, no change found, or not judged."""
 
     figure: str
     ratio: float
@@ -189,7 +188,6 @@ class ComparedFigure:
     units: int = 0
     paired_by: str = "question"
     verdict: str = "not judged"
-    finds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +203,35 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LengthFigures:
+    """One draft length at one load. `of_best`: its speed over the fastest length's with the 95 % interval."""
+
+    draft_len: int
+    acceptance_length: float | None
+    tokens_per_s: float
+    of_best: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadChoice:
+    """The lengths at one concurrency, shortest first, and the shortest that may be as fast as the fastest."""
+
+    concurrency: int
+    lengths: list[LengthFigures]
+    best: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftChoice:
+    """One length for all loads: the one that loses least where it loses most. `options` are build-config's."""
+
+    loads: list[LoadChoice]
+    draft_len: int
+    options: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
     """results.json: the first endpoint's own figures, the others under `endpoints`, their ratios under `speedups`."""
 
@@ -216,7 +243,7 @@ class BenchResults(EndpointResult):
     comparison: Comparison | None = None
     created: str = ""
     versions: dict[str, Any] = field(default_factory=dict)
-    draft_choice: dict[str, Any] | None = None
+    draft_choice: DraftChoice | None = None
 
     @property
     def all(self) -> list[EndpointResult]:

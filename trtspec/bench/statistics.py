@@ -30,7 +30,6 @@ from trtspec.client.servers import Count, TurnCounts
 LEAST_UNITS = 3  # of an interval
 LEAST_RUNS = 4  # earlier runs that predict the next one; t is within 2 % of Student's for so many
 CONFIDENCE = 0.95
-POWER = 0.8  # chance of finding a change, for the number of questions that is proposed
 NORMAL = NormalDist()
 
 
@@ -98,7 +97,7 @@ def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
         return found
     for turn in turns:
         entry = found.setdefault(turn.question, [0, 0, 0])
-        for place, value in enumerate((turn.verifications, turn.accepted, turn.answers)):
+        for place, value in enumerate((turn.steps, turn.accepted, turn.answers)):
             entry[place] += value
     return found
 
@@ -116,7 +115,7 @@ def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCou
 
 def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     """Acceptance of one group of answers; figures are None where the server reports nothing."""
-    steps, accepted = sum(t.verifications for t in turns), sum(t.accepted for t in turns)
+    steps, accepted = sum(t.steps for t in turns), sum(t.accepted for t in turns)
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
     histogram = add_histograms(t.histogram for t in turns)
     questions = per_question(turns)
@@ -150,10 +149,15 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
     return {category: summarize(group) for category, group in groups.items()}
 
 
-def length_interval(turns: Sequence[TurnCounts]) -> list[float] | None:
-    """95 % interval of the acceptance length; None below LEAST_UNITS questions, or where a server reports totals."""
+def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
+    """The acceptance length over questions; None below LEAST_UNITS questions, or where a server reports totals."""
     counts = per_question(turns).values()
-    found = ratio([steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts])
+    return ratio([steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts])
+
+
+def length_interval(turns: Sequence[TurnCounts]) -> list[float] | None:
+    """95 % interval of the acceptance length; None where `length_ratio` is."""
+    found = length_ratio(turns)
     return [round(max(1.0, found.low), 4), round(found.high, 4)] if found else None
 
 
@@ -176,13 +180,13 @@ class Ratio:
         return self.value * math.exp(self._quantile * self.error)
 
     @property
-    def words(self) -> str:
-        return f"{self.low:.2f} to {self.high:.2f}"
+    def rounded(self) -> tuple[float, float, float]:
+        """Value, low and high for results."""
+        return round(self.value, 4), round(self.low, 4), round(self.high, 4)
 
     @property
-    def finds(self) -> float:
-        """The smallest fall that as many units find in POWER of the runs."""
-        return 1 - math.exp(-(self._quantile + NORMAL.inv_cdf(POWER)) * self.error)
+    def words(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
 
     def units_needed(self, share: float) -> int:
         """Units whose interval is value +- share."""

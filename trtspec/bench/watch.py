@@ -155,7 +155,7 @@ def read_baseline(path: Path) -> Baseline:
         raise UsageError(what, "trtspec inspect HEAD --against TARGET, then measure again")
     mean = accepted / steps
     turns = [turn for turn in run.turns_detail if turn.category == category]
-    squares = sum((turn.accepted - mean * turn.verifications) ** 2 for turn in turns)
+    squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
     variance = DESIGN_EFFECT * mean * (1 + mean) if len(turns) < 2 else squares / steps * len(turns) / (len(turns) - 1)
     return Baseline(category, steps, mean, variance)
 

@@ -37,6 +37,7 @@ LISTS = ("messages", "conversations", "conversation")
 QUESTIONS, ANSWERS, CONTINUATION = ("prompt", "question", "instruction"), ("response", "answer", "output"), "completion"
 BESIDE_INSTRUCTION, SYSTEM = ("input", "context"), ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
+PICTURES = ("image_url", "video_url")  # types of a part of a message
 REASONING = ("reasoning_content", "reasoning")
 # what describes a row and changes nothing that is made of it
 ABOUT = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
@@ -50,7 +51,8 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     """One row in OpenAI's words. Either `messages` ({role, content}, and where set reasoning_content, tool_calls,
-    tool_call_id, name; content is text), or raw `text` with its `completion`; `bare` text stood alone."""
+    tool_call_id, name), or raw `text` with its `completion`; `bare` text stood alone. Content is text, or with pictures
+    a list of parts."""
 
     file: str
     line: int
@@ -106,8 +108,9 @@ def note_unread(source: Path | str, unread: Counter[str]) -> None:
         note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
 
 
-def conversation(row: DataRow, unread: Counter[str]) -> Conversation:
-    """One row read. Counts in `unread` the fields that it has and nothing honours."""
+def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> Conversation:
+    """One row read. Counts in `unread` the fields that it has and nothing honours. With `pictures` the content of a
+    message may be a list of parts; without, such a row is refused."""
     if isinstance(row.value, str):
         return Conversation(row.file, row.line, text=row.value, bare=True)
     if not isinstance(row.value, dict):
@@ -123,6 +126,10 @@ def conversation(row: DataRow, unread: Counter[str]) -> Conversation:
     }
     found = _body(row, fields, read, unread)
     if "messages" in found:
+        shown = [message["content"] for message in found["messages"] if not isinstance(message["content"], str)]
+        if shown and not pictures:
+            kind = next(part["type"] for part in shown[0] if part["type"] != "text")
+            _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
         found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
         same = fields.get("prompt")
         if same in [message["content"] for message in found["messages"] if message["role"] == "user"]:
@@ -238,20 +245,18 @@ def _message(row: DataRow, value: Any, odd: set[str]) -> Message:
     return message
 
 
-def _content(row: DataRow, value: Any) -> str:
-    """Text; a list of text parts is joined, as the templates of the family print it."""
+def _content(row: DataRow, value: Any) -> str | list[dict[str, Any]]:
+    """Text; a list of text parts is joined, as the templates of the family print it. A list with pictures stays."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         _refuse(row, f"has content that is {type(value).__name__}, not text", "write content as a string")
-    parts = []
-    for part in value:
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(text, str):
+    parts = [part if isinstance(part, dict) else {"text": part} for part in value]
+    for part in parts:
+        kind = part.setdefault("type", "text")
+        if kind not in PICTURES and (kind != "text" or not isinstance(part.get("text"), str)):
             _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
-        parts.append(text)
-    return "".join(parts)
+    return parts if any(part["type"] in PICTURES for part in parts) else "".join(part["text"] for part in parts)
 
 
 def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:

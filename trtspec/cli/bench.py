@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec import report
 from trtspec.cli.options import (
@@ -15,7 +15,6 @@ from trtspec.cli.options import (
     JsonObject,
     NamedUrl,
     RateList,
-    ThinkingOption,
     request_limits_of,
 )
 from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
@@ -55,7 +54,9 @@ class BenchOptions:
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
-    thinking: ThinkingOption = None
+    thinking: Annotated[
+        Literal["on", "off"] | None, option("Thinking of Kimi's chat template.", default="the server's")
+    ] = None
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
@@ -138,7 +139,7 @@ def bench(options: BenchOptions) -> report.Result:
     if options.choose_draft:
         try:
             served = choose_draft.served_by(results.all, lengths, stored)
-            results = replace(results, draft_choice=choose_draft.choose(served).to_dict())
+            results = replace(results, draft_choice=choose_draft.choose(served))
         except UsageError as error:
             failure = error  # what was measured is written and shown before
     if failure is None and has_errors(results.problems):

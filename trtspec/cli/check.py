@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -110,7 +110,7 @@ async def _check(options: CheckOptions) -> Result:
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     problems = [_problem(row) for row in verdict.rows if row.faults]
-    results = [row.to_dict() for row in verdict.rows]
+    results = [asdict(row) for row in verdict.rows]
     values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
     remedy = problems[0].remedy if problems else "make the named rows measurable, or pass --accept-unmeasured ROW"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.client.client import Answer, Endpoint, RequestSampling, new_client, request_body, stream_answer
+from trtspec.client.client import Answer, RequestSampling, chat_body, new_client, stream_answer
 from trtspec.errors import TrtspecError
 
 KIND = "story"  # long enough to watch
@@ -79,10 +79,9 @@ async def _ask(answer: StreamedAnswer, url: str, messages: list[dict[str, Any]],
         answer.take(so_far)
         refresh()
 
-    endpoint = Endpoint(url, "kimi-nano", limit_s=120)
     async with new_client(url, 1, headers={}) as client:
-        body = request_body(endpoint, messages, RequestSampling(TOKENS), 0)
-        found = await stream_answer(client, endpoint, body, "first", "demo", 0, take)
+        body = chat_body("kimi-nano", messages, RequestSampling(TOKENS), 0)
+        found = await stream_answer(client, body, "first", "demo", limit_s=120, on_event=take)
     if found.error:
         raise TrtspecError(f"{url} stopped answering: {found.error}", "see its log in the demo's directory")
 

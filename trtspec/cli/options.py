@@ -35,14 +35,6 @@ PolicyOption = Annotated[
         default="the published policy of the model family",
     ),
 ]
-ThinkingOption = Annotated[
-    str | None,
-    option(
-        "Thinking of the chat template, or a reasoning_effort such as medium.",
-        default="the server's",
-        metavar="on|off|MODE",
-    ),
-]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -23,6 +23,7 @@ from trtspec.client.addresses import key_header
 from trtspec.errors import TrtspecError, UsageError
 
 T = TypeVar("T")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
     "model": "give `model`",
@@ -48,22 +49,6 @@ class RequestFailed(TrtspecError):
     def __init__(self, message: str, remedy: str = "look at the server's log", status: int | None = None) -> None:
         super().__init__(message, remedy)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where to send requests. `base_url` is without /v1; `extra_body` is merged into every request body; an answer that
-    is incomplete after `limit_s` seconds has failed."""
-
-    base_url: str
-    model: str
-    api: Literal["chat", "completions"] = "chat"
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    limit_s: float | None = None
-
-    @property
-    def path(self) -> str:
-        return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
 
 @dataclass(frozen=True)
@@ -178,7 +163,7 @@ async def generate_once(client: httpx.AsyncClient) -> None:
     """Raises RequestFailed unless the server answers a prompt with one token."""
     model = (await first_model(client))["id"]
     body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-    await complete(client, Endpoint(str(client.base_url), model, "completions"), body)
+    await complete(client, COMPLETIONS, body)
 
 
 async def wait_ready(
@@ -239,34 +224,30 @@ def error_message(status: int, body: str) -> str:
     return f"HTTP {status}: {str(text)[:300]}"
 
 
-def request_body(
-    endpoint: Endpoint, messages: list[dict[str, Any]], sampling: RequestSampling, index: int
-) -> dict[str, Any]:
-    """The body without streaming keys; for `completions` the messages' contents are joined as plain text."""
-    body: dict[str, Any] = {
-        "model": endpoint.model,
+def chat_body(model: str, messages: list[dict[str, Any]], sampling: RequestSampling, index: int) -> dict[str, Any]:
+    """The body of a chat request without streaming keys."""
+    return {
+        "model": model,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "seed": sampling.seed + index,
+        "messages": messages,
     }
-    if endpoint.api == "chat":
-        body["messages"] = messages
-    else:
-        body["prompt"] = "\n\n".join(str(message["content"]) for message in messages)
-    return {**body, **endpoint.extra_body}
 
 
 async def stream_answer(
     client: httpx.AsyncClient,
-    endpoint: Endpoint,
     body: dict[str, Any],
     question: str,
     category: str,
-    turn: int,
+    turn: int = 0,
+    *,
+    path: str = CHAT,
+    limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream. A failure is returned in `error`, never raised. `on_event` gets the
-    answer so far after each event."""
+    """Sends one request and reads its stream. A failure is returned in `error`, never raised; an answer that is
+    incomplete after `limit_s` seconds has failed. `on_event` gets the answer so far after each event."""
     answer = Answer(question, category, turn, started=time.perf_counter())
 
     async def trace(event: str, info: dict[str, Any]) -> None:
@@ -275,8 +256,8 @@ async def stream_answer(
 
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
     try:
-        sending = client.stream("POST", endpoint.path, json=streamed, extensions={"trace": trace})
-        async with asyncio.timeout(endpoint.limit_s), sending as response:
+        sending = client.stream("POST", path, json=streamed, extensions={"trace": trace})
+        async with asyncio.timeout(limit_s), sending as response:
             if response.status_code != 200:
                 answer.status = response.status_code
                 answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
@@ -285,7 +266,7 @@ async def stream_answer(
                     absorb(answer, event, now)
                     on_event(answer)
     except TimeoutError:
-        answer.error = f"not complete after {endpoint.limit_s:g} s"
+        answer.error = f"not complete after {limit_s:g} s"
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -404,10 +385,10 @@ def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
     return len(function.get("name") or "") + len(function.get("arguments") or "")
 
 
-async def complete(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """One request without streaming: the JSON of a response with at least one choice. Raises RequestFailed with the
     server's message, or with the start of any other response."""
-    content = await fetch(client, endpoint.path, {**body, "stream": False})
+    content = await fetch(client, path, {**body, "stream": False})
     try:
         reply = files.parse_json(content)
         if isinstance(reply["choices"][0], dict):

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter
 
-from trtspec.client.client import Answer, Endpoint, RequestFailed, absorb, complete, stream_answer
+from trtspec.client.client import CHAT, Answer, RequestFailed, absorb, complete, stream_answer
 from trtspec.errors import UsageError
 
 
@@ -46,7 +46,7 @@ class Exchange:
     key: str
     kind: str
     run: str
-    path: str = "/v1/chat/completions"
+    path: str = CHAT
     body: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     status: int | None = None
@@ -82,13 +82,12 @@ class Exchange:
 async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: float) -> Exchange:
     """The exchange with its answer. A failure is an answer too: it is returned in `error`, never raised."""
     body = {"model": model, **asked.body}
-    endpoint = Endpoint("", model, "completions" if asked.path == "/v1/completions" else "chat", limit_s=timeout)
     if body.get("stream"):
-        answer = await stream_answer(client, endpoint, body, asked.key, asked.kind, 0)
+        answer = await stream_answer(client, body, asked.key, asked.kind, path=asked.path, limit_s=timeout)
         return answered(asked, answer)
     answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
     try:
-        reply = await complete(client, endpoint, body)
+        reply = await complete(client, asked.path, body)
         for choice in reply["choices"]:
             choice["delta"] = choice.pop("message", None) or {"content": choice.get("text")}
             for index, call in enumerate(choice["delta"].get("tool_calls") or []):
@@ -109,7 +108,7 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
         claimed = round(answer.completion_tokens / answer.tokens_per_iteration) - 1  # the prefill is one of its steps
     shown = len(set(answer.counted)) - 1 if answer.counted else None
     steps = max((count for count in (claimed, shown) if count is not None), default=None)
-    chat = asked.path != "/v1/completions"
+    chat = asked.path == CHAT
     # a chat's stream may leave out the chunks in which its parser held text back, and their tokens
     whole = not chat or len(answer.token_ids) >= answer.completion_tokens
     return replace(

@@ -120,11 +120,11 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """Speculation in one answer. `drafted` and `histogram` are None if the server does not report them.
+    """Speculation in one answer. `steps` are of verification; its prefill is none. `drafted` and `histogram` are None
+    if the server does not report them.
 
-    `prefill_in_steps`: `steps` includes the prefill iteration, as trtllm-serve's average does. Counters of a whole run
-    give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of answers, which nobody
-    received; `accepted` is without them, `histogram` includes them.
+    Counters of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of
+    answers, which nobody received; `accepted` is without them, `histogram` includes them.
     """
 
     question: str
@@ -135,25 +135,15 @@ class TurnCounts:
     drafted: Count | None
     histogram: tuple[Count, ...] | None
     source: str
-    prefill_in_steps: bool = False
     answers: Count = 1
     questions: Count = 1
     surplus: Count = 0
 
     @property
-    def verifications(self) -> int:
-        """Verification steps: without the prefill."""
-        return max(0, self.steps - self.answers) if self.prefill_in_steps else self.steps
-
-    @property
-    def iterations(self) -> int:
-        """Engine iterations: verification steps and one prefill for each answer."""
-        return self.verifications + self.answers
-
-    @property
     def tokens_per_iteration(self) -> float:
-        """Tokens per engine iteration with the prefill counted as one iteration of length 1."""
-        return (self.iterations + self.accepted) / self.iterations if self.iterations else 1.0
+        """Tokens per engine iteration, where each prefill is one that brings a token."""
+        iterations = self.steps + self.answers
+        return (iterations + self.accepted) / iterations
 
 
 @dataclass(frozen=True)
@@ -247,7 +237,7 @@ def counted_between(before: Counters, after: Counters) -> Counters:
 
 
 async def read_counters(
-    client: httpx.AsyncClient, server: DetectedServer, faults: list[str] | None = None, settled: bool = False
+    client: httpx.AsyncClient, server: DetectedServer, faults: list[str], settled: bool = False
 ) -> Counters | None:
     """The server's counters, if bench reads them around runs; None if it has none or does not speculate. Also None for
     invalid counts, with the reason appended to `faults`. `settled`: waits until they no longer change, since a server
@@ -260,7 +250,7 @@ async def read_counters(
         try:
             found = counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
         except ValueError as error:
-            _note(faults, f"its /metrics {error}")
+            faults.append(f"its /metrics {error}")
             return None
         if not settled or found in (None, before) or time.monotonic() > deadline:
             return found
@@ -269,28 +259,23 @@ async def read_counters(
 
 
 def counts_between(
-    before: Counters, after: Counters, category: str, tokens: int, faults: list[str] | None = None
+    before: Counters, after: Counters, category: str, tokens: int, faults: list[str]
 ) -> TurnCounts | None:
     """The run between two readings as one entry, with the histogram from the counts by position. None if a counter
     decreased. The reason for a missing entry or histogram is appended to `faults`."""
     try:
         counted = counted_between(before, after)
     except ValueError as error:
-        _note(faults, f"its /metrics {error}")
+        faults.append(f"its /metrics {error}")
         return None
     histogram = None
     reached = [counted.steps, *counted.per_position.values()]
     if list(counted.per_position) != list(range(1, len(reached))) or reached != sorted(reached, reverse=True):
-        _note(faults, f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps")
+        faults.append(f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps")
     elif counted.per_position:  # entry j: steps that accepted exactly j drafts
         histogram = tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
     counts = counted.steps, counted.accepted, counted.drafted, histogram
     return TurnCounts(f"all of {category}", category, tokens, *counts, FROM_COUNTERS)
-
-
-def _note(faults: list[str] | None, fault: str) -> None:
-    if faults is not None and fault not in faults:
-        faults.append(fault)
 
 
 def counts_of(answer: Answer) -> TurnCounts | None:
@@ -302,18 +287,18 @@ def counts_of(answer: Answer) -> TurnCounts | None:
         return TurnCounts(answer.question, answer.category, tokens, *counts, FROM_CHOICE)
     if average is None or average < LEAST_AVERAGE or not tokens:
         return None
-    steps = max(1, min(tokens, round(tokens / average)))
-    counted = steps, tokens - steps, None, None
-    return TurnCounts(answer.question, answer.category, tokens, *counted, FROM_AVERAGE, True)
+    iterations = max(1, min(tokens, round(tokens / average)))
+    counted = iterations - 1, tokens - iterations, None, None  # the server counts the prefill as an iteration
+    return TurnCounts(answer.question, answer.category, tokens, *counted, FROM_AVERAGE)
 
 
-def all_counts(answers: Sequence[Answer], faults: list[str] | None = None) -> list[TurnCounts]:
+def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]:
     """`counts_of` for every answer without an error, where it is not None. An average below one token per iteration
     appends its reason to `faults`; 0 comes from a server that did not count."""
     good = [answer for answer in answers if not answer.error]
     averages = [answer.tokens_per_iteration for answer in good if answer.tokens_per_iteration]
     if low := next((average for average in averages if average < LEAST_AVERAGE), None):
-        _note(faults, f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
+        faults.append(f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
     return [counts for answer in good if (counts := counts_of(answer)) is not None]
 
 

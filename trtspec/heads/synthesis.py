@@ -24,7 +24,16 @@ import httpx
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
-from trtspec.client.client import OWNED, Endpoint, RequestFailed, complete, first_model, new_client, refuse_owned
+from trtspec.client.client import (
+    CHAT,
+    COMPLETIONS,
+    OWNED,
+    RequestFailed,
+    complete,
+    first_model,
+    new_client,
+    refuse_owned,
+)
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import write_atomic
 
@@ -311,7 +320,7 @@ async def _ask(
     client: httpx.AsyncClient, body: dict[str, Any], seed: int, sampling: AnswerSampling, target: TargetEndpoint
 ) -> tuple[dict[str, Any], int]:
     """(the first choice, completion tokens)."""
-    endpoint = Endpoint(target.base_url, str(sampling.model), "completions" if sampling.raw else "chat")
+    path = COMPLETIONS if sampling.raw else CHAT
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,
@@ -321,7 +330,7 @@ async def _ask(
         **sampling.extra_body,
         **body,
     }
-    reply = await _with_retries(lambda: complete(client, endpoint, body), target)
+    reply = await _with_retries(lambda: complete(client, path, body), target)
     try:
         return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):

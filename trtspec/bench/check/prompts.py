@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.chat_parser import THINK, THINK_END, parse_reply
+from trtspec.client.client import COMPLETIONS
 from trtspec.client.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Prompts:
 
     def first(self) -> Iterator[Exchange]:
         """Everything that needs no earlier answer, in the order in which it is asked."""
-        plain = [one.first_request()[0] for one in self.questions if not one.tools and not one.has_pictures]
-        text, few = plain[: self.samples], max(1, self.samples // 5)
+        plain, few = self._plain(), max(1, self.samples // 5)
+        text = plain[: self.samples]
         for index, messages in enumerate(text):
             yield self.raw(f"text {index}", "text", messages)
         for index, messages in enumerate(text):
@@ -89,8 +90,7 @@ class Prompts:
     def second(self, answers: Sequence[Exchange]) -> Iterator[Exchange]:
         """What is made from the first answers: second turns, stop strings, parameters; then warm prompts."""
         known = {one.key: one for one in answers if one.run == "ids" and one.answered}
-        plain = [one.first_request()[0] for one in self.questions if not one.tools and not one.has_pictures]
-        few = max(1, self.samples // 5)
+        plain, few = self._plain(), max(1, self.samples // 5)
         for index, messages in enumerate(plain[: 2 * few]):
             if base := known.get(f"text {index}"):
                 said = {"role": "assistant", "content": parse_reply(base.raw, False)["content"] or "..."}
@@ -121,7 +121,7 @@ class Prompts:
         """A streamed completion of our own template's token ids."""
         _, prompt = self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **self._quiet(quiet)})
         body = {"prompt": prompt, "max_tokens": self._limit(quiet), "temperature": 0.0, "stream": True} | self.ids
-        return Exchange(key=key, kind=kind, run="ids", path="/v1/completions", body=body | fields)
+        return Exchange(key=key, kind=kind, run="ids", path=COMPLETIONS, body=body | fields)
 
     def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None, quiet: bool = False,
              **fields: Any) -> Exchange:  # fmt: skip
@@ -138,6 +138,10 @@ class Prompts:
         yield self.raw(key, kind, messages, tools, quiet=True)
         for run in runs:
             yield self.chat(key, kind, messages, run, tools, quiet=True)
+
+    def _plain(self) -> list[list[Message]]:
+        """Conversations of text without tools."""
+        return [one.first_request()[0] for one in self.questions if not (one.tools or one.has_pictures)]
 
     def _quiet(self, quiet: bool) -> dict[str, Any]:
         """Template variables that turn thinking off."""

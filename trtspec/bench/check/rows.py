@@ -14,21 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trtspec.bench.check.thresholds import (
-    ALPHA,
-    CERTAIN,
-    COLLAPSE,
-    EXACT,
-    FALL,
-    MIN_STEPS,
-    NEAR,
-    RARE,
-    SPECULATES,
-    SURE,
-    TOKENS_PER_ARRIVAL,
-)  # fmt: skip
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.client.exchange import Exchange, Score
+
+# every threshold of the gate
+NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
+CERTAIN = (1.0, 2.0)  # nats: least and most of the regret from which one answer fails (bfloat16 reaches 0.8)
+EXACT = 1e-3  # nats, with --exact: float32 rounds far below
+ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
+SURE = 0.9  # probability of the best token from which a token says little about the sampler
+FALL = 0.8  # accepted drafts per step over those of the same texts before: below it is a regression
+COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
+MIN_STEPS = 50  # below, acceptance says nothing
+RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
+SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a few chunks as well
+TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
 Status = Literal["pass", "fail", "unmeasured"]
 Name = tuple[str, str]
@@ -40,18 +40,17 @@ class Row:
     """`seen` of `of` things were looked at; `why` says what was missing, or what was measured."""
 
     name: str
+    status: Status
     seen: int = 0
     of: int = 0
     faults: tuple[str, ...] = ()
     why: str = ""
 
-    @property
-    def status(self) -> Status:
-        return "fail" if self.faults else "pass" if self.seen and 2 * self.seen >= self.of else "unmeasured"
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "status": self.status, "seen": self.seen, "of": self.of,
-                "faults": list(self.faults), "why": self.why}  # fmt: skip
+def judged(name: str, seen: int = 0, of: int = 0, faults: Sequence[str] = (), why: str = "") -> Row:
+    """The row with the status that follows from what was seen."""
+    status: Status = "fail" if faults else "pass" if seen and 2 * seen >= of else "unmeasured"
+    return Row(name=name, status=status, seen=seen, of=of, faults=tuple(faults), why=why)
 
 
 def judge(
@@ -66,7 +65,7 @@ def judge(
     theirs = plain or []
     if plain and speculates(plain):
         why = "the server named as plain speculates: it brings several tokens in one step"
-        unknown = [Row(name=name, why=why) for name in ("greedy", "sampled", "parameters")]
+        unknown = [judged(name, why=why) for name in ("greedy", "sampled", "parameters")]
         theirs = []
     else:
         why = "" if plain else "needs the server without speculation (`score`, `against`)"
@@ -74,7 +73,7 @@ def judge(
         if first.faults:  # one cause, one row
             unknown = [
                 first,
-                *(Row(name=name, why="greedy answers differ already") for name in ("sampled", "parameters")),
+                *(judged(name, why="greedy answers differ already") for name in ("sampled", "parameters")),
             ]
         else:
             unknown = [first, sampled(got, theirs, why), parameters(got, theirs, why)]
@@ -105,7 +104,7 @@ def answers(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     asked = [one for one in got if not (one.refused and one.kind == "parameter")]
     looked = [one for one in asked if one.name not in refused]
     why = f"refused by name: {', '.join(sorted({key for key, _ in refused}))}" if len(looked) < len(asked) else ""
-    return Row(name="answers", seen=len(looked), of=len(asked), faults=_new(mine, _failures(plain)), why=why)
+    return judged("answers", seen=len(looked), of=len(asked), faults=_new(mine, _failures(plain)), why=why)
 
 
 def _failures(exchanges: Sequence[Exchange]) -> dict[Name, str]:
@@ -134,7 +133,7 @@ def prompts(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     asked = [one for one in got if one.answered and one.key in expected]
     told = [one for one in asked if one.prompt_ids or one.prompt_tokens]
     faults = _new(_misread(got, expected), _misread(plain, expected))
-    return Row(name="prompts", seen=len(told), of=len(asked), faults=faults, why="" if told else "no token counts")
+    return judged("prompts", seen=len(told), of=len(asked), faults=faults, why="" if told else "no token counts")
 
 
 def _prompts(exchanges: Sequence[Exchange]) -> dict[str, list[int]]:
@@ -183,7 +182,7 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
         why = (
             f"at most {max(regrets.values()):.3f} nats behind, without speculation {max(own.values(), default=0.0):.3f}"
         )
-    return Row(name="greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
+    return judged("greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
 
 
 def regret(one: Exchange) -> float:
@@ -216,17 +215,17 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row
     scored = [one for one in asked if one.scores]
     mine, theirs = log_e(scored), log_e([one for one in sampled_answers(plain) if one.scores])
     if theirs > math.log(1 / ALPHA):
-        return Row(name="sampled", of=len(asked), why="the server without speculation does not sample exactly either")
+        return judged("sampled", of=len(asked), why="the server without speculation does not sample exactly either")
     tokens = sum(len(one.scores) for one in scored)
     if scored and mine <= math.log(1 / ALPHA) and log_e(scored, greedily=True) <= math.log(1 / ALPHA):
         why = f"the target is so sure of these {tokens} tokens that an ignored temperature would not show: ask more"
-        return Row(name="sampled", of=len(asked), why=why)
+        return judged("sampled", of=len(asked), why=why)
     if not why:
         why = f"log e {mine:.1f} over {tokens} tokens, without speculation {theirs:.1f}" if scored else "no scores"
     faults: tuple[str, ...] = ()
     if mine > math.log(1 / ALPHA):
         faults = (f"{tokens} tokens at temperature 1 are not drawn from the target's distribution (log e {mine:.1f})",)
-    return Row(name="sampled", seen=len(scored), of=len(asked), faults=faults, why=why)
+    return judged("sampled", seen=len(scored), of=len(asked), faults=faults, why=why)
 
 
 BETS = tuple(
@@ -265,7 +264,7 @@ def transport(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     asked = [one for one in got if one.answered and "prompt" not in one.body]
     compared = [one for one in asked if _expected(one, got) and not _cut(one)]
     faults = _new(_garbled(got, [*got, *plain]), _garbled(plain, plain))
-    return Row(name="transport", seen=len(compared), of=len(asked), faults=faults)
+    return judged("transport", seen=len(compared), of=len(asked), faults=faults)
 
 
 def _cut(one: Exchange) -> bool:
@@ -391,7 +390,7 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> 
     lost = [name for name, here in mine.items() if not here and theirs.get(name)]
     faults = tuple(f"{name} has no effect, and has one without speculation" for name in sorted(lost))
     why = why or (f"refused by name: {', '.join(sorted(refused))}" if refused else "")
-    return Row(name="parameters", seen=len(seen), of=len(asked), faults=faults, why=why)
+    return judged("parameters", seen=len(seen), of=len(asked), faults=faults, why=why)
 
 
 def _honoured(exchanges: Sequence[Exchange]) -> dict[str, bool]:
@@ -433,29 +432,34 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
         if one.answered and one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")
     ]
     told = [one for one in asked if one.steps and _size(one) > 1]
-    tokens, steps = sum(_size(one) - 1 for one in told), sum(one.steps or 0 for one in told)
+    tokens, steps = _stepped(told)
     if steps < MIN_STEPS:
         why = f"{steps} steps, and {MIN_STEPS} are needed" if told else "neither chunks nor the server show steps"
         why += f" (for {floor:g} tokens per step)" if floor else ""
-        return Row(name="acceptance", of=len(asked), why=why)
+        return judged("acceptance", of=len(asked), why=why)
     length = tokens / steps
     faults = [f"{length:.2f} tokens per step, {floor:g} wanted"] if floor and length < floor else []
     if not speculates(told) and not faults:
-        return Row(name="acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
+        return judged("acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
     sizes = Counter(b - a for one in told for a, b in zip(one.counted, one.counted[1:-1], strict=False))
     faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
     compared = [fall for run in ("warm", "crowd", "later") for fall in _fallen(got, run)] + _collapsed(got, length)
     faults += [fault for fault in compared if fault]
-    return Row(
-        name="acceptance", seen=len(told), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
+    return judged(
+        "acceptance", seen=len(told), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
     )
 
 
 def speculates(exchanges: Sequence[Exchange]) -> bool:
     """Whether steps brought several tokens."""
-    told = [one for one in exchanges if one.steps and _size(one) > 1]
-    tokens, steps = sum(_size(one) - 1 for one in told), sum(one.steps or 0 for one in told)
+    tokens, steps = _stepped(exchanges)
     return steps > 0 and tokens > SPECULATES * steps
+
+
+def _stepped(exchanges: Iterable[Exchange]) -> tuple[int, int]:
+    """(tokens, steps) of the answers that show their steps; the first token comes from the prefill."""
+    told = [one for one in exchanges if one.steps and _size(one) > 1]
+    return sum(_size(one) - 1 for one in told), sum(one.steps or 0 for one in told)
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
@@ -482,9 +486,8 @@ def _fallen(got: Sequence[Exchange], run: str) -> list[str]:
 
 def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:
     """Long prompts are other texts than short ones, so only a collapse is a fault."""
-    told = [one for one in got if one.kind == "long" and one.run == "ids" and one.steps]
-    steps = sum(one.steps or 0 for one in told)
-    accepted = sum(_size(one) - 1 for one in told) - steps
+    tokens, steps = _stepped(one for one in got if one.kind == "long" and one.run == "ids")
+    accepted = tokens - steps
     if steps < MIN_STEPS / 2 or accepted > COLLAPSE * (length - 1) * steps:
         return []
     return [f"long prompts: {1 + accepted / steps:.2f} tokens per step, {length:.2f} for short ones"]
@@ -501,23 +504,23 @@ class Verdict:
     accepted: frozenset[str] = field(default=frozenset())
 
     @property
+    def missing(self) -> list[Row]:
+        """Unmeasured rows that the user does not accept as such."""
+        return [row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted]
+
+    @property
     def word(self) -> str:
-        open_ = [row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted]
-        return "NOT SAFE" if any(row.faults for row in self.rows) else "NOT PROVEN" if open_ else "SAFE"
+        return "NOT SAFE" if any(row.faults for row in self.rows) else "NOT PROVEN" if self.missing else "SAFE"
 
     @property
     def line(self) -> str:
         failed = [row for row in self.rows if row.status == "fail"]
         if failed:
-            told = (f"{row.name}: {_counted(len(row.faults))} (first: {row.faults[0]})" for row in failed)
+            counts = {row.name: f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}" for row in failed}
+            told = (f"{row.name}: {counts[row.name]} (first: {row.faults[0]})" for row in failed)
             return f"NOT SAFE: {'; '.join(told)}"
-        missing = [row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted]
-        if missing:
-            told = (f"{row.name}: {row.why or 'too little was seen'}" for row in missing)
+        if self.missing:
+            told = (f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing)
             return f"NOT PROVEN: {'; '.join(told)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
         return "SAFE: the same output as without speculation" + (f"; not measured: {', '.join(rest)}" if rest else "")
-
-
-def _counted(count: int) -> str:
-    return f"{count} fault{'s' if count > 1 else ''}"

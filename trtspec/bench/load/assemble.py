@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.bench.check.rows import forced_sizes
-from trtspec.bench.check.thresholds import MIN_STEPS, TOKENS_PER_ARRIVAL
+from trtspec.bench.check.rows import MIN_STEPS, TOKENS_PER_ARRIVAL, forced_sizes
 from trtspec.bench.load.journal import good
 from trtspec.bench.load.loops import Round, ServiceLevel, inter_token
 from trtspec.bench.load.measure import BenchWorkload, MeasuredEndpoint, RequestLimits, total_rate
@@ -30,8 +29,8 @@ from trtspec.bench.statistics import (
     AcceptanceSummary,
     add_histograms,
     by_category,
+    length_ratio,
     per_question,
-    ratio,
     summarize,
 )
 from trtspec.client.client import Answer
@@ -66,7 +65,7 @@ def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> Endpoi
     return EndpointResult(
         **vars(summarize(pooled or by_itself)),
         name=target.name,
-        url=target.endpoint.base_url,
+        url=target.url,
         server=target.server,
         categories=by_category(by_itself or pooled),
         degeneration=quality_of(answers),
@@ -172,10 +171,14 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     found = []
     for level in endpoints[0].concurrency:
         for of, over in permutations(endpoints, 2):
-            if ratio := speed_ratio(of, over, level.label):
-                ends = (round(value, 4) for value in (ratio.value, ratio.low, ratio.high))
-                found.append(SpeedUp(**dict(zip(("ratio", "low", "high"), ends, strict=True)), of=of.name,
-                                     over=over.name, level=level.label, questions=ratio.units))  # fmt: skip
+            if found_ratio := speed_ratio(of, over, level.label):
+                value, low, high = found_ratio.rounded
+                found.append(
+                    SpeedUp(
+                        of=of.name, over=over.name, level=level.label, ratio=value, low=low, high=high,
+                        questions=found_ratio.units,
+                    )
+                )  # fmt: skip
     return found
 
 
@@ -223,7 +226,7 @@ def degenerate_output(answers: Sequence[Answer]) -> Findings:
 def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
     """That acceptance is not measured, in whole or in part. `unmeasured`: why."""
     code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
-    if unmeasured:
+    if unmeasured := list(dict.fromkeys(unmeasured)):
         more = f", and {len(unmeasured) - SHOWN} more" if len(unmeasured) > SHOWN else ""
         remedy = "read the server's metrics by hand; ask it, not a proxy; where answers failed, measure with `force`"
         yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}", remedy
@@ -327,9 +330,8 @@ def underfilled(rounds: Sequence[Round]) -> Findings:
 
 def too_few(summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> Findings:
     """An acceptance length that is too uncertain to judge by, with how many questions would do."""
-    length, units = summary.acceptance_length, list(per_question(counts).values())
-    found = ratio([steps + accepted for steps, accepted, _ in units], [steps for steps, _, _ in units])
-    if length is None or (found and found.high / found.value - 1 <= WIDE) or (not units and counts):
+    length, found = summary.acceptance_length, length_ratio(counts)
+    if length is None or (found and found.high / found.value - 1 <= WIDE) or (counts and not per_question(counts)):
         return
     needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
     message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}"

@@ -6,15 +6,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import httpx
 import numpy as np
 
 from trtspec.bench.questions.datasets import Question
 from trtspec.bench.results import level_label
-from trtspec.client.client import Answer, Endpoint, RequestSampling, request_body, stream_answer
+from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 
 Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
@@ -85,32 +84,6 @@ async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed:
             await asyncio.sleep(max(0.0, float(when) - time.perf_counter()))
             group.create_task(one(place, question))
     return most
-
-
-async def converse(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    question: Question,
-    sampling: RequestSampling,
-    place: int,
-    said: Sequence[str] = (),
-) -> AsyncIterator[Answer]:
-    """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of which
-    `said` holds the first; stops at the first error."""
-    messages: list[dict] = []
-    for turn in range(question.requests):
-        messages += question.request(turn)
-        if turn < len(said):
-            messages.append({"role": "assistant", "content": said[turn]})
-            continue
-        body = request_body(endpoint, messages, sampling, place)
-        if question.tools:
-            body["tools"] = list(question.tools)
-        answer = await stream_answer(client, endpoint, body, question.id, question.category, turn)
-        yield answer
-        if answer.error:
-            break
-        messages.append({"role": "assistant", "content": answer.text})
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ of them alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from trtspec.bench.load.journal import RunJournal, good
-from trtspec.bench.load.loops import Ask, LoadLevel, Round, ServiceLevel, closed_loop, converse, open_loop
+from trtspec.bench.load.loops import Ask, LoadLevel, Round, ServiceLevel, closed_loop, open_loop
 from trtspec.bench.questions.datasets import Dataset, Question, spread
 from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
-from trtspec.client.client import OWNED, Answer, Endpoint, RequestSampling, new_client, refuse_owned
+from trtspec.client.client import OWNED, Answer, RequestSampling, chat_body, new_client, refuse_owned, stream_answer
 from trtspec.client.servers import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar
@@ -35,8 +35,9 @@ BENCH_OWNED = {  # keys of a request that options set and every figure states
     "stream": "leave it out: answers are always streamed",
     "stream_options": "leave it out: usage is always asked for",
 }
-THINKING_VARIABLES = ("thinking", "enable_thinking", "reasoning_effort")  # of the chat templates of model families
-SETS = {"reasoning_effort": "--thinking on or off: this server takes no mode"}  # key of a request -> another option
+THINKING_OWNED = dict.fromkeys(
+    ("chat_template_kwargs", "reasoning_effort"), "leave `thinking` out and set it in `extra_body` with the rest"
+)
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 
 
@@ -56,13 +57,13 @@ class BenchWorkload:
     rounds: int = 1
     extra_body: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
-    thinking: str | None = None
+    thinking: Literal["on", "off"] | None = None
     warmup: int | None = None
     limit_s: float | None = None
     promise: ServiceLevel | None = None
 
     def __post_init__(self) -> None:
-        refuse_owned(self.extra_body, owned_keys(self.extra_body, self.thinking))
+        refuse_owned(self.extra_body, BENCH_OWNED | (THINKING_OWNED if self.thinking else {}))
 
     @property
     def levels(self) -> list[LoadLevel]:
@@ -84,12 +85,8 @@ class BenchWorkload:
 
     def body(self) -> dict[str, Any]:
         """What is merged into every request."""
-        found = thinking_body(self.thinking)
-        for key, value in self.extra_body.items():
-            if isinstance(found.get(key), dict) and isinstance(value, dict):
-                value = {**found[key], **value}
-            found[key] = value
-        return found
+        template = {"chat_template_kwargs": {"thinking": self.thinking == "on"}} if self.thinking else {}
+        return template | self.extra_body
 
     def describe(self) -> Workload:
         asked = [self.questions(level) for level in range(len(self.levels))]
@@ -114,34 +111,14 @@ class BenchWorkload:
         )
 
 
-def owned_keys(extra_body: Mapping[str, Any], thinking: str | None) -> dict[str, str]:
-    """The keys of a request that options set, each with its remedy: figures would be named for what was not asked."""
-    owned = dict(BENCH_OWNED)
-    if thinking is not None:
-        owned["reasoning_effort"] = "leave one of the two out: `thinking` sets how the model reasons"
-        variables = extra_body.get("chat_template_kwargs", {})
-        if not isinstance(variables, dict) or not variables.keys().isdisjoint(THINKING_VARIABLES):
-            owned["chat_template_kwargs"] = owned["reasoning_effort"]
-    return owned
-
-
-def thinking_body(mode: str | None) -> dict[str, Any]:
-    """`--thinking`: the variable of Kimi's chat template, or for a named mode OpenAI's reasoning_effort."""
-    if mode is None:
-        return {}
-    if mode in ("on", "off"):
-        return {"chat_template_kwargs": {"thinking": mode == "on"}}
-    return {"reasoning_effort": mode}
-
-
 @dataclass
 class MeasuredEndpoint:
     """One endpoint under load and everything measured on it. `category_rounds`: each category by itself, of a server
     that keeps only totals. `unmeasured`: why acceptance is not measured, or only in part."""
 
     name: str
+    url: str
     client: httpx.AsyncClient
-    endpoint: Endpoint
     server: servers.DetectedServer
     limits: RequestLimits = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
@@ -151,6 +128,10 @@ class MeasuredEndpoint:
 
     def answers(self) -> list[Answer]:
         return [answer for run in self.rounds for answer in run.answers]
+
+    async def counters(self, settled: bool = False) -> servers.Counters | None:
+        """A reading of its speculation counters, as `servers.read_counters`."""
+        return await servers.read_counters(self.client, self.server, self.unmeasured, settled)
 
 
 async def measure(
@@ -177,8 +158,7 @@ async def measure(
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
             run.journal.served_by(name, server)
-            endpoint = Endpoint(url, server.model, extra_body=workload.body(), limit_s=workload.limit_s)
-            found = MeasuredEndpoint(name, client, endpoint, server, limits=limits(server))
+            found = MeasuredEndpoint(name, url, client, server, limits=limits(server))
             found.restless = run.journal.segment > 0
             refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
@@ -213,7 +193,7 @@ class LoadRun:
         short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
         async def hold(place: int, question: Question) -> None:
-            async for answer in converse(target.client, target.endpoint, question, short, place):
+            async for answer in self.converse(target, question, place, short):
                 target.restless |= bool(answer.error)
 
         await closed_loop(hold, asked, self.workload.most)
@@ -248,7 +228,7 @@ class LoadRun:
         found, said = list[Round](), dict[str, list[str]]()
         for stored in self.journal.rounds(target.name, level, number):
             counts = stored.counts or servers.all_counts(stored.answers, target.unmeasured)
-            if not (counts or stored.complete) and await servers.read_counters(target.client, target.server):
+            if not (counts or stored.complete) and await target.counters():
                 where = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
                 target.unmeasured.append(f"{where} were read before an interruption")
             found.append(replace(stored, counts=counts))
@@ -269,12 +249,12 @@ class LoadRun:
         """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
         of the first turns of conversations that resume, by question."""
         answers, sampling = list[Answer](), self.workload.sampling
-        before = await servers.read_counters(target.client, target.server, target.unmeasured, target.restless)
+        before = await target.counters(settled=target.restless)
         began = time.perf_counter()
 
         async def hold(place: int, question: Question) -> None:
             known = said.get(question.id, ())
-            async for answer in converse(target.client, target.endpoint, question, sampling, place, known):
+            async for answer in self.converse(target, question, place, sampling, known):
                 answers.append(answer)
                 self.journal.record(target.name, level, number, answer, began)
                 self.bar.advance(1)
@@ -284,7 +264,7 @@ class LoadRun:
         else:
             most = await open_loop(hold, asked, level.rate, (sampling.seed, number))
         seconds = time.perf_counter() - began
-        after = await servers.read_counters(target.client, target.server, target.unmeasured)
+        after = await target.counters()
         counts, counters = servers.all_counts(answers, target.unmeasured), list[TurnCounts]()
         answered = good(answers)
         failed = len(answers) - len(answered)
@@ -301,6 +281,32 @@ class LoadRun:
         found = Round(level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts)
         self.journal.end(target.name, found, counters)
         return found
+
+    async def converse(
+        self,
+        target: MeasuredEndpoint,
+        question: Question,
+        place: int,
+        sampling: RequestSampling,
+        said: Sequence[str] = (),
+    ) -> AsyncIterator[Answer]:
+        """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of
+        which `said` holds the first; stops at the first error."""
+        messages: list[dict[str, Any]] = []
+        for turn in range(question.requests):
+            messages += question.request(turn)
+            if turn < len(said):
+                messages.append({"role": "assistant", "content": said[turn]})
+                continue
+            body = chat_body(target.server.model, messages, sampling, place) | self.workload.body()
+            if question.tools:
+                body["tools"] = list(question.tools)
+            limit_s = self.workload.limit_s
+            answer = await stream_answer(target.client, body, question.id, question.category, turn, limit_s=limit_s)
+            yield answer
+            if answer.error:
+                break
+            messages.append({"role": "assistant", "content": answer.text})
 
 
 def total_rate(rounds: Sequence[Round]) -> float:
@@ -326,10 +332,9 @@ def refuse_other_server(
 def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
     """Raises TrtspecError with the server's own words when no request succeeded."""
     if answers and all(answer.error for answer in answers):
-        refused = next((option for key, option in SETS.items() if key in (answers[0].error or "")), None)
         raise TrtspecError(
             f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
-            f"give {refused}" if refused else "look at the server's log; send one request by hand (curl)",
+            "look at the server's log; send one request by hand (curl)",
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtspec.bench.check.rows import Row
 from trtspec.bench.prove.script import ProveSetup
 from trtspec.bench.report import bench
 from trtspec.bench.report.page import Figure, Section, render
@@ -31,18 +32,6 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowEvidence:
-    """A row of check."""
-
-    name: str
-    status: str
-    seen: int
-    of: int
-    faults: list[str]
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
     """`setup` is without the words for the servers, which may hold a key. `identities`: fingerprints of the
     checkpoints; `seconds`: of each step and start; `logs`: files of the proof's directory."""
@@ -60,7 +49,7 @@ class ProofEvidence:
     steps: int | None
     speedups: list[SpeedUp]
     step_times: list[StepTime]
-    rows: list[RowEvidence]
+    rows: list[Row]
     seconds: dict[str, float]
     logs: list[str]
     created: str

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from trtspec import files, report
+from trtspec.bench.check.rows import Row
 from trtspec.bench.load.assemble import speedups
-from trtspec.bench.prove.evidence import ProofEvidence, RowEvidence, proof_html, sentence, step_times
+from trtspec.bench.prove.evidence import ProofEvidence, proof_html, sentence, step_times
 from trtspec.bench.prove.script import PLAIN, SPECULATING, ProveSetup, Step, serve_words
 from trtspec.bench.report.page import Section
 from trtspec.bench.results import read_results
@@ -136,7 +137,7 @@ def _evidence(setup: ProveSetup, found: dict[str, Any], directory: Path) -> dict
         "steps": spec.steps,
         "speedups": ups,
         "step_times": step_times(spec, plain, found.get("plan", {}), setup.draft_len),
-        "rows": [RowEvidence(**row) for row in found["score"]["results"]],
+        "rows": [Row(**row) for row in found["score"]["results"]],
         "logs": sorted(f"logs/{path.name}" for path in (directory / "logs").iterdir()),
         "created": report.now(),
         "versions": report.versions(),

@@ -1,8 +1,7 @@
 """Data sets of bench and check: questions, however a file or a hub data set holds them.
 
 A question is asked turn by turn, each with the model's own earlier answers. Rows of the sets that data/datasets.yaml
-knows by name are put into the words that the reader of conversations knows. Pictures are taken out before the words are
-read, and sent as parts of the content.
+knows by name are put into the words that the reader of conversations knows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,19 @@ LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
 PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 Message = dict[str, Any]
+Content = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to hold: `opening` messages are sent with the first of `turns`; each turn is a user message.
-
-    `parts[i]` are pictures sent with turn i, `tools` the functions offered.
-    """
+    """One conversation to hold: `opening` messages are sent with the first of `turns`. A turn is what the user says:
+    text, or with pictures a list of parts. `tools` are the functions offered."""
 
     id: str
     category: str
-    turns: tuple[str, ...]
+    turns: tuple[Content, ...]
     opening: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
-    parts: tuple[tuple[Message, ...], ...] = ()
 
     @property
     def requests(self) -> int:
@@ -54,23 +51,19 @@ class Question:
 
     @property
     def has_pictures(self) -> bool:
-        return any(self.parts) or any(isinstance(message["content"], list) for message in self.opening)
+        return any(not isinstance(said, str) for said in (*self.turns, *(each["content"] for each in self.opening)))
 
     @property
     def first_turn(self) -> Question:
-        return replace(self, turns=self.turns[:1], parts=self.parts[:1])
+        return replace(self, turns=self.turns[:1])
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
-        """(messages, tools) of the first request, with its pictures."""
+        """(messages, tools) of the first request."""
         return self.request(0), list(self.tools)
 
     def request(self, turn: int) -> list[Message]:
         """The messages that turn `turn` adds to the conversation."""
-        content: Any = self.turns[turn]
-        if turn < len(self.parts) and self.parts[turn]:
-            content = [{"type": "text", "text": content}] if content else []
-            content += self.parts[turn]
-        return [*(self.opening if turn == 0 else ()), {"role": "user", "content": content}]
+        return [*(self.opening if turn == 0 else ()), {"role": "user", "content": self.turns[turn]}]
 
 
 @dataclass(frozen=True)
@@ -117,71 +110,53 @@ def read_questions(source: DatasetSource, split: str | None = None) -> list[Ques
     unread: Counter[str] = Counter()
     found: list[Question] = []
     for index, row in enumerate(rows_of(source, split)):
-        plain, pictures = without_pictures(row)
-        found.append(question_of(conversation(plain, unread), index, pictures))
+        value, images = row.value, []
+        if isinstance(value, dict):
+            images = _listed(value.get("images"))
+            value = {key: item for key, item in value.items() if key != "images"}
+        read = conversation(replace(row, value=value), unread, pictures=True)
+        question = question_of(read, index, [_picture(row, image) for image in images])
+        needed = source.known.fields.get("images") if source.known else None
+        if source.known and needed and not question.has_pictures:
+            raise _no_field(row, needed, source.known)
+        found.append(question)
     note_unread(source.file or source.label, unread)
     return unique_ids(found)
 
 
-def question_of(conversation: Conversation, index: int, pictures: dict[int, list[Message]] | None = None) -> Question:
+def question_of(conversation: Conversation, index: int, pictures: Sequence[Message] = ()) -> Question:
     """What is asked at the end of a conversation, one turn or several without answers between, and all that precedes.
+    `pictures` are shown with the first turn.
 
     An answer in the file behind it is dropped. Raises UsageError where nobody asks, or nothing that can be sent.
     """
-    where, messages = conversation.where, _with_pictures(conversation, pictures)
+    where, messages = conversation.where, list(conversation.chat)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     first = len(messages)
     while first and messages[first - 1]["role"] == "user":
         first -= 1
-    _refuse_unanswerable(conversation, messages)
+    if not any(message["role"] == "user" for message in messages):
+        raise UsageError(f"{where} has no user message", "a row holds a prompt, turns, or messages with a user's")
+    functions = [tool.get("function") for tool in conversation.tools]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        remedy = "write {type: function, function: {name, description, parameters}}"
+        raise UsageError(f"{where} has a tool without function.name", remedy)
     if first == len(messages):
         raise UsageError(f"{where} ends in a message of the role {messages[-1]['role']}", "end it with a question")
-    asked = messages[first:]
-    turns = tuple(text_of(message) for message in asked)
-    parts = tuple(tuple(_pictures_of(message)) for message in asked)
-    if not all(text.strip() or shown for text, shown in zip(turns, parts, strict=True)):
+    turns = [message["content"] for message in messages[first:]]
+    if pictures:
+        text = [{"type": "text", "text": turns[0]}] if turns[0] else []
+        turns[0] = [*text, *pictures]
+    if not all(said.strip() if isinstance(said, str) else said for said in turns):
         raise UsageError(f"{where} has an empty or non-text prompt", "turns, content and prompt are non-empty strings")
     return Question(
         id=conversation.id or str(index),
         category=conversation.category or "all",
-        turns=turns,
+        turns=tuple(turns),
         opening=tuple(messages[:first]),
         tools=conversation.tools,
-        parts=parts if any(parts) else (),
     )
-
-
-def _refuse_unanswerable(conversation: Conversation, messages: list[Message]) -> None:
-    if not any(message["role"] == "user" for message in messages):
-        raise UsageError(
-            f"{conversation.where} has no user message", "a row holds a prompt, turns, or messages with a user's"
-        )
-    functions = [tool.get("function") for tool in conversation.tools]
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise UsageError(
-            f"{conversation.where} has a tool without function.name",
-            "write {type: function, function: {name, description, parameters}}",
-        )
-
-
-def _with_pictures(conversation: Conversation, pictures: dict[int, list[Message]] | None) -> list[Message]:
-    messages = list(conversation.chat)
-    for place, parts in (pictures or {}).items():
-        message = messages[-place]
-        words = [{"type": "text", "text": message["content"]}] if message["content"] else []
-        messages[-place] = {**message, "content": [*words, *parts]}
-    return messages
-
-
-def text_of(message: Message) -> str:
-    """The words of a message, without its pictures."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def _pictures_of(message: Message) -> list[Message]:
-    return [part for part in message["content"] if isinstance(part, dict) and part["type"] != "text"]
 
 
 def unique_ids(questions: list[Question]) -> list[Question]:
@@ -304,43 +279,34 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
 
 
 def row_in_words(row: DataRow, known: NamedSet) -> DataRow:
-    """One row with the fields that `conversations` reads, its `pictures` beside them. Raises UsageError for a row of a
-    known set without one of the fields that make its question, and for a text that is only a placeholder."""
-    if not isinstance(row.value, dict):
+    """One row of a known set with the fields that `conversations` reads, and its `images`. Raises UsageError for a row
+    without one of the fields that make its question, and for a text that is only a placeholder."""
+    value, fields = row.value, known.fields
+    if not isinstance(value, dict):
         return row
-    value = _renamed(row, row.value, known)
-    found = {key: item for key, item in value.items() if item is not None}
-    if known.placeholder and known.placeholder in json.dumps(found, default=str):
+    if known.placeholder and known.placeholder in json.dumps(value, default=str):
         raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
-    if "images" in known.fields and not _has_picture(found):
-        raise _no_field(row, known.fields["images"], known)
-    return replace(row, value=found)
-
-
-def _renamed(row: DataRow, value: dict[str, Any], known: NamedSet) -> dict[str, Any]:
-    """The fields of a known set under the reader's names; a row that is in the reader's words already stays."""
-    fields = known.fields
     template = fields.get("template", "")
-    wanted = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    wanted = wanted or ([fields["turns"]] if "turns" in fields else [])
-    missing = [name for name in wanted if name not in value]
-    about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    names = names or ([fields["turns"]] if "turns" in fields else [])
+    missing = [name for name in names if name not in value]
     if missing and not any(key in value for key in LISTS):
         raise _no_field(row, " and no ".join(missing), known)
-    made: dict[str, Any] = {}
-    if missing or not wanted:
-        made = {key: value[key] for key in (*LISTS, "tools", "system", "images") if key in value}
+    found: dict[str, Any]
+    if missing or not names:  # it is in the reader's words already
+        found = {key: value[key] for key in (*LISTS, "tools", "system", "images") if key in value}
     elif template:
-        words = {name: _words_in(row, value.get(name), name, known) for name in wanted}
-        made["prompt"] = template.format(**words).strip()
+        words = {name: _words_in(row, value.get(name), name, known) for name in names}
+        found = {"prompt": template.format(**words).strip()}
     else:
-        made = {"turns": value[fields["turns"]]}
+        found = {"turns": value[fields["turns"]]}
     if fields.get("images") in value:
-        made["images"] = value[fields["images"]]
+        found["images"] = value[fields["images"]]
+    about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
     if fields.get("id") != "":  # an empty name: the set's ids are not unique
         about.setdefault("id", next((value[key] for key in IDS if key in value), None))
     about.setdefault("category", value.get("category") or known.category)
-    return made | about
+    return replace(row, value={key: item for key, item in (found | about).items() if item is not None})
 
 
 def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
@@ -359,55 +325,16 @@ def _no_field(row: DataRow, names: str, known: NamedSet) -> UsageError:
     )
 
 
-def without_pictures(row: DataRow) -> tuple[DataRow, dict[int, list[dict[str, Any]]]]:
-    """The row without its pictures, and these as parts of content, by the message's place counted from the end (1 is
-    the last). A row's own `images` belong to its first question."""
-    if not isinstance(row.value, dict):
-        return row, {}
-    value, found = dict(row.value), {}
-    for key in LISTS:
-        items = value.get(key)
-        if not isinstance(items, list):
-            continue
-        value[key] = [_words_only(item) for item in items]
-        for place, item in enumerate(reversed(items), 1):
-            if parts := _picture_parts(item):
-                found[place] = parts
-    images = value.pop("images", None)
-    if images is not None and images != []:
-        single = images if isinstance(images, list) else [images]
-        turns = value.get("turns")
-        place = len(turns) if isinstance(turns, list) else 1
-        found.setdefault(place, []).extend(
-            {"type": "image_url", "image_url": {"url": url_of(row, one)}} for one in single
-        )
-    return replace(row, value=value), found
+def _listed(images: Any) -> list[Any]:
+    """The `images` of a row, which may be a single one."""
+    return images if isinstance(images, list) else [] if images is None else [images]
 
 
-def _has_picture(value: dict[str, Any]) -> bool:
-    """Whether a row in the reader's words asks about a picture."""
-    said = [message for key in LISTS if isinstance(value.get(key), list) for message in value[key]]
-    return value.get("images", []) != [] or any(_picture_parts(message) for message in said)
-
-
-def _picture_parts(message: Any) -> list[dict[str, Any]]:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return []
-    return [part for part in content if isinstance(part, dict) and part.get("type") in ("image_url", "video_url")]
-
-
-def _words_only(message: Any) -> Any:
-    pictures = _picture_parts(message)
-    if not pictures:
-        return message
-    return {**message, "content": [part for part in message["content"] if part not in pictures]}
-
-
-def url_of(row: DataRow, image: Any) -> str:
-    """A picture as a URL: an address stays, bytes become a data: URL. Raises UsageError for anything else."""
+def _picture(row: DataRow, image: Any) -> Message:
+    """A picture as a part of a message: an address stays, bytes become a data: URL. Raises UsageError for anything
+    else."""
     if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
-        return image
+        return {"type": "image_url", "image_url": {"url": image}}
     data: Any = image.get("bytes") if isinstance(image, dict) else image
     if hasattr(data, "save"):  # as the datasets library decodes it
         buffer = io.BytesIO()
@@ -417,4 +344,5 @@ def url_of(row: DataRow, image: Any) -> str:
     if kind is None:
         raise UsageError(f"{CODE} {row.where} has an image that is neither a URL nor PNG, JPEG, GIF or WebP bytes",
                          "give a URL, a data: URL, or the bytes of a picture")  # fmt: skip
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

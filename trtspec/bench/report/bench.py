@@ -7,10 +7,17 @@ Acceptance on degenerate output is blank, and no speed-up is made of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from trtspec.bench.report.page import Bars, Figure, Plot, Point, Section, bars, curve, render
-from trtspec.bench.results import BenchResults, Comparison, EndpointResult, LatencySpread, SpeedUp, user_speed
+from trtspec.bench.report.page import Figure, Plot, Point, Section, bars, curve, render
+from trtspec.bench.results import (
+    BenchResults,
+    Comparison,
+    DraftChoice,
+    EndpointResult,
+    LatencySpread,
+    SpeedUp,
+    user_speed,
+)
 from trtspec.bench.statistics import LEAST_RUNS
 from trtspec.report import Table
 
@@ -80,12 +87,7 @@ def sections(results: BenchResults) -> list[Section]:
         Section(
             title="Acceptance",
             text=quality_line(results),
-            plots=[
-                Plot(category_bars(speculating), f"Tokens per step by category, {where}, with 95 % intervals."),
-                Plot(
-                    position_bars(speculating), "Share of verification steps that accepted the draft at each position."
-                ),
-            ],
+            plots=[Plot(category_bars(speculating), f"Tokens per step by category, {where}, with 95 % intervals.")],
             tables=[
                 *(acceptance_table(results, endpoint) for endpoint in speculating),
                 position_table(results, speculating),
@@ -133,23 +135,15 @@ def speed_curve(results: BenchResults) -> str:
 
 
 def category_bars(endpoints: Sequence[EndpointResult]) -> str:
-    series = [
-        Bars(endpoint.name, {
+    series = {
+        endpoint.name: {
             name: (group.acceptance_length, *(group.acceptance_length_interval or (None, None)))
             for name, group in endpoint.groups.items()
             if group.acceptance_length is not None and not endpoint.degenerate(name)
-        })
+        }
         for endpoint in endpoints
-    ]  # fmt: skip
-    return bars([one for one in series if one.values], baseline=1.0)
-
-
-def position_bars(endpoints: Sequence[EndpointResult]) -> str:
-    return bars([
-        Bars(endpoint.name, {f"position {k}": (share, None, None) for k, share in enumerate(endpoint.cumulative, 1)})
-        for endpoint in endpoints
-        if endpoint.cumulative and not endpoint.degenerate()
-    ])  # fmt: skip
+    }
+    return bars({name: values for name, values in series.items() if values}, baseline=1.0)
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -171,12 +165,8 @@ def condition(results: BenchResults) -> str:
     """Part of every figure's name: the temperature, how drafts were drawn above 0, and whether the model thinks."""
     temperature, mode = results.workload.temperature, results.server.draft_sampling
     drawn = f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})" if temperature else ""
-    return f"temperature {temperature:g}{drawn}{thinking_words(results.workload.thinking)}"
-
-
-def thinking_words(mode: str | None) -> str:
-    """What a title says of `--thinking`, with a comma before it."""
-    return {None: "", "on": ", thinking on", "off": ", thinking off"}.get(mode, f", {mode} reasoning")
+    thinking = f", thinking {results.workload.thinking}" if results.workload.thinking else ""
+    return f"temperature {temperature:g}{drawn}{thinking}"
 
 
 def workload_line(results: BenchResults) -> str:
@@ -323,22 +313,20 @@ def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
     )
 
 
-def draft_table(results: BenchResults, choice: dict[str, Any]) -> Table:
+def draft_table(results: BenchResults, choice: DraftChoice) -> Table:
     """`--choose-draft`: every length at every load, and what is proposed."""
     rows = [
         [
-            str(load["concurrency"]),
-            str(figures["draft_len"]),
-            number(figures["acceptance_length"]),
-            number(figures["tokens_per_s"], 1),
-            interval(figures["of_best"][0], figures["of_best"][1:]) if figures["of_best"] else "fastest",
-            "proposed" if figures["draft_len"] == load["best"] else "",
+            str(load.concurrency),
+            str(length.draft_len),
+            number(length.acceptance_length),
+            number(length.tokens_per_s, 1),
+            interval(length.of_best[0], length.of_best[1:]) if length.of_best else "fastest",
+            "proposed" if length.draft_len == load.best else "",
         ]
-        for load in choice["loads"]
-        for figures in load["lengths"]
+        for load in choice.loads
+        for length in load.lengths
     ]
-    note = f"Proposed: trtspec build-config TARGET --head HEAD {' '.join(choice['options'])}. " + ". ".join(
-        choice["notes"]
-    )
+    note = f"Proposed: trtspec build-config TARGET --head HEAD {' '.join(choice.options)}. {'. '.join(choice.notes)}"
     columns = ["concurrency", "drafts", "length", "per user", "over the fastest", ""]
     return Table(f"Draft length by load, {condition(results)}", columns, rows, note.strip(), frozenset({5}))

@@ -105,15 +105,7 @@ def _environment() -> jinja2.Environment:
 
 # --- plots as inline SVG, in the colours of the page ---
 
-Value = tuple[float, float | None, float | None]  # value, low, high
-
-
-@dataclass(frozen=True)
-class Bars:
-    """One colour of a bar plot: label -> (value, low, high); low and high are None without an interval."""
-
-    name: str
-    values: Mapping[str, Value]
+Value = tuple[float, float | None, float | None]  # value, and the ends of its interval where it has one
 
 
 @dataclass(frozen=True)
@@ -127,19 +119,20 @@ class Point:
     high: float | None = None
 
 
-def bars(series: Sequence[Bars], baseline: float = 0.0, digits: int = 2) -> str:
-    """Horizontal bars from `baseline` on, grouped by label, with the value behind each; "" without values."""
-    labels = list(dict.fromkeys(label for one in series for label in one.values))
+def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> str:
+    """Horizontal bars from `baseline` on with the value behind each, a colour for each name of `series`, grouped by
+    label; "" without values."""
+    labels = list(dict.fromkeys(label for values in series.values() for label in values))
     if not labels:
         return ""
-    top = max(max(value, high or value) for one in series for value, _, high in one.values.values())
+    top = max(max(value, high or value) for values in series.values() for value, _, high in values.values())
     scale = (WIDTH - LEFT - RIGHT) / max(top - baseline, 1e-9)
     found, y = list[str](), 2.0
     if len(series) > 1:
-        legend, y = _legend([one.name for one in series], y)
+        legend, y = _legend(list(series), y)
         found += legend
     for label in labels:
-        rows = [(number, one.values[label]) for number, one in enumerate(series) if label in one.values]
+        rows = [(number, values[label]) for number, values in enumerate(series.values()) if label in values]
         found.append(_text(LEFT - 6, y + ROW * len(rows) / 2 + 4, _short(label), "end"))
         for number, (value, low, high) in rows:
             width = max(0.0, value - baseline) * scale
@@ -150,7 +143,7 @@ def bars(series: Sequence[Bars], baseline: float = 0.0, digits: int = 2) -> str:
                 ends = [LEFT + max(0.0, edge - baseline) * scale for edge in (low, high)]
                 found.append(_line(ends[0], y + ROW / 2, ends[1], y + ROW / 2, "currentColor"))
                 end = max(end, ends[1])
-            found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.{digits}f}"))
+            found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.2f}"))
             y += ROW
         y += 5
     return _svg(found, y)
