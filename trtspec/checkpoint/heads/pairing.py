@@ -19,7 +19,9 @@ EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
         ("TS-HEAD-D2T-MISSING", ""), ("TS-HEAD-D2T-VALUES", ""), ("TS-HEAD-LM-HEAD", ""), ("TS-HEAD-PRUNED-MLA", ""),
         ("TS-HEAD-TENSOR-SHAPE", "embed_tokens"), ("TS-HEAD-TENSOR-SHAPE", "t2d"), ("TS-HEAD-SHAPE", "embed_tokens"),
     ),
-    "TS-HEAD-SHAPE": (("TS-HEAD-FC-WIDTH", ""), ("TS-PAIR-WIDTH", "")),
+    "TS-HEAD-SHAPE": (("TS-HEAD-FC-WIDTH", ""), ("TS-PAIR-WIDTH", ""), ("TS-PAIR-LAYERS-UNKNOWN", "")),
+    "TS-HEAD-TENSOR-SHAPE": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
+    "TS-PAIR-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
     "TS-PAIR-LAYER-RANGE": (("TS-HEAD-LAYER-ORDER", ""),),
     "TS-HEAD-FC-WIDTH": (
         ("TS-PAIR-LAYERS-UNKNOWN", ""), ("TS-PAIR-WIDTH", ""), ("TS-HEAD-FC-NORM", "fc_norm"),
