@@ -14,18 +14,15 @@ from trtspec.cli.options import CountList, Duration, Gpu, directory_of
 from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
-    BestBy,
-    DataFiles,
     EagleVersion,
     FeatureSource,
-    LossName,
     Precision,
     Schedule,
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
     TrainRequest,
-    check_trackers,
+    dump_directory,
     feature_source,
     read_config,
 )
@@ -75,14 +72,12 @@ NO_DUMPS = Excludes("dumps", where="by a directory of dumps, which holds the hid
 class TrainCommand:
     """Those that decide the loss curve are fields of TrainOptions, where their defaults are too."""
 
-    panels: ClassVar = {"attention": "Head", "ttt_steps": "Training", "skip_bad_rows": "Data", "features": "Run"}
+    panels: ClassVar = {"attention": "Head", "ttt_steps": "Training", "held_out": "Data", "features": "Run"}
 
     target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = None
     data: Annotated[
         tuple[str, ...],
-        argument(
-            "Conversations answered by the target: files, or a directory of dumps. FILE=2 is seen twice in an epoch."
-        ),
+        argument("Conversations answered by the target: files, or a directory of dumps."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
     attention: Annotated[Attention, option("Attention of the head.")] = CURVE.attention
@@ -99,7 +94,6 @@ class TrainCommand:
     ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = (
         CURVE.ttt_decay
     )
-    loss: Annotated[LossName, option("Distance to the target's distribution.")] = CURVE.loss
     answer_only: Annotated[
         bool,
         option("Compute the loss on the target's own tokens only, or on all tokens.", "--answer-only/--all-tokens"),
@@ -120,25 +114,16 @@ class TrainCommand:
     warmup: Annotated[float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)] = (
         CURVE.warmup
     )
-    decay: Annotated[float, option("Share of all steps over which wsd decays.")] = CURVE.decay
     weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = CURVE.weight_decay
     grad_clip: Annotated[float, option("Largest norm of the gradient.")] = CURVE.grad_clip
     precision: Annotated[
         Precision, option("Precision of matrix products; auto: bf16 where the device supports it natively.")
     ] = CURVE.precision
     seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = CURVE.seed
-    deduplicate: Annotated[
-        bool, option("Train only once on duplicate conversations.", "--deduplicate/--keep-duplicates")
-    ] = CURVE.deduplicate
-    skip_bad_rows: Annotated[
-        int, option("Skip up to N data rows that cannot be read; the run's record counts them.", min=0, metavar="N")
-    ] = CURVE.skip_bad_rows
     held_out: Annotated[
         float,
         option("Share of the conversations that is held out for evaluations.", min=0, max=0.99),
-        Excludes("eval_data", why="which replaces it"),
     ] = CURVE.held_out
-    eval_data: Annotated[str | None, option("Conversations to evaluate on; replaces --held-out.")] = None
     eval_every: Annotated[int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)] = None
     features: Annotated[
         str,
@@ -149,21 +134,8 @@ class TrainCommand:
         Path | None, option("YAML file with any of these options by name; flags and variables take precedence.")
     ] = None
     save_every: Annotated[int, option("Steps between saved states.", min=1)] = RUN.save_every
-    export_every: Annotated[
-        int | None, option("Steps between exported heads; 0: none on the way.", default="--save-every", min=0)
-    ] = None
     keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = RUN.keep
-    best_by: Annotated[BestBy, option("Keep the head with the best held-out figure of this kind too.")] = RUN.best_by
-    keep_state: Annotated[
-        bool, option("Whether a finished run can be extended with more steps.", "--keep-state/--drop-state")
-    ] = RUN.keep_state
     max_time: Annotated[Duration | None, option("Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.")] = None
-    activation_checkpointing: Annotated[bool, option("Compute activations twice in place of keeping them.")] = (
-        RUN.activation_checkpointing
-    )
-    log_with: Annotated[
-        tuple[str, ...], option("Experiment tracker: tensorboard, wandb, mlflow or another of accelerate's.")
-    ] = ()
     device: Annotated[str, option("cpu or cuda.")] = RUN.device
     acceptance_prompts: Annotated[
         int,
@@ -179,7 +151,7 @@ class TrainCommand:
     @property
     def dumps(self) -> Path | None:
         """The directory that DATA is, if it holds hidden states."""
-        return DataFiles.named(self.data, self.eval_data).directory
+        return dump_directory(self.data)
 
 
 NOT_IN_FILES = ("config", "dry_run", "restart", "force", "json_", "output")  # they belong to one call
@@ -235,13 +207,12 @@ def train(command: TrainCommand) -> Result | None:
     mode = _mode(command, features)
     command = checked(command, mode)
     refuse_from_file(command, mode, from_file)
-    files = DataFiles.named(_needed(command.data, "DATA"), command.eval_data)
     options = curve_options(command)
     request = TrainRequest(
         target=_needed(command.target, "TARGET"),
-        data=files,
+        data=_needed(command.data, "DATA"),
         features=features,
-        run=_run(command, files),
+        run=_run(command),
         acceptance_prompts=command.acceptance_prompts,
         asked_for_acceptance=mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file,
         again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
@@ -311,7 +282,7 @@ def _needed(value: Any, name: str) -> Any:
     return value
 
 
-def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
+def _run(command: TrainCommand) -> TrainingRun:
     """`--max-time` counts from the start of this process, its imports included."""
     deadline = None
     if command.max_time is not None:
@@ -319,9 +290,8 @@ def _run(command: TrainCommand, files: DataFiles) -> TrainingRun:
 
         began = time.monotonic() - (time.time() - psutil.Process().create_time())
         deadline = began + command.max_time.seconds
-    same = ("output", "init", "save_every", "export_every", "keep", "best_by", "keep_state", "activation_checkpointing")
-    values = {name: getattr(command, name) for name in (*same, "log_with", "device")}
-    return TrainingRun(target_dir=Path(), data=str(files), deadline=deadline, **values)
+    values = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
+    return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, **values)
 
 
 def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
@@ -337,7 +307,6 @@ def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
     with process_group(request.run.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        check_trackers(request.run.log_with)
         options = options.for_device(request.run.device)
         plan = make_plan(target, require_target(target).spec, request.data, options, request.features)
         return _train_and_measure(request, plan, options, world)
@@ -351,10 +320,10 @@ def _train_and_measure(
     check_run(request.run, plan, options)
     for line in plan.told():
         say(line)
-    if request.acceptance_prompts and request.features.needs_layers and not (plan.data and plan.data.held):
+    if request.acceptance_prompts and request.features.needs_layers and not plan.held_out:
         text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
         if request.asked_for_acceptance:
-            raise UsageError(text, "give --eval-data, a larger --held-out or more data; or --acceptance-prompts 0")
+            raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
         say(text)
 
     from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds

@@ -106,7 +106,7 @@ def _training(provenance: dict[str, Any]) -> str:
         f"- {training['samples']:,} conversations answered by the target, {training['tokens_seen']:,} tokens seen in "
         f"{training['steps']:,} steps of {options['batch_size'] * options.get('accumulation', 1)} sequences up to "
         f"{options['seq_len']} tokens",
-        f"- objective: {options.get('loss', 'cross-entropy')} to the target's distribution over "
+        f"- objective: cross-entropy to the target's distribution over "
         f"{options['ttt_steps']} training-time-test steps, weights {options.get('ttt_decay', 0.9):g}^k",
         f"- AdamW, peak learning rate {training['peak_lr']:.2e}, schedule {options.get('schedule', 'cosine')}, seed "
         f"{options['seed']}",
@@ -122,24 +122,14 @@ def _training(provenance: dict[str, Any]) -> str:
         )
     if not training.get("finished", True):
         lines.append(f"- **not finished**: this is the head after step {training['steps']:,} of {training['total']:,}")
-    for told in source_files(provenance):
-        lines.append(f"- {told}")
+    files = provenance["source"].get("files") or []
+    for file in files if len(files) > 1 else [file for file in files if file["duplicates"]]:
+        left = f", {file['duplicates']} duplicates left out" if file["duplicates"] else ""
+        lines.append(f"- {file['file']}: {file['conversations']:,} conversations{left}")
     if training.get("processes", 1) > 1:
         lines.append(f"- {training['processes']} processes shared each batch")
     lines.append("- versions: " + ", ".join(f"{name} {version}" for name, version in provenance["versions"].items()))
     return "\n".join(lines) + _curve(training.get("curve") or [])
-
-
-def source_files(provenance: dict[str, Any]) -> list[str]:
-    """Of several data files, or one of which something was left out, what became of each."""
-    files = provenance["source"].get("files") or []
-    told = []
-    for file in files if len(files) > 1 else [file for file in files if file.get("duplicates") or file.get("bad_rows")]:
-        use = f"{file['passes']:g} passes per epoch" if file["passes"] else "evaluated on"
-        left = f", {file['duplicates']} duplicates left out" if file.get("duplicates") else ""
-        left += f", {file['bad_rows']} rows skipped that cannot be read" if file.get("bad_rows") else ""
-        told.append(f"{file['file']}: {file['conversations']:,} conversations, {use}{left}")
-    return told
 
 
 def _curve(points: list[dict[str, Any]]) -> str:

@@ -72,9 +72,9 @@ def onto(device: str, model: TrainingModule) -> TrainingModule:
     return model
 
 
-def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions, recompute: bool) -> Stepper:
+def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions) -> Stepper:
     samples = [Sample(str(n), tuple(range(count)), (0,) * 3 + (1,) * (count - 3), 3) for n, count in enumerate(LENGTHS)]
-    return Stepper(model, FakeFeatures(samples, target.hidden_size, 3), options, 10, World(), recompute)
+    return Stepper(model, FakeFeatures(samples, target.hidden_size, 3), options, 10, World())
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_training_step_reads_the_device_once(
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     with fake_cuda() as transfers:
-        stepper = stepper_for(onto("cuda", model), target, options, False)
+        stepper = stepper_for(onto("cuda", model), target, options)
         for step in (1, 2):
             stepper.step(step, [[0, 1], [2]])
     assert all(value.is_cuda and value.grad is None for value in stepper.parameters.values())
@@ -115,20 +115,19 @@ def test_a_training_step_reads_the_device_once(
     assert transfers.found["read"] == transfers.found["written"] == 0
 
 
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("attention", "eagle"),
     [("mla", "3.1"), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in OTHER_KINDS)],
 )
 def test_the_backward_pass_reads_nothing(
-    target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str, recompute: bool
+    target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str
 ) -> None:
     """On torch's meta device, which autograd's engine runs without hardware, and as strictly apart from the CPU."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     model = module_for(target, attention, eagle)
     with fake_cuda() as transfers:
-        objective = Objective(onto("meta", model), TrainOptions(ttt_steps=3), recompute)
+        objective = Objective(onto("meta", model), TrainOptions(ttt_steps=3))
         tokens, counted = (torch.zeros(size, dtype=torch.int64, device="meta") for size in ((2, 14), (3,)))
         places = torch.zeros(20, dtype=torch.int64, device="meta")
         hidden, aux = (torch.zeros(2, 14, n * target.hidden_size, device="meta") for n in (1, 3))

@@ -74,7 +74,7 @@ def model(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, model) -> TrainingPlan:
-    return make_plan(target_dir, model.spec, data, OPTIONS, InMemory())
+    return make_plan(target_dir, model.spec, (str(data),), OPTIONS, InMemory())
 
 
 def captured(model, plan: TrainingPlan) -> str:
@@ -83,7 +83,7 @@ def captured(model, plan: TrainingPlan) -> str:
 
 
 def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
-    run_training(TrainingRun(target_dir, data.name, output, save_every=1, export_every=0), model, plan, OPTIONS, **more)
+    run_training(TrainingRun(target_dir, data.name, output, save_every=1), model, plan, OPTIONS, **more)
     return [
         row["loss"] for row in map(json.loads, (output / "training.jsonl").read_text().splitlines()) if "loss" in row
     ]

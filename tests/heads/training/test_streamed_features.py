@@ -29,6 +29,7 @@ from trtspec.heads.training.options import (
     feature_source,
 )
 from trtspec.heads.training.plan import KeptState, TrainingPlan, make_plan
+from trtspec.heads.training.samples import split_data
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
 
@@ -45,7 +46,7 @@ def stream(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, stream) -> TrainingPlan:
-    return make_plan(target_dir, stream.spec, data, OPTIONS, Streamed())
+    return make_plan(target_dir, stream.spec, (str(data),), OPTIONS, Streamed())
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_what_features_names(text: str, source: FeatureSource) -> None:
 
 
 def test_chunks_follow_the_first_epoch(plan, stream):
-    chunks, kept = chunks_in_order(plan.samples, plan.data, stream.spec, 3, SMALL)
+    chunks, kept = chunks_in_order(plan.samples, split_data(plan.samples, OPTIONS), stream.spec, 3, SMALL)
     used = [index for chunk in chunks for index in chunk]
     assert kept == 1 and sorted(used) == sorted(set(used)) == list(range(len(plan.samples)))
     size = 4 * 64 * 2

@@ -32,7 +32,7 @@ target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
 with process_group("cpu") as world:
     stream = open_stream(target, torch.float32, "cpu", world)
-    plan = make_plan(target, stream.spec, data, options, Streamed())
+    plan = make_plan(target, stream.spec, (str(data),), options, Streamed())
     features = stream_features(stream, plan, options, work, "target", chunk_bytes=200_000, world=world)
     ids, lengths = [s.id for s in plan.samples], [len(s.tokens) for s in plan.samples]
     train, held = split_held_out(ids, options.held_out, options.seed)

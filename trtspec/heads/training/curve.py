@@ -85,18 +85,6 @@ class CurvePoint:
         found = [{name: getattr(self, name) for name in names}]
         return found + ([{"step": self.step, "held_out": self.held_out}] if self.held_out else [])
 
-    def figures(self) -> dict[str, float]:
-        """As experiment trackers take them: flat."""
-        found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
-        found |= {f"accuracy_{number + 1}": value for number, value in enumerate(self.accuracy)}
-        found |= {"tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0}
-        for name, value in (self.held_out or {}).items():
-            if isinstance(value, list):
-                found |= {f"held_out/{name}_{number + 1}": one for number, one in enumerate(value)}
-            elif isinstance(value, (int, float)):
-                found[f"held_out/{name}"] = value
-        return found
-
 
 class Curve:
     """Both files. `position` is what the saved state counts as written of them.

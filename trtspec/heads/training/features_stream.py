@@ -27,7 +27,7 @@ from trtspec.heads.training.features import Features, bytes_per_token, padded
 from trtspec.heads.training.options import Streamed, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
-from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData
+from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.models.stream import ROOM, LayerStream, States, similar_length
 from trtspec.report import say
 from trtspec.specs import ModelSpec
@@ -209,7 +209,9 @@ def stream_features(
     if chunk_bytes is None:
         chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
         chunk_bytes = world.agree(chunk_bytes)  # the disk fills while the others look
-    chunks, kept = chunks_in_order(plan.samples, plan.ordered(options), stream.spec, len(layers), chunk_bytes)
+    chunks, kept = chunks_in_order(
+        plan.samples, split_data(plan.samples, options), stream.spec, len(layers), chunk_bytes
+    )
     if world.main:
         _check_disk(plan, directory, once=kept < math.inf)
     require_shared(directory, world, "reads the states that the others compute")
@@ -232,7 +234,7 @@ def chunks_in_order(
     chunk. One chunk takes all samples when they fit.
     """
     lengths = [len(sample.tokens) for sample in samples]
-    batches = [batch for _, window in data.order.steps() for batch in window]
+    batches = [batch for _, window in data.steps() for batch in window]
     used = [index for batch in batches for index in batch]
     once = len(used) == len(set(used))
     size = bytes_per_token(target, num_aux)

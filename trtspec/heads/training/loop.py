@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
@@ -33,7 +32,7 @@ from trtspec.heads.training.module import TrainingModule, head_parameters
 from trtspec.heads.training.options import TrainOptions, learning_rate
 from trtspec.heads.training.plan import KeptState, SavedRun, load_state, save_state, state_tensors
 from trtspec.heads.training.processes import ALONE, Stop, World
-from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions, split_data
+from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
 
@@ -44,21 +43,20 @@ def train_head(
     options: TrainOptions,
     kept: KeptState,
     *,
-    data: TrainingData | None = None,
     controls: RunControls | None = None,
     world: World = ALONE,
 ) -> Result:
     """Trains in place. The state is saved as `kept` says; a rerun resumes there, and its curve is
     that of an uninterrupted run. Raises TrtspecError when the loss is NaN or infinite."""
-    controls, data = controls or RunControls(), (data or split_data(features.samples, options)).of(options)
-    total = data.order.total
-    stepper = Stepper(model, features, options, total, world, controls.recompute)
+    controls, data = controls or RunControls(), split_data(features.samples, options)
+    total = data.total
+    stepper = Stepper(model, features, options, total, world)
     saved = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint, total)
     world.wait()  # nobody saves before everybody has read
     curve = Curve(kept.curve, saved.position) if world.main else None
     result = Result(saved.step, total)
     began, slowest, saving = time.monotonic(), 0.0, 0.0
-    plan = list(data.order.steps())[saved.step :]
+    plan = list(data.steps())[saved.step :]
     for place, (step, window) in enumerate(plan):
         for _, coming in plan[place : place + 2]:
             for batch in coming:
@@ -73,7 +71,7 @@ def train_head(
         slowest, result.steps = max(slowest, point.seconds), step
         stopping = step < total and controls.stop.asked(world, slowest + saving)
         before = time.monotonic()
-        controls.export(point, total)
+        controls.export(point)
         if curve and (stopping or step % kept.save_every == 0 or step == total):
             tensors = state_tensors(stepper.parameters, stepper.optimizer)
             save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
@@ -93,8 +91,7 @@ class RunControls:
 
     on_step: Callable[[CurvePoint], None] = lambda _: None
     stop: Stop = field(default_factory=Stop)
-    export: Callable[[CurvePoint, int], None] = lambda *_: None  # heads on the way, as (point, total steps) call for
-    recompute: bool = False  # activations in the backward pass, in place of keeping them
+    export: Callable[[CurvePoint], None] = lambda _: None  # writes the heads that are due after a step
 
 
 @dataclass
@@ -120,13 +117,12 @@ class Stepper:
     """Optimizer steps and evaluations over global batches, of which each process computes its share."""
 
     def __init__(
-        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World,
-        recompute: bool = False,
-    ) -> None:  # fmt: skip
+        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World
+    ) -> None:
         self.features, self.options, self.total, self.world = features, options, total, world
         self.device = str(model.lm_head.weight.device)
         self.peak_lr = options.peak_lr(model.lm_head.in_features)
-        self.objective = world.wrap(Objective(model, options, recompute))
+        self.objective = world.wrap(Objective(model, options))
         self.parameters = head_parameters(model)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
@@ -245,9 +241,9 @@ def simulate_acceptance(agree: Sequence[Sequence[bool]], answer: Sequence[int]) 
 class Objective(nn.Module):
     """Loss and agreement of one training module: what is wrapped for several processes."""
 
-    def __init__(self, model: TrainingModule, options: TrainOptions, recompute: bool = False) -> None:
+    def __init__(self, model: TrainingModule, options: TrainOptions) -> None:
         super().__init__()
-        self.model, self.options, self.recompute = model, options, recompute
+        self.model, self.options = model, options
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, aux: Tensor, places: Tensor, counted: Tensor
@@ -260,53 +256,41 @@ class Objective(nn.Module):
         """
         steps, model = self.options.ttt_steps, self.model
         dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
-        normed = draft_states(model, tokens, aux.to(dtype), steps, self.recompute)
+        normed = draft_states(model, tokens, aux.to(dtype), steps)
         rows, length = tokens.shape
         decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
         positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
         teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
         flat = tuple(state.flatten(0, 1) for state in normed)
-        loss, agree = draft_loss(self.options.loss, model.eagle_module.lm_head.weight, flat, teacher, positions)
+        loss, agree = draft_loss(model.eagle_module.lm_head.weight, flat, teacher, positions)
         agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
         agreement[:, places - 1] = agree
         return loss, agreement.view(steps, rows, length)
 
 
-def draft_states(
-    model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int, recompute: bool = False
-) -> list[Tensor]:
+def draft_states(model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int) -> list[Tensor]:
     """The head's states after its norm, [B, S, H] for each training-time-test step.
 
-    tokens int64 [B, S]; aux [B, S, n*H]. `recompute`: the layer's activations are computed again in the backward pass
-    in place of being kept, for a third more time.
+    tokens int64 [B, S]; aux [B, S, n*H].
     """
     head = model.eagle_module
     with torch.no_grad():
         following = model.embed_tokens(tokens.roll(-1, 1))
     places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-
-    def step(state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
-        cache = StepKeys(kept[: len(kept) // 2], kept[len(kept) // 2 :])
-        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
-        return normed, output.roll(1, 1), cache.keys[-1], cache.values[-1]
-
-    state, found = head.fc(aux), []
-    keys: tuple[Tensor, ...] = ()
-    values: tuple[Tensor, ...] = ()
+    state, cache, found = head.fc(aux), StepKeys(), []
     for _ in range(steps):
-        arguments = (state, *keys, *values)
-        normed, state, key, value = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
-        keys, values = (*keys, key), (*values, value)
+        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
+        state = output.roll(1, 1)  # the state of a row goes to the row that drafts the next token from it
         found.append(normed)
     return found
 
 
 class StepKeys:
     """Keys and values of the steps so far, for attention modules that take a cache of transformers: each step's apart,
-    in a tuple, because `decoder.ttt_attention` looks at them apart."""
+    in a tuple, because `module.ttt_attention` looks at them apart."""
 
-    def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
-        self.keys, self.values = keys, values
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         self.keys, self.values = (*self.keys, key), (*self.values, value)
@@ -317,13 +301,13 @@ class StepKeys:
 
 
 def draft_loss(
-    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
+    lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
 ) -> tuple[Tensor, Tensor]:
     """(the weighted sum of `losses` over the steps, a float32 scalar with gradients; agreement [K, N])."""
     with torch.autocast(lm_head.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return _Loss.apply(name, teacher, positions, lm_head, *states)
-        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
+            return _Loss.apply(teacher, positions, lm_head, *states)
+        values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
         return values.sum().float(), agree
 
 
@@ -331,9 +315,9 @@ class _Loss(torch.autograd.Function):
     """`losses`, summed over the steps, whose gradients are there when the forward pass is done."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
+    def forward(ctx: Any, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
         gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
-        values, agree = losses(name, lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
+        values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(agree)
         return values.sum().float(), agree
@@ -342,11 +326,11 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found: Gradients = ctx.gradients
         del ctx.gradients
-        return None, None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
+        return None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
 
 
 def losses(
-    name: str, lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
+    lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
     gradients: Gradients | None = None, chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weighted loss of each step float64 [K], whether the best draft is the target's best token bool [K, N]).
@@ -364,15 +348,14 @@ def losses(
         places, depth = positions.target[part], positions.depth[part]
         wanted = teacher.hidden[places].to(lm_head.dtype) @ teacher.lm_head.T
         best = wanted.argmax(-1, keepdim=True)
-        log_p = torch.log_softmax(wanted, -1, dtype=torch.float32)
-        p = log_p.exp()
+        p = torch.log_softmax(wanted, -1, dtype=torch.float32).exp_()
         for step, state in enumerate(states):
             rows = state[places - 1].to(lm_head.dtype)
             drafted = rows @ lm_head.T
             # argmax is not vectorized on a CPU, amax is
             agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
             weight = (depth >= step) * positions.weights[step]
-            value, gradient = FORMULAS[name](p, log_p, torch.log_softmax(drafted, -1, dtype=torch.float32))
+            value, gradient = cross_entropy(p, torch.log_softmax(drafted, -1, dtype=torch.float32))
             values[step] += torch.dot(value.double(), weight.double())
             if gradients is not None:
                 gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
@@ -414,37 +397,10 @@ class Teacher:
     lm_head: Tensor
 
 
-def cross_entropy(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """-sum p log q, EAGLE-3's own (arXiv 2503.01840) and ModelOpt's; the gradient of the logits is q - p."""
+def cross_entropy(p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """(-sum p log q [N], its gradient q - p by the logits [N, V]), EAGLE-3's loss (arXiv 2503.01840) and ModelOpt's.
+
+    p, log_q float32 [N, V]: what the target says and what the head says; log_q is overwritten.
+    """
     value = -torch.linalg.vecdot(p, log_q)
     return value, log_q.exp_().sub_(p)
-
-
-def kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """sum p (log p - log q): cross entropy less the target's own entropy, so the same gradient and 0 at best."""
-    value = torch.linalg.vecdot(p, log_p - log_q)
-    return value, log_q.exp_().sub_(p)
-
-
-def reverse_kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """sum q (log q - log p), which seeks one mode; the gradient is q (log q - log p - value)."""
-    q = log_q.exp()
-    apart = log_q.sub_(log_p)
-    value = torch.linalg.vecdot(q, apart)
-    return value, apart.sub_(value[:, None]).mul_(q)
-
-
-def total_variation(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """sum |p - q| / 2: one minus the chance that a draft drawn from q is accepted. With s the sign of q - p, halved,
-    the gradient is q (s - sum q s)."""
-    q = log_q.exp_()
-    apart = q - p
-    value = apart.abs().sum(-1) / 2
-    sign = apart.sign_().mul_(0.5)
-    return value, sign.sub_(torch.linalg.vecdot(q, sign)[:, None]).mul_(q)
-
-
-# (p, log p, log q), each float32 [N, V] -> (value [N], gradient of the logits [N, V]); log q may be overwritten
-FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "cross-entropy": cross_entropy, "kl": kl, "reverse-kl": reverse_kl, "total-variation": total_variation,
-}  # fmt: skip

@@ -22,7 +22,7 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.training.features_stream import CHUNK_BYTES
-from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest, check_trackers
+from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
@@ -39,33 +39,27 @@ def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe
     resolved = resolve(request.target, allow_download=False)
     run = request.run
     spec, options = resolved.target_spec(), options.for_device(run.device)
-    here = resolved.path is not None and not request.data.missing()
-    check_trackers(run.log_with)
+    here = resolved.path is not None and all(Path(name).exists() for name in request.data)
     if here:
         assert resolved.path is not None
         spec = require_target(resolved.path).spec
         plan = make_plan(resolved.path, spec, request.data, options, request.features)
         found = plan.to_dict() | check_run(replace(run, target_dir=resolved.path), plan, options)
     else:
-        plan = plan_without_data(spec, options, recipe, Path(str(request.data)), request.features)
+        plan = plan_without_data(spec, options, recipe, run.data, request.features)
         found = plan.to_dict()
     about = {
         "output": str(run.output),
         "device": run.device,
         "init": str(run.init) if run.init else None,
         "save_every": run.save_every,
-        "export_every": run.exports,
         "keep": run.keep,
-        "best_by": run.best_by,
-        "keep_state": run.keep_state,
         "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
-        "activation_checkpointing": run.activation_checkpointing,
-        "log_with": list(run.log_with),
         "acceptance_prompts": request.acceptance_prompts,
         "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
         "warnings": plan.warnings,
     }
-    needed = needs(plan, spec, options, stored_bytes(resolved), gpu, request.target, str(request.data))
+    needed = needs(plan, spec, options, stored_bytes(resolved), gpu, request.target, run.data)
     online = needed["ways"]["online"]
     if str(request.features) == "memory" and not online["possible"]:
         raise TrtspecError(f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS)

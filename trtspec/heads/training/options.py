@@ -8,14 +8,13 @@ every server loads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.client.addresses import server_url
-from trtspec.errors import MissingDependency, UsageError
+from trtspec.errors import UsageError
 from trtspec.files import load_file
 from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
@@ -23,11 +22,9 @@ from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 if TYPE_CHECKING:
     import torch
 
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
-LossName = Literal["cross-entropy", "kl", "reverse-kl", "total-variation"]
+Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
-BestBy = Literal["loss", "acceptance", "none"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
 STREAM = "stream"
 EVALUATIONS = 10  # held-out points of the learning curve
@@ -46,13 +43,11 @@ class TrainOptions:
     aux_layers: tuple[int, ...] | None = None
     ttt_steps: int = 3
     ttt_decay: float = 0.9  # weight of each training-time-test step in the loss, as a share of the step before
-    loss: LossName = "cross-entropy"
     epochs: int = 3
     steps: int | None = None
     lr: float | None = None
     schedule: Schedule = "cosine"
     warmup: float = 0.05  # a share of the steps, or from 1 on a number of them
-    decay: float = 0.2  # share of the steps in which `wsd` falls
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     seq_len: int = 2048
@@ -62,8 +57,6 @@ class TrainOptions:
     answer_only: bool = False
     held_out: float = 0.05
     eval_every: int | None = None  # steps between evaluations; a tenth of the run
-    deduplicate: bool = True
-    skip_bad_rows: int = 0  # at most, of those that cannot be read
     precision: Precision = "auto"  # auto: bf16 where the device has it natively
 
     def peak_lr(self, hidden_size: int) -> float:
@@ -101,7 +94,6 @@ class TrainOptions:
             (self.precision in ("auto", *DTYPES), "precision", "auto, bf16 or fp32"),
             (1 <= self.ttt_steps <= 16, "ttt_steps", "1 to 16"),
             (self.epochs >= 1, "epochs", "1 or more"),
-            (self.skip_bad_rows >= 0, "skip_bad_rows", "0 or more"),
             (self.steps is None or self.steps >= 1, "steps", "1 or more"),
             (self.batch_size >= 1, "batch_size", "1 or more"),
             (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),
@@ -109,9 +101,7 @@ class TrainOptions:
             (self.eval_every is None or self.eval_every >= 1, "eval_every", "1 or more"),
             (self.accumulation >= 1, "accumulation", "1 or more"),
             (self.schedule in get_args(Schedule), "schedule", " or ".join(get_args(Schedule))),
-            (self.loss in get_args(LossName), "loss", " or ".join(get_args(LossName))),
             (self.warmup >= 0, "warmup", "a share below 1, or a number of steps"),
-            (0 < self.decay <= 1, "decay", "above 0, up to 1"),
             (0 < self.ttt_decay <= 1, "ttt_decay", "above 0, up to 1"),
             (self.lr is None or 0 < self.lr < math.inf, "lr", "above 0"),
             (self.weight_decay >= 0, "weight_decay", "0 or more"),
@@ -195,14 +185,9 @@ class TrainingRun:
     data: str
     output: Path
     init: Path | None = None
-    save_every: int = 100
-    export_every: int | None = None  # steps between exported heads: `save_every`; 0 for none on the way
-    keep: int = 2
-    best_by: BestBy = "loss"
-    keep_state: bool = True
+    save_every: int = 100  # steps between saved states, each with a head `checkpoint-<step>`
+    keep: int = 2  # of those heads, the newest
     deadline: float | None = None
-    activation_checkpointing: bool = False
-    log_with: tuple[str, ...] = ()
     device: str = "cpu"
 
     @property
@@ -214,55 +199,16 @@ class TrainingRun:
     def curve(self) -> Path:
         return self.output / CURVE_NAME
 
-    @property
-    def exports(self) -> int:
-        return self.save_every if self.export_every is None else self.export_every
 
-
-@dataclass(frozen=True)
-class DataFiles:
-    """What a run reads: files with their passes per epoch, and a file of its own for the evaluations."""
-
-    files: tuple[tuple[str, float], ...]
-    evaluation: str | None = None
-
-    @classmethod
-    def named(cls, words: Iterable[str], evaluation: str | None = None) -> DataFiles:
-        """From `FILE` or `FILE=PASSES`, as typed; a file whose own name ends like that is taken as it is."""
-        return cls(tuple(_weighted(str(word)) for word in words), evaluation)
-
-    @property
-    def directory(self) -> Path | None:
-        """Of dumps, where that is what is trained on. UsageError for one among several, or with a file to evaluate."""
-        folders = [name for name, _ in self.files if any(Path(name).glob("*.pt"))]
-        if folders and (len(self.files) > 1 or self.evaluation or self.files[0][1] != 1):
-            raise UsageError(
-                f"{folders[0]} is a directory of dumps, which is trained on alone",
-                "give the conversations, and the directory as `features`",
-            )
-        return Path(folders[0]) if folders else None
-
-    def missing(self) -> list[str]:
-        """Those that are no files or directories of this machine; a data set of the hub is none."""
-        names = [name for name, _ in self.files] + ([self.evaluation] if self.evaluation else [])
-        return [name for name in names if not Path(name).exists()]
-
-    def __str__(self) -> str:
-        return " ".join(name if passes == 1 else f"{name}={passes:g}" for name, passes in self.files)
-
-
-def _weighted(word: str) -> tuple[str, float]:
-    name, equals, text = word.rpartition("=")
-    if not equals or Path(word).exists():
-        return word, 1.0
-    try:
-        passes = float(text)
-    except ValueError:
-        passes = math.nan
-    if not (name and 0 < passes <= 1000):
-        remedy = "for example answers.jsonl=2, or =0.5 for every other epoch"
-        raise UsageError(f"{word!r}: {text!r} is not a number of passes", remedy)
-    return name, passes
+def dump_directory(data: tuple[str, ...]) -> Path | None:
+    """The directory of dumps that the data are, None for conversations. UsageError for one among several files."""
+    folders = [name for name in data if any(Path(name).glob("*.pt"))]
+    if folders and len(data) > 1:
+        raise UsageError(
+            f"{folders[0]} is a directory of dumps, which is trained on alone",
+            "give the conversations, and the directory as `features`",
+        )
+    return Path(folders[0]) if folders else None
 
 
 @dataclass(frozen=True)
@@ -271,7 +217,7 @@ class TrainRequest:
     `run.target_dir` is known once the target's name was looked up."""
 
     target: str
-    data: DataFiles
+    data: tuple[str, ...]  # files of conversations, or one directory of dumps
     features: FeatureSource
     run: TrainingRun
     acceptance_prompts: int  # held-out prompts that the new head drafts on at the end
@@ -344,47 +290,14 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     )
 
 
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Raises UsageError for a tracker that accelerate does not know, MissingDependency for one without its package."""
-    if not names:
-        return
-    try:
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    except ImportError as missing:
-        raise MissingDependency(
-            f"`log_with` needs accelerate ({missing})", "install it: pip install 'trtspec[modelopt]'"
-        ) from None
-    known, there = sorted(map(str, LOGGER_TYPE_TO_CLASS)), {str(name) for name in get_available_trackers()}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"`log_with` {name}: no such tracker", f"one of {', '.join(known)}")
-        if name not in there:
-            package = {"comet_ml": "comet-ml"}.get(name, name)
-            raise MissingDependency(f"`log_with` {name}: {package} is not installed", f"pip install {package}")
-
-
 def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
-    """Of `step`, counted from 1, of `total`.
-
-    A linear warm-up, `peak` at its last step, then by `schedule`: `cosine`, half a cosine down to 0 at the last step;
-    `linear`, a straight line to 0; `constant`; `wsd` (warm-up, stable, decay: arXiv 2404.06395), constant, then a
-    straight line to 0 over the last `decay` of all steps.
-    """
-    rising = warmup_steps(total, options.warmup)
+    """The rate of `step`, counted from 1, of `total`: a linear warm-up with `peak` at its last step, then by `schedule`
+    half a cosine down to 0 at the last step, or `peak` to the end."""
+    # the warm-up is a share of the steps, or from 1 on a number of them; one step at the least
+    share = options.warmup < 1
+    rising = max(1, round(options.warmup * total)) if share else min(round(options.warmup), total)
     if step <= rising:
         return peak * step / rising
-    done = (step - rising) / max(1, total - rising)
-    match options.schedule:
-        case "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * done))
-        case "linear":
-            return peak * (1 - done)
-        case "wsd":
-            falling = max(1, min(round(options.decay * total), total - rising))
-            return peak * min(1.0, (total - step) / falling)
-    return peak
-
-
-def warmup_steps(total: int, warmup: float) -> int:
-    """`warmup`: below 1 a share of all steps, from 1 on a number of them. One step at the least, which has the peak."""
-    return max(1, round(warmup * total)) if warmup < 1 else min(round(warmup), total)
+    if options.schedule == "constant":
+        return peak
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,16 @@ from trtspec.heads.training.features import (
     states_of,
 )
 from trtspec.heads.training.options import (
-    DataFiles,
     Dumped,
     FeatureSource,
     InMemory,
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
+    dump_directory,
     new_head_spec,
 )
-from trtspec.heads.training.samples import Sample, TrainingData, read_mixture, split_data, steps_of
+from trtspec.heads.training.samples import Sample, read_files, split_data, steps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
@@ -50,13 +49,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
 STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
-IN_DATA = ("skip_bad_rows",)  # its effect is in the digest of the data
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LEFT_OUT = {  # of a data file
-    "bad_rows": "rows skipped that cannot be read",
-    "duplicates": "duplicates left out",
-    "in_eval_data": "left out because they are evaluated on",
-}
 
 
 @dataclass
@@ -70,14 +63,10 @@ class TrainingPlan:
     parameters: int
     feature_bytes: int
     features: FeatureSource
-    data: TrainingData | None = None  # which samples make up which step; None in a plan made without the data
     files: list[dict[str, Any]] = field(default_factory=list)  # what became of each data file
+    held_out: int | None = None  # samples; None in a plan made without the data
     counted: int | None = None  # samples of a plan made without the data
     dumped: Features | None = None  # the states, where a directory holds them already
-
-    def ordered(self, options: TrainOptions) -> TrainingData:
-        """Which samples make up which step under these options."""
-        return (self.data or split_data(self.samples, options)).of(options)
 
     @property
     def warnings(self) -> list[str]:
@@ -86,11 +75,11 @@ class TrainingPlan:
 
     def told(self) -> list[str]:
         """What is trained on what, line by line, for whoever waits."""
-        found = []
-        for file in self.files:
-            left = [f"{file[key]} {text}" for key, text in LEFT_OUT.items() if file.get(key)]
-            if left:
-                found.append(f"{file['file']}: {file['conversations']} conversations, {' and '.join(left)}")
+        found = [
+            f"{file['file']}: {file['conversations']} conversations, {file['duplicates']} duplicates left out"
+            for file in self.files
+            if file["duplicates"]
+        ]
         found += [f"warning: {warning}" for warning in self.warnings]
         head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
         return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
@@ -107,31 +96,28 @@ class TrainingPlan:
             "parameters": self.parameters,
             "feature_bytes": self.feature_bytes,
             "features": str(self.features),
-            "held_out": len(self.data.held) if self.data else None,
+            "held_out": self.held_out,
             "files": self.files,
         }
 
 
 def make_plan(
-    target_dir: Path, target: ModelSpec, data: DataFiles | Path, options: TrainOptions, features: FeatureSource
+    target_dir: Path, target: ModelSpec, data: tuple[str, ...], options: TrainOptions, features: FeatureSource
 ) -> TrainingPlan:
-    """Reads and tokenizes the data and sizes everything. `data` may be a directory of ModelOpt dumps."""
+    """Reads and tokenizes the data and sizes everything. `data` may be one directory of ModelOpt dumps."""
     spec = new_head_spec(target, options)
     of = states_of(target_dir, spec.aux_layers or ())
-    data = data if isinstance(data, DataFiles) else DataFiles(((str(data), 1.0),))
     dumped: Features | None
     told: list[dict[str, Any]] = []
-    if directory := data.directory:
+    if directory := dump_directory(data):
         dumped, features = all_dumps(directory, target, spec.num_aux, of), Dumped(directory)
-        samples, chosen = dumped.samples, split_data(dumped.samples, options)
+        samples = dumped.samples
     else:
-        mixture = read_mixture(data, KimiTokenizer(target_dir), options)
-        samples, chosen, told = mixture.samples, mixture.data, mixture.told
+        samples, told = read_files(data, KimiTokenizer(target_dir), options)
         named = features.directory if isinstance(features, Dumped) else None
         dumped = find_dumps(samples, named, target, spec.num_aux, of) if named else None
         if dumped:  # of other tokens than ours, where the engine cut or rendered otherwise
             samples = dumped.samples
-            chosen = replace(chosen, order=replace(chosen.order, lengths=[len(sample.tokens) for sample in samples]))
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
     if isinstance(features, Dumped) and dumped is None:
@@ -143,12 +129,13 @@ def make_plan(
             "pass `features` DIR to keep them on disk, or less data",
         )
     where = InMemory() if bounded else features
-    steps = chosen.order.total
-    return TrainingPlan(spec, samples, tokens, steps, _count(spec), size, where, chosen, told, dumped=dumped)
+    order = split_data(samples, options)
+    held = len(order.held)
+    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, where, told, held, dumped=dumped)
 
 
 def plan_without_data(
-    target: ModelSpec, options: TrainOptions, recipe: TrainingRecipe, data: Path, features: FeatureSource
+    target: ModelSpec, options: TrainOptions, recipe: TrainingRecipe, data: str, features: FeatureSource
 ) -> TrainingPlan:
     """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
     empty. UsageError when the recipe does not tell them."""
@@ -174,17 +161,14 @@ def _count(spec: HeadSpec) -> int:
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
-    """Whether the head to start from fits, the figure of the best head can be had, and the run that the output holds
-    would resume with these options; raises otherwise. Returns what --dry-run says about it."""
-    data = plan.ordered(options)
+    """Whether the head to start from fits, and the run that the output holds would resume with these options; raises
+    otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    best = best_by(run.best_by, plan.samples, data.held)
     saved = saved_run(run.work)
     if saved is not None:
-        check_saved(saved, run_fingerprint(run, plan.samples, data, options), data.order.total, run.output)
-    free = machine.free_memory()
-    return {"best_head_by": best, "steps_done": saved.step if saved else 0, "free_memory_bytes": free}
+        check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
+    return {"steps_done": saved.step if saved else 0, "free_memory_bytes": machine.free_memory()}
 
 
 def check_initial(head: Path, spec: HeadSpec) -> None:
@@ -215,17 +199,6 @@ def check_initial(head: Path, spec: HeadSpec) -> None:
             f"{head} does not fit the head to train: {'; '.join(sorted(wrong))}",
             "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
         )
-
-
-def best_by(asked: str, samples: Sequence[Sample], held: Sequence[int]) -> str | None:
-    """By which figure the best head is kept, None for no such head or where nothing is held out. UsageError where the
-    figure that was asked for cannot be had."""
-    if asked == "acceptance" and not any(any(samples[index].answer) for index in held):
-        raise UsageError(
-            "`best_by` acceptance needs held-out conversations with answers of the target, and there are none",
-            "pass `eval_data` or `held_out`, or `best_by` loss",
-        )
-    return asked if held and asked != "none" else None
 
 
 @dataclass(frozen=True)
@@ -336,21 +309,12 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return {key.replace("_", "-"): value for key, value in (rest | fingerprint.get("options", {})).items()}
 
 
-def run_fingerprint(
-    run: TrainingRun, samples: list[Sample], data: TrainingData, options: TrainOptions
-) -> dict[str, Any]:
+def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> dict[str, Any]:
     """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
     starts from."""
     return {
-        "options": {key: value for key, value in options.to_dict().items() if key not in (*LENGTH, *IN_DATA)},
-        "data": _data_digest(samples, data),
+        "options": {key: value for key, value in options.to_dict().items() if key not in LENGTH},
+        "data": hashlib.sha256(repr([(sample.id, sample.tokens) for sample in samples]).encode()).hexdigest(),
         "target": identity_digest(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,
     }
-
-
-def _data_digest(samples: list[Sample], data: TrainingData) -> str:
-    digest = hashlib.sha256()
-    for sample, passes in zip(samples, data.order.passes, strict=True):
-        digest.update(repr((sample.id, sample.tokens, passes)).encode())
-    return digest.hexdigest()

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,26 +23,23 @@ from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, summary
 from trtspec.heads.training.loop import RunControls, train_head
-from trtspec.heads.training.options import TrainingRun, TrainOptions, check_trackers
+from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.plan import (
     STATE_NAME,
     KeptState,
     TrainingPlan,
-    best_by,
     check_saved,
     run_fingerprint,
     saved_run,
 )
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
-from trtspec.heads.training.samples import TrainingData, coverage, draft_vocabulary
+from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
 from trtspec.heads.training.sources import open_states
 from trtspec.report import fsync_directory, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
-
-PROJECT = "trtspec-train"
 
 
 def run_training(
@@ -63,28 +60,18 @@ def run_training(
     """
     require_shared(run.work, world, "resumes from the state that the main one saved there")
     options = options.for_device(run.device)
-    data = plan.ordered(options)
-    fingerprint = run_fingerprint(run, plan.samples, data, options)
+    fingerprint = run_fingerprint(run, plan.samples, options)
     if saved := saved_run(run.work):
-        check_saved(saved, fingerprint, data.order.total, run.output)
+        check_saved(saved, fingerprint, split_data(plan.samples, options).total, run.output)
     module = _fresh_module(plan, model, options)
     if run.init is not None:
         train.load_head_tensors(module, initial_tensors(run.init))
-    writer = HeadWriter(run, plan, data, options, model.spec, module, world, _renamed(fingerprint))
-    exports = Exports(run.output, run.exports, run.keep, best_by(run.best_by, plan.samples, data.held), writer)
+    source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")} | {"target_config": fingerprint["target"]}
+    writer = HeadWriter(run, plan, options, model.spec, module, world, source)
     kept = KeptState(run.work, run.curve, fingerprint, run.save_every)
-    with (
-        closing(open_states(run, model, plan, options, world)) as features,
-        tracked(run, options, world) as log,
-        Stop(run.deadline) as stop,
-    ):
-
-        def shown(point: CurvePoint) -> None:
-            log(point)
-            on_step(point)
-
-        controls = RunControls(shown, stop, exports.after, run.activation_checkpointing)
-        result = train_head(module, features, options, kept, data=data, controls=controls, world=world)
+    with closing(open_states(run, model, plan, options, world)) as features, Stop(run.deadline) as stop:
+        controls = RunControls(on_step, stop, writer.after)
+        result = train_head(module, features, options, kept, controls=controls, world=world)
         record = writer.write(run.output, result.to_dict())
     if world.main and result.finished:
         _tidy(run)
@@ -130,35 +117,6 @@ def _tidy(run: TrainingRun) -> None:
             shutil.rmtree(path)
         elif path.name != STATE_NAME:
             path.unlink()
-    if not run.keep_state:
-        shutil.rmtree(run.work)
-
-
-def _renamed(source: dict[str, Any]) -> dict[str, Any]:
-    """The digests under their names in provenance.json."""
-    return {"target_config": source["target"], "data_sha256": source["data"], "init_sha256": source["init"]}
-
-
-@contextmanager
-def tracked(run: TrainingRun, options: TrainOptions, world: World) -> Iterator[Callable[[CurvePoint], None]]:
-    """While the block runs, a function that logs a step to the run's trackers, which are accelerate's own; it does
-    nothing where there are none, and in all processes but the main one. A tracker reads its account from its own
-    environment variables or login file (WANDB_API_KEY, MLFLOW_TRACKING_URI, ...)."""
-    if not (run.log_with and world.main):
-        yield lambda _: None
-        return
-    check_trackers(run.log_with)
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(
-        log_with=list(run.log_with), project_dir=run.output, cpu=not run.device.startswith("cuda")
-    )
-    told = {key: value for key, value in options.to_dict().items() if isinstance(value, (str, int, float, bool))}
-    accelerator.init_trackers(PROJECT, config=told | {"target": run.target_dir.name, "data": run.data})
-    try:
-        yield lambda point: accelerator.log(point.figures(), step=point.step)
-    finally:
-        accelerator.end_training()
 
 
 def write_head(output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec) -> None:
@@ -176,27 +134,29 @@ def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> No
 
 @dataclass
 class HeadWriter:
-    """Writes the head of one run as it is now. Every process calls it, the main one writes."""
+    """Writes the heads of one run: `checkpoint-<step>` with each saved state, of which the newest stay; `best`, the one
+    with the lowest held-out loss; and the last. Every process calls it, the main one writes."""
 
     run: TrainingRun
     plan: TrainingPlan
-    data: TrainingData
     options: TrainOptions
     target: ModelSpec
     module: train.TrainingModule
     world: World
     source: dict[str, Any]  # digests of what the run started from, as provenance.json names them
+    _best: float | None = field(default=None, init=False)  # held-out loss of `best`
 
     def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
-        """The head into `place`, its record last; `about`: what the record says of the run so far. Returns the record,
-        empty in all processes but the main one."""
+        """The head as it is now into `place`, its record last; `about`: what the record says of the run so far. Returns
+        the record, empty in all processes but the main one."""
         if not self.world.main:
             return {}
         tensors = train.head_tensors(self.module)
         plan, options, samples = self.plan, self.options, self.plan.samples
+        data = split_data(samples, options)
         training = summary(self.run.curve) | {
-            "samples": sum(times > 0 for times in self.data.order.passes),
-            "held_out": len(self.data.held),
+            "samples": len(data.trained),
+            "held_out": len(data.held),
             "peak_lr": options.peak_lr(plan.spec.hidden_size),
             "processes": self.world.size,
         }
@@ -206,7 +166,7 @@ class HeadWriter:
         named = {"target": self.run.target_dir.name, "data": self.run.data, "files": plan.files}
         record = provenance(
             "train", named | self.source, options.to_dict(), parameters=plan.parameters,
-            training=training | about, held_out=[samples[index].id for index in self.data.held],
+            training=training | about, held_out=[samples[index].id for index in data.held],
         )  # fmt: skip
         for name in ("provenance.json", "README.md"):  # so that a kill leaves no head with another's record
             (place / name).unlink(missing_ok=True)
@@ -214,50 +174,31 @@ class HeadWriter:
         write_record(place, plan.spec, record)
         return record
 
-
-@dataclass
-class Exports:
-    """The heads that a run leaves on its way: `checkpoint-<step>`, of which the newest stay, and `best`.
-
-    A folder appears whole. `best` is the one whose held-out figure is the best so far, by `best_by`: `loss`, or
-    `acceptance`, the estimated acceptance length.
-    """
-
-    output: Path
-    every: int  # steps; 0: none on the way
-    keep: int
-    best_by: str | None
-    writer: HeadWriter
-    _best: dict[str, Any] | None = field(default=None, init=False)  # figures of `best`
-
-    def due(self, point: CurvePoint, total: int) -> bool:
-        return self.every > 0 and point.step % self.every == 0 and point.step < total
-
-    def after(self, point: CurvePoint, total: int) -> None:
-        """Writes what this step calls for; all processes come to the same answer."""
-        if self.due(point, total):
-            self._put(self.output / f"{CHECKPOINT}{point.step}", point)
-            for old in checkpoints(self.output)[: -self.keep] if self.writer.world.main else ():
+    def after(self, point: CurvePoint) -> None:
+        """Writes the heads that are due after this step."""
+        if not self.world.main:
+            return
+        if point.step % self.run.save_every == 0 and point.step < point.total:
+            self._put(f"{CHECKPOINT}{point.step}", point)
+            for old in checkpoints(self.run.output)[: -self.run.keep]:
                 shutil.rmtree(old)
-        if self.best_by and point.held_out and self._improves(point):
-            self._put(self.output / BEST, point)
+        if point.held_out and point.held_out["loss"] < self._best_loss():
+            self._best = point.held_out["loss"]
+            self._put(BEST, point)
 
-    def _improves(self, point: CurvePoint) -> bool:
-        figure, sign = ("loss", 1) if self.best_by == "loss" else ("acceptance_length", -1)
-        if self._best is None and (self.output / BEST / "provenance.json").is_file():
-            self._best = read_object(self.output / BEST / "provenance.json")["training"]["held_out_figures"]
-        assert point.held_out is not None
-        better = self._best is None or sign * point.held_out[figure] < sign * self._best.get(figure, sign * math.inf)
-        self._best = point.held_out if better else self._best
-        return better
+    def _best_loss(self) -> float:
+        """Held-out loss of `best`, which an earlier process may have written."""
+        record = self.run.output / BEST / "provenance.json"
+        if self._best is None and record.is_file():
+            self._best = read_object(record)["training"]["held_out_figures"]["loss"]
+        return math.inf if self._best is None else self._best
 
-    def _put(self, place: Path, point: CurvePoint) -> None:
-        partial = place.with_name(f".{place.name}.partial")
-        if self.writer.world.main:
-            shutil.rmtree(partial, ignore_errors=True)
+    def _put(self, name: str, point: CurvePoint) -> None:
+        """The head as it is now in a folder that appears whole."""
+        place, partial = self.run.output / name, self.run.output / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
         about = {"steps": point.step, "total": point.total, "finished": False, "held_out_figures": point.held_out}
-        self.writer.write(partial, about)
-        if self.writer.world.main:
-            shutil.rmtree(place, ignore_errors=True)
-            partial.rename(place)
-            fsync_directory(place.parent)
+        self.write(partial, about)
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
+        fsync_directory(place.parent)

@@ -1,9 +1,9 @@
 """Training text: conversations answered by the target, as the token ids that the target saw and wrote, and which of
 them make up which step of a run.
 
-Messages go through the target's chat template; a prompt with its completion is text that no template surrounds. One
-file or several, each with its passes in an epoch, duplicates left out once, some held out: a pure function of the seed,
-so a resumed run continues the sequence.
+Messages go through the target's chat template; a prompt with its completion is text that no template surrounds.
+Duplicates are left out and some samples are held out: a pure function of the seed, so a resumed run continues the
+sequence.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.options import DataFiles, TrainOptions
-from trtspec.report import note
+from trtspec.heads.training.options import TrainOptions
 
 MAX_HELD_OUT = 64  # sequences per evaluation
-MOST_EMPTY = 1000  # epochs without a sample, after which there is none to come
 WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: little padding, much shuffling
-SHOWN = 3  # skipped rows that are named
 
 
 @dataclass(frozen=True)
@@ -42,40 +39,14 @@ class Sample:
     category: str = ""
 
 
-@dataclass
-class BadRows:
-    """Rows that cannot be read and are skipped, `limit` at most; `found` says of each where it is and what is wrong."""
-
-    limit: int
-    found: list[str] = field(default_factory=list)
-
-    def skip(self, error: UsageError) -> None:
-        """Counts a row. Raises its error where nothing may be skipped, or no more."""
-        if not self.limit:
-            raise error
-        if len(self.found) >= self.limit:
-            message = f"{error.message}; {self.limit} rows that cannot be read were skipped before it"
-            raise UsageError(message, "repair the data, or allow more with `skip_bad_rows`")
-        self.found.append(error.message)
-
-
-def read_samples(
-    source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8, bad: BadRows | None = None
-) -> list[Sample]:
+def read_samples(source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8) -> list[Sample]:
     """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`; shorter ones than
-    `min_len` are left out, and rows that cannot be read while `bad` takes them.
+    `min_len` are left out.
 
     Raises UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
-    samples, bad = [], bad or BadRows(0)
-    for conversation in read_conversations(source, on_bad=bad.skip):
-        try:
-            sample = sample_of(conversation, tokenizer)
-        except UsageError as error:
-            bad.skip(error)
-            continue
-        if len(sample.tokens) >= min_len:
-            samples.append(_cut(sample, seq_len))
+    samples = [sample_of(conversation, tokenizer) for conversation in read_conversations(source)]
+    samples = [_cut(sample, seq_len) for sample in samples if len(sample.tokens) >= min_len]
     if not samples:
         message = f"TS-DATA-EMPTY {source} holds no conversation to train on"
         raise TrtspecError(message, "run `trtspec synthesize` first")
@@ -162,15 +133,15 @@ def coverage(samples: list[Sample], ids: list[int]) -> float:
 
 def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
     """(training indices, held-out indices): the samples whose ids hash lowest, `share` of them, one at the least when
-    there are ten; a sample's place does not depend on the order of the data."""
+    there are ten and all but one at most; a sample's place does not depend on the order of the data."""
 
     def rank(index: int) -> bytes:
         return hashlib.sha256(f"{seed}:{ids[index]}".encode()).digest()
 
-    count = round(share * len(ids))
-    if share > 0 and count == 0 and len(ids) >= 10:
-        count = 1
-    held = sorted(sorted(range(len(ids)), key=rank)[:count])
+    size = round(share * len(ids))
+    if share > 0 and size == 0 and len(ids) >= 10:
+        size = 1
+    held = sorted(sorted(range(len(ids)), key=rank)[: min(size, len(ids) - 1)])
     chosen = set(held)
     return [index for index in range(len(ids)) if index not in chosen], held
 
@@ -190,72 +161,39 @@ def batches_of_epoch(lengths: list[int], indices: list[int], batch_size: int, se
 
 
 @dataclass(frozen=True)
-class DataOrder:
-    """Which samples make up which step of a run: a pure function of the lengths, the passes and the seed, which does
-    not depend on how many steps the run has, so a longer one begins like a shorter one.
+class TrainingData:
+    """Which samples make up which step of a run, and which are held out: a pure function of the samples and the seed.
 
-    `passes`: by sample, how often it comes in an epoch on average; 0 for those held out.
+    The order does not depend on how many steps the run has, so a longer one begins like a shorter one. `lengths` in
+    tokens, of all samples; `trained` and `held`: indices of the samples.
     """
 
     lengths: list[int]
-    passes: list[float]
+    trained: list[int]
+    held: list[int]
     options: TrainOptions
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """The steps of one epoch, each a list of batches. The last step takes what is left."""
         options = self.options
-        chosen = [index for index, times in enumerate(self._times(number)) for _ in range(times)]
-        batches = batches_of_epoch(self.lengths, chosen, options.batch_size, options.seed, number)
+        batches = batches_of_epoch(self.lengths, self.trained, options.batch_size, options.seed, number)
         return [batches[begin : begin + options.accumulation] for begin in range(0, len(batches), options.accumulation)]
-
-    def _times(self, epoch: int) -> list[int]:
-        """How often each sample comes in this epoch. A fraction is spread evenly, over the epochs for each sample and
-        over the samples of equal weight for each epoch."""
-        seen: Counter[float] = Counter()
-        counts = Counter(self.passes)
-        found = []
-        for times in self.passes:
-            offset = (seen[times] + 0.5) / counts[times]
-            seen[times] += 1
-            found.append(math.floor((epoch + 1) * times + offset) - math.floor(epoch * times + offset))
-        return found
 
     @cached_property
     def total(self) -> int:
         """Steps of the whole run."""
-        return self.options.steps or sum(len(self.epoch(number)) for number in range(self.options.epochs))
+        return self.options.steps or self.options.epochs * len(self.epoch(0))
 
     def steps(self) -> Iterator[tuple[int, list[list[int]]]]:
         """(step from 1, its batches), epoch after epoch until `total`."""
-        step = number = empty = 0
-        while step < self.total and empty < MOST_EMPTY:
-            windows = self.epoch(number)
-            empty = 0 if windows else empty + 1
-            for window in windows[: self.total - step]:
-                step += 1
-                yield step, window
-            number += 1
+        every = (window for number in count() for window in self.epoch(number))
+        yield from enumerate(islice(every, self.total), 1)
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """What is trained on, in which order, and what is held out: indices of the samples."""
-
-    order: DataOrder
-    held: list[int]
-
-    def of(self, options: TrainOptions) -> TrainingData:
-        """The same for a run with these options."""
-        return replace(self, order=replace(self.order, options=options))
-
-
-def split_data(samples: list[Sample], options: TrainOptions, passes: list[float] | None = None) -> TrainingData:
-    """Holds out the `held_out` share. Every other sample comes `passes` times in an epoch, by default once."""
-    _, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
-    passes = list(passes) if passes else [1.0] * len(samples)
-    for index in held:
-        passes[index] = 0.0
-    return TrainingData(DataOrder([len(sample.tokens) for sample in samples], passes, options), held)
+def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
+    """Holds out the `held_out` share; every other sample comes once in an epoch."""
+    trained, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
+    return TrainingData([len(sample.tokens) for sample in samples], trained, held, options)
 
 
 def steps_of(samples: int, options: TrainOptions) -> int:
@@ -281,66 +219,25 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
     return totals
 
 
-@dataclass
-class Mixture:
-    """`told`: what became of each file, for the record. The order of samples is that of the files."""
-
-    samples: list[Sample]
-    data: TrainingData
-    told: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_mixture(files: DataFiles, tokenizer: KimiTokenizer, options: TrainOptions) -> Mixture:
-    """Reads and tokenizes every file. Of conversations with the same training tokens the first is kept; one
-    that the evaluations use is not trained on."""
-    seen: dict[bytes, str] = {}
-    held: list[Sample] = []
-    told: list[dict[str, Any]] = []
-    bad = BadRows(options.skip_bad_rows)
-    if files.evaluation:
-        found = _unique(read_samples(files.evaluation, tokenizer, options.seq_len, bad=bad), seen, options.deduplicate)
-        held = [replace(sample, id=f"eval:{sample.id}") for sample in found]
-    leaked, evaluated = set(seen), {"bad_rows": len(bad.found)} if options.skip_bad_rows else {}
-    samples: list[Sample] = []
-    passes: list[float] = []
+def read_files(
+    files: Sequence[str], tokenizer: KimiTokenizer, options: TrainOptions
+) -> tuple[list[Sample], list[dict[str, Any]]]:
+    """(the samples of all files in order, what became of each file). Of conversations with the same training tokens
+    the first is kept."""
+    seen: set[tuple[int, ...]] = set()
     names: set[str] = set()
-    for name, times in files.files:
-        skipped = len(bad.found)
-        read = read_samples(name, tokenizer, options.seq_len, bad=bad)
-        apart = [sample for sample in read if _digest(sample) not in leaked]
-        kept = [_named(sample, name, names) for sample in _unique(apart, seen, options.deduplicate)]
-        samples += kept
-        passes += [times] * len(kept)
-        told.append(
-            {"file": name, "passes": times, "conversations": len(kept)}
-            | {"duplicates": len(apart) - len(kept), "in_eval_data": len(read) - len(apart)}
-            | ({"bad_rows": len(bad.found) - skipped} if options.skip_bad_rows else {})
-        )
-    for message in bad.found[:SHOWN]:
-        note(f"skipped {message}")
-    if not samples:
-        raise UsageError(f"every conversation of {files} is in {files.evaluation} too", "give others to evaluate on")
-    if not held:
-        return Mixture(samples, split_data(samples, options, passes), told)
-    told.append({"file": files.evaluation, "passes": 0, "conversations": len(held)} | evaluated)
-    lengths = [len(sample.tokens) for sample in samples + held]
-    order = DataOrder(lengths, passes + [0.0] * len(held), options)
-    return Mixture(samples + held, TrainingData(order, list(range(len(samples), len(lengths)))), told)
-
-
-def _unique(samples: list[Sample], seen: dict[bytes, str], deduplicate: bool) -> list[Sample]:
-    """Those not `seen` before, which is added to."""
-    kept = []
-    for sample in samples:
-        digest = _digest(sample)
-        if not deduplicate or digest not in seen:
-            kept.append(sample)
-        seen.setdefault(digest, sample.id)
-    return kept
-
-
-def _digest(sample: Sample) -> bytes:
-    return hashlib.sha256(repr(sample.tokens).encode()).digest()
+    samples: list[Sample] = []
+    told = []
+    for file in files:
+        read = read_samples(file, tokenizer, options.seq_len)
+        before = len(samples)
+        for sample in read:
+            if sample.tokens not in seen:
+                seen.add(sample.tokens)
+                samples.append(_named(sample, file, names))
+        kept = len(samples) - before
+        told.append({"file": file, "conversations": kept, "duplicates": len(read) - kept})
+    return samples, told
 
 
 def _named(sample: Sample, source: str, names: set[str]) -> Sample:
