@@ -105,10 +105,8 @@ MLA = "lightseekorg/kimi-k2.5-eagle3-mla"
 REFERENCE = line("serve {target} --backend reference --dry-run")
 TIMES = effects(
     startup_timeout=Effect(line("--startup-timeout 5"), launches=True),
-    generation_timeout=Effect(line("--generation-timeout 5"), launches=True),
     stop_grace=Effect(line("--stop-grace 5"), launches=True),
-    health_interval=Effect(line("--health-interval 5"), launches=True),
-    health_failures=Effect(line("--health-failures 5"), launches=True),
+    hung_after=Effect(line("--hung-after 5"), launches=True),
 )
 
 WATCH = line("watch {url}")

@@ -125,21 +125,21 @@ def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> 
 
 
 def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
-    process = launch(limits={"health_interval": 0.3, "health_failures": 3})
+    process = launch(limits={"hung_after": 2.4})
     read_until(process, "ready on")
     server = server_below(process)
     server.suspend()
     log = read_until(process, "TS-SERVE-HUNG")
-    assert "no answer from /health (1 of 3)" in log and "3 looks at /health in a row" in log
+    assert "no answer from /health (1 of 8)" in log and "8 looks at /health in a row" in log
     assert process.wait(30) == 1 and not server.is_running()
 
 
 def test_a_server_that_recovers_is_kept(launch: Launched) -> None:
-    process = launch(limits={"health_interval": 0.3, "health_failures": 1000})
+    process = launch(limits={"hung_after": 8.0})
     read_until(process, "ready on")
     server = server_below(process)
     server.suspend()
-    read_until(process, "no answer from /health (2 of 1000)")
+    read_until(process, "no answer from /health (2 of 8)")
     server.resume()
     read_until(process, "/health answers again")
     process.send_signal(signal.SIGTERM)

@@ -216,8 +216,8 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
 NOT_THE_REFERENCES = (
     "--config x", "--trtllm-version 1.4.0rc1", "--tp-size 1", "--goal latency", "--vllm-version 0.11.0",
     "--trust-remote-code", "--launcher direct", "--nodes 1",
-    "--gpus-per-node 1", "--launcher-args x", "--role context", "--startup-timeout 9", "--generation-timeout 9",
-    "--stop-grace 9", "--health-interval 9", "--health-failures 9",
+    "--gpus-per-node 1", "--launcher-args x", "--role context", "--startup-timeout 9",
+    "--stop-grace 9", "--hung-after 9",
 )  # fmt: skip
 NOT_THE_ENGINES = (
     "--dtype auto", "--device cpu", "--draft-sampling argmax",
@@ -229,7 +229,7 @@ NOT_THE_FRONTS = (
     *NOT_THE_ENGINES,
     *(
         option for option in NOT_THE_REFERENCES
-        if option not in NOT_THE_ENGINES and not any(word in option for word in ("timeout", "-grace", "health"))
+        if option not in NOT_THE_ENGINES and not any(word in option for word in ("timeout", "-grace", "hung"))
     ),
 )  # fmt: skip
 

@@ -130,18 +130,12 @@ class ServeOptions:
         Path | None, option("Launch the front of a disaggregated deployment from this file."), Modes(FRONT)
     ] = None
     startup_timeout: Annotated[float, option("Seconds until the server must be ready.", min=0), LAUNCHED] = 7200.0
-    generation_timeout: Annotated[
-        float, option("Seconds to wait for the first completion once /health is OK.", min=0), LAUNCHED
-    ] = 300.0
     stop_grace: Annotated[
         float, option("Seconds to wait for a clean shutdown before sending SIGKILL.", min=0), LAUNCHED
     ] = 30.0
-    health_interval: Annotated[
-        float, option("Seconds between two health checks of a ready server; 0 turns them off.", min=0), LAUNCHED
-    ] = 15.0
-    health_failures: Annotated[
-        int, option("Failed health checks in a row after which the server is stopped as hung.", min=1), LAUNCHED
-    ] = 8
+    hung_after: Annotated[
+        float, option("Seconds without an answer from /health until a server is stopped; 0: never.", min=0), LAUNCHED
+    ] = 120.0
     dry_run: DryRunOption = False
     json_: JsonOption = False
 

@@ -274,11 +274,4 @@ def launch(plan: ServerPlan) -> int:
 
 
 def limits_of(options: ServeOptions) -> Limits:
-
-    return Limits(
-        options.startup_timeout,
-        options.generation_timeout,
-        options.stop_grace,
-        options.health_interval,
-        options.health_failures,
-    )
+    return Limits(options.startup_timeout, options.stop_grace, options.hung_after)

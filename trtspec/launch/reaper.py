@@ -30,9 +30,7 @@ FORWARDED = (  # whatever can be caught and would end a process
 )  # fmt: skip
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 # The kernel drops a signal to process 1 that has no handler there, SIGTERM too. Blocked ones wait to be collected.
-HANDLED = {
-    signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
-}  # fmt: skip
+HANDLED = {signal.SIGCHLD, *FORWARDED}
 FROM_KERNEL = 0x80  # si_code of a terminal's Ctrl-C, which the child in the same process group got already
 
 
@@ -71,12 +69,10 @@ def _run_as_init(child: int) -> int:
 def main(grace: float, control: int) -> int:
     """The engine's exit status, 128 + n where signal n ended it, 127 where it could not be started."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    line = b""
-    while not line.endswith(b"\n"):
-        piece = os.read(control, 65536)
-        if not piece:
-            return 128 + signal.SIGTERM  # trtspec is gone already
-        line += piece
+    with open(control, "rb", closefd=False) as pipe:
+        line = pipe.readline()
+    if not line.endswith(b"\n"):
+        return 128 + signal.SIGTERM  # trtspec is gone already
     argv = json.loads(line)
     asked: list[int] = []
     wake = _wake_on_signals(asked)

@@ -29,14 +29,12 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until it must be ready, for the first generation, between a signal and SIGKILL, and between requests to
-    /health once it is ready (0: none). After `health_failures` looks in a row without an answer it counts as hung."""
+    """Seconds: until it must be ready, between a signal and SIGKILL, and without an answer from /health until a ready
+    server counts as hung (0: never)."""
 
     startup: float = 7200.0
-    generation: float = 300.0
     stop_grace: float = 30.0
-    health_interval: float = 15.0
-    health_failures: int = 8
+    hung_after: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from trtspec.report import announce, say, write_stderr
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
+FIRST_GENERATION = 600.0  # seconds, within those of the whole startup
+HEALTH_LOOKS = 8  # looks at /health without an answer until a server counts as hung
 LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
 TAIL_LINES = 400
@@ -51,7 +53,9 @@ def run(launch: ServerLaunch) -> int:
     """Blocks until the server ends. Returns its status when it ended as requested: 0, or 128 + the signal that asked.
     Raises ServerFailed with its status and the cause otherwise."""
     started = time.monotonic()
-    with _adopting() as kill_adopted, _started(launch) as process, _forwarded_signals(process) as asked:
+    others = set(descendants())
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts what a subreaper leaves behind that is killed itself
+    with _started(launch) as process, _forwarded_signals(process) as asked:
         reader = LogReader(process.stdout, launch.patterns, started)
         reader.start()
         ready = False
@@ -65,7 +69,7 @@ def run(launch: ServerLaunch) -> int:
             grace = launch.limits.stop_grace
             moment = min(grace, LOADING_GRACE) if asked and not ready else 0.0
             killed = _end(process, grace, moment)
-            kill_adopted()
+            _kill_adopted(others)
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if process.returncode < 0 and not killed:
@@ -82,25 +86,15 @@ def run(launch: ServerLaunch) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _adopting() -> Iterator[Callable[[], None]]:
-    """Yields what kills all that is new below this process: what a subreaper left behind that was killed itself."""
-    before = set(descendants())
-
-    def kill_adopted() -> None:
-        deadline = time.monotonic() + UNKILLABLE
-        while (left := set(descendants()) - before) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, os.WNOHANG)
-            time.sleep(POLL)
-
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield kill_adopted
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
+def _kill_adopted(others: set[int]) -> None:
+    """Kills every process below this one that is not among `others`."""
+    deadline = time.monotonic() + UNKILLABLE
+    while (left := set(descendants()) - others) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(POLL)
 
 
 @contextlib.contextmanager
@@ -146,22 +140,25 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 
 def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]) -> bool:
     """True once a generation came back; False when the server ended or was stopped before."""
-    endpoint, limits = launch.endpoint, launch.limits
+    endpoint, startup = launch.endpoint, launch.limits.startup
 
     def ended() -> bool:
         return process.poll() is not None or bool(asked)
 
+    def left() -> float:
+        return startup - (time.monotonic() - started)
+
     try:
-        left = limits.startup - (time.monotonic() - started)
-        if not asyncio.run(wait_ready(endpoint.url, left, health, ended, headers={})):
+        if not asyncio.run(wait_ready(endpoint.url, left(), health, ended, headers={})):
             return False
     except RequestFailed:
-        message = f"the server was not ready after {limits.startup:.0f} s"
+        message = f"the server was not ready after {startup:.0f} s"
         remedy = "look at the log above, or pass a larger `startup_timeout`"
         raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
     other, failure = foreign_listener(endpoint.port, process.pid), ""
     if endpoint.generates and not other:
-        failure = _failure(endpoint.url, generate_once, limits.generation, bearer(endpoint.api_key))
+        seconds = min(FIRST_GENERATION, max(left(), 1.0))
+        failure = _failure(endpoint.url, generate_once, seconds, bearer(endpoint.api_key))
     if ended():
         return False
     if other:
@@ -200,13 +197,12 @@ def _failure(
 
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
     """Returns when the server has ended. Raises ServerFailed when it hangs: it runs, and /health does not answer."""
-    limits, failed, last = launch.limits, 0, time.monotonic()
+    interval, failed, last = launch.limits.hung_after / HEALTH_LOOKS, 0, time.monotonic()
     while process.poll() is None:
         time.sleep(POLL)
-        if not limits.health_interval or asked or time.monotonic() - last < limits.health_interval:
+        if not interval or asked or time.monotonic() - last < interval:
             continue
-        look = partial(health, timeout=limits.health_interval)
-        unhealthy = _failure(launch.endpoint.url, look, limits.health_interval, {})
+        unhealthy = _failure(launch.endpoint.url, partial(health, timeout=interval), interval, {})
         last = time.monotonic()
         if not unhealthy:
             if failed:
@@ -216,10 +212,10 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         if process.poll() is not None or asked:
             continue
         failed += 1
-        announce(f"trtspec: no answer from /health ({failed} of {limits.health_failures})")
-        if failed >= limits.health_failures:
+        announce(f"trtspec: no answer from /health ({failed} of {HEALTH_LOOKS})")
+        if failed >= HEALTH_LOOKS:
             message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
-            remedy = "look at the log above; `health_interval` and `health_failures` set when a server counts as hung"
+            remedy = "look at the log above; `hung_after` sets when a server counts as hung"
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
