@@ -17,7 +17,7 @@ from trtspec.data_files import load_yaml, problem_codes
 from trtspec.errors import UsageError
 from trtspec.formats import WeightFormat
 from trtspec.launch.options import ServeOptions
-from trtspec.vllm import ENGINE, installed_vllm, plan_vllm, vllm_gate
+from trtspec.vllm import ENGINE, PROGRAM, plan_vllm, vllm_gate
 
 ADDRESS = ["--host", "localhost", "--port", "8000"]
 KIMI = ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice", "--reasoning-parser", "kimi_k2"]
@@ -188,7 +188,7 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    assert installed_vllm() == "0.32.0"
+    assert PROGRAM.version() == "0.32.0"
     target = make_target(tmp_path / "target", layers=2)
     words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "21311")
     answer = trtspec(*words)
@@ -220,10 +220,14 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("tensor-parallel-size: four\n", "tp_size is 'four'"),
+        ("tensor-parallel-size: four\n", "--tp-size four: Input should be a valid integer"),
         ("speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: mtp}\n", "is not one that trtspec checks"),
         ("speculative-config: {num_speculative_tokens: 3}\n", "is not one that trtspec checks"),
         ("port: 9000\n", "--port is not used after --"),
+        ("tensor-parallel-size: true\n", "--tp-size True: Input should be a valid integer"),
+        ("tensor-parallel-size: 0\n", "--tp-size 0: Input should be greater than or equal to 1"),
+        ("max-num-seqs:\n", "max-num-seqs has no value"),
+        ("spec-method: eagle3\n", "--head decides it"),
         ("tensor-parallel-size: 2\n", "say it in one place"),
         ("- a\n", "not a mapping"),
     ],

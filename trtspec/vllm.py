@@ -6,14 +6,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.version import InvalidVersion, Version
 
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
@@ -26,15 +23,23 @@ from trtspec.launch import preflight
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
 from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.planning.layout import layout_refusals
+from trtspec.records import made
 from trtspec.specs import ModelSpec
 
-PROGRAM = EngineProgram("vllm", "vLLM", "install vLLM in an environment of its own and put it on PATH")
+HOME = "install vLLM in an environment of its own and put it on PATH"
+PROGRAM = EngineProgram("vllm", "vllm", "vLLM", HOME, "vllm_version")
 PATTERNS = DATA / "vllm_log.yaml"
 ENGINE = ENGINES["vllm"]
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # phases show when they begin; no usage reports
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
+# keys of vLLM's configuration file that are options of serve too: own_options of vllm.yaml has their names
+FILE_KEYS = (
+    "model", "tensor-parallel-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "served-model-name",
+    "dtype", "trust-remote-code",
+)  # fmt: skip
+PUBLISHED = ("tensor-parallel-size", "speculative-config", "trust-remote-code")  # in this order on every head's card
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
-VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
 
 @functools.cache
@@ -58,23 +63,6 @@ def _meant(name: str, flag: str, options: dict[str, str]) -> str | None:
     """The entry of an option, also of one that is abbreviated (`--hos`), as vLLM's parser accepts it."""
     short = flag.startswith("--")
     return next((options[key] for key in options if key == name or (short and key.startswith(name))), None)
-
-
-def installed_vllm() -> str | None:
-    """Version of the `vllm` on PATH: by the package beside it, else by asking it, which takes many seconds."""
-    found = shutil.which(PROGRAM.executable)
-    if found is None:
-        return None
-    place = Path(found).resolve().parent.parent
-    beside = sorted(place.glob("lib/python3*/site-packages/vllm-*.dist-info"))
-    if beside:
-        return beside[0].name.removeprefix("vllm-").removesuffix(".dist-info").partition("+")[0]
-    try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=120, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = VERSION.search(answer.stdout) if answer.returncode == 0 else None
-    return match[1] if match else None
 
 
 def _ranks(options: ServeOptions) -> int:
@@ -122,45 +110,43 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
 
-# keys of vLLM's configuration file that are fields of `trtspec serve`; every other key is an option of vLLM's own
-FIELDS = {
-    "tensor-parallel-size": "tp_size", "max-model-len": "max_seq_len", "max-num-seqs": "max_batch_size",
-    "max-num-batched-tokens": "max_num_tokens", "served-model-name": "served_model_name", "dtype": "dtype",
-    "trust-remote-code": "trust_remote_code",
-}  # fmt: skip
-
-
 def with_file(options: ServeOptions) -> ServeOptions:
     """The options with what the file of --config says. Raises UsageError for what both say, and for values that the
-    options would not reproduce."""
+    options do not take."""
     if options.config is None:
         return options
     values = load_text(read_yaml_text(options.config, "write it with `trtspec build-config TARGET --format vllm`"))
     if not isinstance(values, dict):
         raise UsageError(f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines")
-    found, words = dict[str, Any](), list[str]()
+    own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
     for written, value in values.items():
         key = str(written).replace("_", "-")
-        if key == "model" and value == options.target:
-            continue
+        if value is None:
+            raise UsageError(f"{options.config}: {written} has no value", "write one, or leave the key out")
         if key == "speculative-config":
             found |= _speculation_of(value, options)
-        elif key in FIELDS:
-            found[FIELDS[key]] = value
-        elif isinstance(value, bool):
-            words += [f"--{key}" if value else f"--no-{key}"]
-        elif isinstance(value, (str, int, float)):
-            words += [f"--{key}", str(value)]
+        elif key in FILE_KEYS:
+            found[own[key].lower().lstrip("-").replace("-", "_")] = str(value)
         else:
-            words += [f"--{key}", json.dumps(value)]
-    plain = ServeOptions(target=options.target)
-    for name, value in found.items():
-        kind = bool if name == "trust_remote_code" else str if name in ("dtype", "served_model_name", "head") else int
-        if name != "draft_sampling" and (type(value) is not kind or (type(value) is int and value < 1)):
-            raise UsageError(f"{options.config}: {name} is {value!r}", f"write {kind.__name__}")
+            others[key] = value
+    try:
+        read = made(ServeOptions, (), {"target": options.target, "backend": "vllm", **found})
+    except UsageError as error:
+        raise UsageError(f"{options.config}: {error.message}", error.remedy) from None
+    said, plain = {name: getattr(read, name) for name in found}, ServeOptions(target=read.target)
+    for name, value in said.items():
         if getattr(options, name) not in (getattr(plain, name), value):
             raise UsageError(f"{name} is given, and {options.config} says {value!r}", "say it in one place")
-    return replace(options, **found, passed=(*words, *options.passed))
+    return replace(options, **said, passed=(*as_words(others), *options.passed))
+
+
+def as_words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Options of `vllm serve` by name as words of its command line; mappings and lists as JSON."""
+    for name, value in values.items():
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
 
 
 def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
@@ -168,11 +154,12 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
     trtspec would not write itself."""
     try:
         written = json.loads(value) if isinstance(value, str) else value
-        drawn = {theirs: ours for ours, theirs in SAMPLING.items()}.get(written.get("draft_sample_method"))
-        found = {"head": written["model"], "draft_len": written["num_speculative_tokens"], "draft_sampling": drawn}
+        found = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
+        if drawn := written.get("draft_sample_method"):
+            found["draft_sampling"] = next(ours for ours, theirs in SAMPLING.items() if theirs == drawn)
         if _speculation(replace(options, **found)) != written:
             raise ValueError
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, StopIteration):
         message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
         raise UsageError(message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`") from None
     return found
@@ -180,49 +167,45 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
     """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
-    argv = vllm_command(replace(options, host="", port=0), load_target(options.target))
-    values: dict[str, Any] = {"model": argv[2]}
-    rest = [word for word in argv[3:]]
-    while rest:
-        flag = rest.pop(0).removeprefix("--")
-        values[flag] = rest.pop(0) if rest and not rest[0].startswith("--") else True
-    lines = [f"{key}: {scalar(value)}" for key, value in values.items() if key not in ("host", "port")]
-    return "\n".join([first_line, *lines]) + "\n"
-
-
-def scalar(value: Any) -> str:
-    """Numbers and switches as YAML has them, text in quotes."""
-    text = str(value)
-    return text.lower() if value is True or text.isdigit() else f"'{text}'" if '"' in text else json.dumps(text)
+    values = {"model": engine_name(options.target), **_settings(options, load_target(options.target))}
+    return f"{first_line}\n" + yaml.safe_dump(values, sort_keys=False, width=10**6)
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
     """The command that heads are published with, word for word, then what that leaves out: address, sizes, the parsers
     of a Kimi, and the user's own words."""
-    argv = [PROGRAM.executable, "serve", engine_name(options.target), "--tensor-parallel-size", str(_ranks(options))]
-    argv += ["--speculative-config", json.dumps(_speculation(options))] if options.head else []
-    argv += ["--trust-remote-code"] if options.trust_remote_code else []
-    argv += ["--host", options.host, "--port", str(options.port)]
-    sizes = {
-        "--max-model-len": options.max_seq_len, "--max-num-seqs": options.max_batch_size,
-        "--max-num-batched-tokens": options.max_num_tokens,
-        "--dtype": options.dtype if options.dtype != "auto" else None, "--served-model-name": options.served_model_name,
-    }  # fmt: skip
-    argv += [word for flag, value in sizes.items() if value is not None for word in (flag, str(value))]
+    settings = _settings(options, target)
+    address = {"host": options.host, "port": options.port}
+    published = {name: settings.pop(name) for name in PUBLISHED if name in settings}
+    words = as_words({**published, **address, **settings})
+    return [PROGRAM.executable, "serve", engine_name(options.target), *words, *options.passed]
+
+
+def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
+    """What vLLM is started with, by the names of its options, without address and the user's own words."""
     chosen = passed_options(options.passed)
-    if "tool-call-parser" not in chosen:
-        argv += ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice"]
     # one parser for every Kimi that thinks; the config alone does not tell that K2-Instruct does not
     entry = known(target.resolved.name)
     thinks = entry[1].get("reasoning_parser") if entry is not None else target.spec.name_prefix
-    if "reasoning-parser" not in chosen and thinks:
-        argv += ["--reasoning-parser", "kimi_k2"]
-    return [*argv, *options.passed]
+    tools = {"tool-call-parser": "kimi_k2", "enable-auto-tool-choice": True}
+    found = {
+        "tensor-parallel-size": _ranks(options),
+        "speculative-config": json.dumps(_speculation(options)) if options.head else None,
+        "trust-remote-code": options.trust_remote_code or None,
+        "max-model-len": options.max_seq_len,
+        "max-num-seqs": options.max_batch_size,
+        "max-num-batched-tokens": options.max_num_tokens,
+        "dtype": options.dtype if options.dtype != "auto" else None,
+        "served-model-name": options.served_model_name,
+        **(tools if "tool-call-parser" not in chosen else {}),
+        "reasoning-parser": "kimi_k2" if thinks and "reasoning-parser" not in chosen else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
     """The version to judge for, why, and what is doubtful about it."""
-    installed = installed_vllm()
+    installed = PROGRAM.version()
     oldest, newest = _releases()["oldest"], _releases()["newest"]
     try:
         version = Version(asked or installed or newest)
@@ -231,13 +214,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     if version < Version(oldest):
         message = f"vLLM {version} is older than {oldest}, the first release that is known"
         raise UsageError(message, f"use {oldest} or later: Kimi's Eagle3 heads came with 0.18")
-    problems = []
-    if launching and asked and installed and Version(installed).public != version.public:
-        message = f"vLLM {installed} is installed and would run; `vllm_version` says {asked}"
-        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "`vllm_version`", message, "leave the option out"))
-    if launching and shutil.which(PROGRAM.executable) and not asked and not installed:
-        message = f"the installed engine does not tell its version; judged for {version}"
-        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, "pass `vllm_version`"))
+    problems = list(PROGRAM.check_version(asked, installed, str(version))) if launching else []
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         remedy = "compare with its release notes"
@@ -249,15 +226,11 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
 def _target_problems(options: ServeOptions, target: ModelSpec, version: Version) -> Iterator[Problem]:
     if target.name_prefix:
         yield from _gated("kimi_tool_ids", "target", version, "warning")
-    heads, ranks = target.num_attention_heads, _ranks(options)
-    if heads % ranks:
-        message = f"the {heads} attention heads do not divide by tensor-parallel size {ranks}"
-        fitting = max(size for size in range(1, ranks + 1) if heads % size == 0)
-        yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, f"use `tp_size` {fitting}")
-    width, group = target.moe_intermediate_size, target.quant.group_size or 1
-    if "enable-expert-parallel" not in passed_options(options.passed) and (width % ranks or width // ranks % group):
-        message = f"an expert of width {width} does not divide into {ranks} equal parts of whole groups of {group}"
-        yield Problem("TS-VLLM-PARALLEL", "error", "tp_size", message, "pass -- --enable-expert-parallel")
+    ranks = _ranks(options)
+    whole_experts = "enable-expert-parallel" in passed_options(options.passed)
+    for problem in layout_refusals(target, ranks, ranks if whole_experts else 1, attention_dp=False):
+        remedy = "use another `tp_size`" if problem.where == "tp_size" else "pass -- --enable-expert-parallel"
+        yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy=remedy)
     if options.max_seq_len is not None and options.max_seq_len > (limit := target.max_position_embeddings):
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")

@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
 
     from trtspec.launch.preflight import read_gpus
     from trtspec.trtllm.deployment import installed_version
-    from trtspec.vllm import installed_vllm
+    from trtspec.vllm import PROGRAM as VLLM
 
     extras, wrong = package_state()
     gpus = [
@@ -92,7 +92,7 @@ def examine() -> dict[str, Any]:
         "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()},
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
-        "vllm": {"path": shutil.which("vllm"), "version": installed_vllm()},
+        "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
         "gpus": gpus,
         "hub": {
             "cache": str(cache),

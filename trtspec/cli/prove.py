@@ -124,14 +124,12 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
     from trtspec.cli.app import require_packages
-    from trtspec.trtllm.deployment import installed_version
-    from trtspec.trtllm.serve.command import PROGRAM
+    from trtspec.trtllm.serve.command import PROGRAM, engine_version
     from trtspec.vllm import PROGRAM as VLLM
-    from trtspec.vllm import installed_vllm
 
     if backend != "reference":
         (PROGRAM if backend == "trtllm" else VLLM).require()
-        return installed_version() if backend == "trtllm" else installed_vllm()
+        return engine_version() if backend == "trtllm" else VLLM.version()
     require_packages("torch", "fastapi", "uvicorn")
     return package_versions()["trtspec"]
 

@@ -3,7 +3,9 @@ here), its port and memory, the checkpoint's files; then the launch of what was 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -13,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
@@ -77,13 +81,43 @@ SHARED_MEMORY_RECIPE = 179 * 2**30  # the smallest that a published Kimi recipe 
 GIB = 2**30
 
 
+VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
+
+
 @dataclass(frozen=True)
 class EngineProgram:
-    """The executable that a launch needs. `title` is the engine's name for people, `home` where it is found."""
+    """The executable that a launch needs, from the Python `package`. `title` is the engine's name for people, `home`
+    where to get it, `version_option` the option of serve that names a version."""
 
     executable: str
+    package: str
     title: str
     home: str
+    version_option: str
+
+    def version(self) -> str | None:
+        """The installed version: of the package beside the executable, else as it answers, which takes many seconds."""
+        found = shutil.which(self.executable)
+        if found is None:
+            return None
+        packages = Path(found).resolve().parent.parent.glob(f"lib/python3*/*-packages/{self.package}-*.dist-info")
+        said = next((place.name for place in packages), "")
+        if not said:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                command = [found, "--version"]
+                said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        match = VERSION.search(said)
+        return match[1] if match else None
+
+    def check_version(self, asked: str | None, installed: str | None, judged: str) -> Iterator[Problem]:
+        """Before a launch: whether the engine that would run is the one that is judged."""
+        option = f"`{self.version_option}`"
+        if asked and installed and Version(asked) != Version(installed):
+            message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
+            yield Problem("TS-SERVE-OTHER-ENGINE", "error", option, message, "leave the option out")
+        if not asked and not installed and shutil.which(self.executable):
+            message = f"the installed engine does not tell its version; judged for {judged}"
+            yield Problem("TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message, f"pass {option}")
 
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:

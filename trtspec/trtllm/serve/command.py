@@ -4,9 +4,7 @@ launched: the engine's version, the driver, and whether this deployment fits."""
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -183,24 +181,14 @@ def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator
         yield message, "size of the LeaderWorkerSet = `nodes`"
 
 
-PROGRAM = EngineProgram("trtllm-serve", "TensorRT-LLM", "run in NVIDIA's TensorRT-LLM release image")
-VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)\b")
+IMAGE = "run in NVIDIA's TensorRT-LLM release image"
+PROGRAM = EngineProgram("trtllm-serve", "tensorrt_llm", "TensorRT-LLM", IMAGE, "trtllm_version")
 GIB = 2**30
 
 
 def engine_version() -> str | None:
-    """The installed engine's version: its package, else what the executable says; None when there is neither."""
-    found = installed_version()
-    if found or shutil.which(PROGRAM.executable) is None:
-        return found
-    try:
-        answer = subprocess.run(
-            [PROGRAM.executable, "--version"], capture_output=True, text=True, timeout=120, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = VERSION.search(answer.stdout) if answer.returncode == 0 else None
-    return match[1] if match else None
+    """The installed engine's version: of the package that this interpreter imports, else of the executable on PATH."""
+    return installed_version() or PROGRAM.version()
 
 
 def check_environment(environ: Mapping[str, str]) -> Iterator[Problem]:

@@ -196,25 +196,16 @@ def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head
 
 
 def _version(
-    options: ServeOptions, file: Document | None, written: Intent | None, installed_counts: bool
+    options: ServeOptions, file: Document | None, written: Intent | None, launching: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
-    """The version to judge for and why, and what is doubtful about it. `installed_counts`: the engine that will run is
-    the one that is installed here."""
-    asked = options.trtllm_version
-    problems: list[Problem] = []
-    installed = engine_version() if installed_counts else None
-    if asked is not None and installed is not None and parse_version(asked) != parse_version(installed):
-        message = f"TensorRT-LLM {installed} is installed and would run; `trtllm_version` says {asked}"
-        problems.append(Problem("TS-SERVE-OTHER-ENGINE", "error", "`trtllm_version`", message, "leave the option out"))
+    """The version to judge for and why, and what is doubtful about it."""
+    asked, installed = options.trtllm_version, engine_version() if launching else None
     if asked is None and installed is None and written is not None:
         version, reason = written.version, f"the version {file.name if file else ''} was written for"
     else:
         version, reason = choose_version(asked or installed)
-    if installed_counts and asked is None and installed is None:
-        message = f"the installed engine does not tell its version; judged for {version}"
-        problems.append(
-            Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "trtllm-serve", message, "pass `trtllm_version`")
-        )
+    parse_version(version)
+    problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
         message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
         problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message, "write it again"))
