@@ -30,7 +30,6 @@ SIZED = effects(
     ttft="--ttft 900",
     tpot="--tpot 20",
     kv_fraction="--kv-fraction 0.5",
-    moe_backend="--moe-backend CUTLASS",
     verbose="--verbose",
     json_="--json",
 )

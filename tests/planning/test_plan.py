@@ -281,7 +281,6 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
         ((TARGET, "--acceptance", "2.5"), 2, "--acceptance is not used without --head"),
         ((TARGET, "--concurrency", "0"), 2, "not a list"),
         ((TARGET, "--gpu", "a100"), 2, "is not one of"),
-        ((TARGET, "--moe-backend", "DEEPGEMM"), 2, "TRTLLM, CUTLASS"),
         ((TARGET, "--concurrency", "100000"), 3, "holds that many requests"),
         ((MLA,), 2, "is a draft head"),
         (("moonshotai/Kimi-K3",), 1, "kimi_k3"),

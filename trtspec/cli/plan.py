@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from trtspec.cli.options import Gpu, IntList
 from trtspec.errors import CheckFailed
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from trtspec.errors import Problem
     from trtspec.planning.decision import Decision
     from trtspec.planning.points import Setting
-    from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
+    from trtspec.specs import HeadSpec, ModelSpec
 
-MoeKernel = Literal["TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN"]
 CONCURRENCY = IntList((1, 4, 16, 64))
 
 
@@ -60,12 +59,9 @@ class PlanOptions:
         float | None,
         option("The engine's free_gpu_memory_fraction.", default="0.9; 0.75 with attention DP", min=0.01, max=1.0),
     ] = None
-    moe_backend: Annotated[
-        MoeKernel | None, option("MoE kernels to plan with.", default="the fastest measured for the format")
-    ] = None
     verbose: Annotated[
         bool,
-        option("Also print every draft length, the assumptions and the sources.", "-v"),
+        option("Also print the memory by class, the assumptions and the sources.", "-v"),
         Excludes("json_", why="which holds everything"),
     ] = False
     json_: JsonOption = False
@@ -95,8 +91,6 @@ def choose_layout(options: PlanOptions, model: ModelSpec, head: HeadSpec | None)
     from trtspec.planning.points import Setting, Workload, layouts
 
     gpu, targets = gpu_spec(options.gpu), Targets(options.ttft, options.tpot)
-    if options.moe_backend is not None:
-        _check_kernels(options.moe_backend, model, gpu)
     searched = options.concurrency is None and targets.any  # every concurrency is then tried
     concurrency = () if searched else tuple(sorted((options.concurrency or CONCURRENCY).values))
     workload = Workload(options.isl, options.osl, concurrency)
@@ -104,7 +98,7 @@ def choose_layout(options: PlanOptions, model: ModelSpec, head: HeadSpec | None)
     if options.head is not None and head is not None:
         given = options.acceptance
         acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
-    setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft, options.moe_backend)
+    setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft)
     # the layout that was asked for, else every layout of these GPUs, tensor parallel first
     first = layout_of(model, options.gpus, options.tp_size, options.ep_size, options.attention_dp)
     fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
@@ -121,17 +115,6 @@ def _warnings(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, set
     pair = pair_problems(head, model, head_id=options.head, target_id=options.target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, options.target) if setting.acceptance else [])
-
-
-def _check_kernels(kernel: str, model: ModelSpec, gpu: GpuSpec) -> None:
-    from trtspec.errors import UsageError
-    from trtspec.planning.step import measured_kernels
-
-    known = measured_kernels(gpu, model.quant.format)
-    if kernel not in known:
-        message = f"no {kernel} kernels of {model.quant.format} experts on {gpu.name.upper()} are in the tables"
-        remedy = f"choose one of {', '.join(known)}, or leave `moe_backend` out" if known else "leave it out"
-        raise UsageError(message, remedy)
 
 
 def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:

@@ -193,7 +193,7 @@ def _power(decay: Decay, length: float, at: int) -> float:
 
 
 def published_curves() -> dict[str, Any]:
-    """The published curves with their `decays` by name, and `sampled`, what the choice of drafts is worth."""
+    """The published curves, with their `decays` by name."""
     return load_yaml("acceptance_lengths.yaml")
 
 
@@ -206,13 +206,3 @@ def published_decay() -> Decay:
 def other_decays() -> dict[str, Decay]:
     """The decay of each published curve by its name: the range within which the shape is known."""
     return {name: Decay(*row) for name, row in published_curves()["decays"].items()}
-
-
-def worth_of_rejection_sampling() -> str:
-    """What drafts that are drawn from the head bring to sampled requests, with both figures, as half a sentence."""
-    found = published_curves()["sampled"]
-    pairs = [
-        f"{found['rejection'][at]:.2f} tokens per step instead of {without:.2f} at temperature {at:g}"
-        for at, without in found["argmax"].items()
-    ]
-    return f"{', '.join(pairs)} ({found['workload']}, reference engine)"

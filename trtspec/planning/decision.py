@@ -209,6 +209,4 @@ def command(row: Row, target: str, head: str | None, setting: Setting) -> str:
     words += ["--isl", str(workload.isl), "--osl", str(workload.osl), "--concurrency", str(row.concurrency)]
     if setting.fraction is not None:
         words += ["--set", f"kv_cache_config.free_gpu_memory_fraction={setting.fraction:g}"]
-    if setting.kernel is not None:
-        words += ["--set", f"moe_config.backend={setting.kernel}"]
     return shlex.join(words)

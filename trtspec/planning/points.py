@@ -122,21 +122,20 @@ def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for, beside target and head. `fraction` as in `memory`; `kernel` names the MoE kernels."""
+    """What a plan is made for, beside target and head. `fraction` as in `memory`."""
 
     gpu: GpuSpec
     workload: Workload
     acceptance: Acceptance | None = None
     fraction: float | None = None
     longest: int = LONGEST_COMPARED
-    kernel: str | None = None
 
 
 def plan_layout(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> LayoutPlan:
     """The plan of one layout; with no measured kernels, of its memory alone."""
     workload = setting.workload
     room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
-    found = kernels(setting.gpu, model.quant.format, setting.kernel)
+    found = kernels(setting.gpu, model.quant.format)
     if found is None or not measured(found, model, layout):
         return LayoutPlan(room, workload, None, ())
     steps = StepModel(model, head, layout, found, workload.context)

@@ -1,5 +1,5 @@
-"""A decision as JSON, and as tables and lines for people: the ranked table and the command; every draft length and what
-the figures rest on when asked."""
+"""A decision as JSON, and as tables and lines for people: the ranked table and the command, and what the figures rest
+on when asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ ASSUMES = (
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
 HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
-EVERY = ("layout", "load", "draft", "step ms", "in plain steps", "experts", "tokens/step", "speed-up (range)", "trust")
 MOST_ROWS = 8  # of a search within targets
 Names = tuple[str, str | None]  # of target and head
 
@@ -117,7 +116,6 @@ def shown(
     if decision.fits:
         lines += [*below_table(rows, decision), "", *choice_lines(decision, names, setting)]
     if verbose:
-        tables.append(every_point(decision))
         lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(model, first, setting))]
         lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first, setting))]
     return tables, lines
@@ -241,21 +239,3 @@ def no_choice(decision: Decision) -> str:
         f"nothing meets {limits}. Nearest: {row.layout.short} at concurrency {row.concurrency} with "
         f"{row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, TPOT {row.tpot_ms:.1f} ms."
     )
-
-
-def every_point(decision: Decision) -> Table:
-    """Every layout, concurrency and draft length whose kernels were measured; `best` is the draft length to take."""
-    rows = []
-    for plan in decision.plans:
-        for point in plan.points:
-            best = " best" if point is plan.best(point.concurrency) else ""
-            rows.append([
-                plan.layout.short,
-                f"{point.concurrency}{'' if point.held else ' not held'}",
-                f"{point.draft_len}{best}",
-                f"{point.step_ms:.2f}", f"{point.cost_ratio:.2f}", f"{point.experts:.0f}",
-                "-" if point.acceptance_length is None else f"{point.acceptance_length:.2f}",
-                speedup(plan, point), plan.trust(point),
-            ])  # fmt: skip
-    note = "experts: how many a layer reads; in plain steps: the acceptance length from which speculation wins"
-    return Table("Every draft length", EVERY, rows, note, text_columns=frozenset({0, 1, 2, 7, 8}), ruled=False)

@@ -270,15 +270,10 @@ def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
     return twin["allreduce"].row(ranks) if twin else own
 
 
-def measured_kernels(gpu: GpuSpec, format: str) -> list[str]:
-    """The engine's names of the MoE kernels in this GPU's tables, the one to use first."""
+def kernels(gpu: GpuSpec, format: str, kernel: str | None = None) -> Kernels | None:
+    """The tables for weights of this format, by default of the first of MOE_KERNELS that they have; None when nobody
+    measured that on that GPU."""
     tables = read_tables(gpu.name)
     measured = tables["moe"].get(format, {}) if tables else {}
-    return [name for name in MOE_KERNELS if name in measured]
-
-
-def kernels(gpu: GpuSpec, format: str, kernel: str | None = None, routing: str = ROUTING) -> Kernels | None:
-    """The tables for weights of this format; None when nobody measured that format on that GPU."""
-    tables, known = read_tables(gpu.name), measured_kernels(gpu, format)
-    chosen = kernel if kernel in known else next(iter(known), None) if kernel is None else None
-    return Kernels(gpu, tables, format, chosen, routing) if tables and chosen else None
+    chosen = kernel or next((name for name in MOE_KERNELS if name in measured), None)
+    return Kernels(gpu, tables, format, chosen) if tables and chosen in measured else None

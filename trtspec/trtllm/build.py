@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import re
-import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,6 @@ from trtspec.checkpoint.hub import engine_name, load_head, load_target
 from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
-from trtspec.planning.acceptance import worth_of_rejection_sampling
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec
@@ -30,7 +27,7 @@ from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.model import CAPTURE, expected_layers
-from trtspec.trtllm.rules.speculation import REJECTION, reuse_blinds_draft
+from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
 
@@ -135,7 +132,7 @@ def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     for item in intent.settings:
         _replace(found, _own(item))
     chosen = found.get(schema.current(FRACTION))
-    told = _header(intent) + _capacity(intent, target, head, chosen) + _sampled(intent, schema, found)
+    told = _header(intent) + _capacity(intent, target, head, chosen)
     return f"{intent.first_line()}\n{told}{_emit(found)}"
 
 
@@ -200,15 +197,6 @@ def _header(intent: Intent) -> str:
     if intent.trust_remote_code:
         lines.append("# This recipe lets the engine run the code that the target brings (--trust_remote_code).")
     return "\n".join(lines) + "\n"
-
-
-def _sampled(intent: Intent, schema: Schema, found: Mapping[str, EngineSetting]) -> str:
-    """What use_rejection_sampling is worth, where the release is known to have it and not to crash with it."""
-    works = schema.agreed(lambda one: REJECTION in one.fields and "rejection_sampling_crashes" not in one.rules)
-    if intent.head is None or not works or REJECTION in found:
-        return ""
-    words = f"At a temperature above 0, use_rejection_sampling accepts more drafts: {worth_of_rejection_sampling()}."
-    return textwrap.fill(words, 118, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
 def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None) -> str:
