@@ -15,7 +15,7 @@ from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import Given, build_command
+from trtspec.trtllm.serve.command import build_command
 
 TARGET = "nvidia/Kimi-K2.6-NVFP4"
 
@@ -54,8 +54,8 @@ def command(
     passed: list[str], text: str = "", explicit: dict[str, int] | None = None, version: str = "1.3.0rc20"
 ) -> list[str]:
     built = build_command(
-        Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, schema_for(version),
-        Document.parse(text), Given("h", 1, "c", explicit or {}, passed),
+        Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, Document.parse(text),
+        "c", sizes=explicit, passed=passed,
     )  # fmt: skip
     return built.argv
 
@@ -91,10 +91,7 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
         intent = Intent(target=target, version="1.4.0rc1")
-        built = build_command(
-            intent, load_target(target).spec, schema_for("1.4.0rc1"), Document.parse(""),
-            Given("h", 1, "c"),
-        )  # fmt: skip
+        built = build_command(intent, load_target(target).spec, Document.parse(""), "c")
         assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"
         return built.argv[built.argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in built.argv else None
 

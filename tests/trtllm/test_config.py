@@ -22,8 +22,7 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Goal, Intent, parse_intent
 from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.command import Given, build_command
+from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -47,10 +46,7 @@ def built(intent: Intent) -> EngineConfig:
 
 
 def argv(intent: Intent, text: str) -> list[str]:
-    target = load_target(intent.target).spec
-    schema, document = schema_for(intent.version), Document.parse(text)
-    command = build_command(intent, target, schema, document, Given())
-    return command.argv
+    return build_command(intent, load_target(intent.target).spec, Document.parse(text), CONFIG_NAME).argv
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)

@@ -29,7 +29,7 @@ from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.model import CAPTURE, expected_layers
 from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
-from trtspec.trtllm.serve.command import CONFIG_NAME, Given, build_command
+from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 
 FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
 TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written
@@ -76,8 +76,7 @@ def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path:
         raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
     text = compose(intent, target, head)
     findings = _judged(intent, target, head, text)
-    given = Given(config_path=config_path)
-    command = build_command(intent, target, schema_for(intent.version), Document.parse(text), given)
+    command = build_command(intent, target, Document.parse(text), config_path)
     return EngineConfig(intent, text, command.argv, findings)
 
 

@@ -38,12 +38,10 @@ def installed_version() -> str | None:
         return None
     from importlib import metadata
 
-    for name in ("tensorrt_llm", "tensorrt-llm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    try:
+        return metadata.version("tensorrt_llm")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def choose_version(asked: str | None) -> tuple[str, str]:

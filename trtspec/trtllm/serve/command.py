@@ -17,13 +17,13 @@ from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import ModelSpec
 from trtspec.trtllm.deployment import Deployment, driver_for, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.rules.engine import FORCED_ACCEPTANCE
 from trtspec.trtllm.rules.model import right_parser
-from trtspec.trtllm.schema import Schema
+from trtspec.trtllm.schema import Schema, schema_for
 
 CONFIG_NAME = "extra-llm-api-config.yml"
 
@@ -37,37 +37,25 @@ class Command:
     problems: list[Problem] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a command line has beside the intent. `sizes`, by YAML path, go to argv even where the file has them, and
-    are then reported; `passed` are words for trtllm-serve itself."""
-
-    host: str = "0.0.0.0"
-    port: int = 8000
-    config_path: str = CONFIG_NAME
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    passed: Sequence[str] = ()
-
-
 def build_command(
-    intent: Intent,
-    target: ModelSpec,
-    schema: Schema,
-    document: Document,
-    given: Given,
-) -> Command:
-    """Sizes that were not given go to argv only where the file does not have them."""
-    options, problems = parse_passed(schema, given.passed)
+    intent: Intent, target: ModelSpec, document: Document, config_path: str, *, host: str = "0.0.0.0", port: int = 8000,
+    sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (),
+) -> Command:  # fmt: skip
+    """The intent's sizes go to argv where the file does not have them. `sizes`, by YAML path, go there in any case, and
+    are then reported; `passed` are words for trtllm-serve itself."""
+    sizes = sizes or {}
+    schema = schema_for(intent.version)
+    options, problems = parse_passed(schema, passed)
     chosen = {item.option.name for item in options}
 
     def decided(name: str) -> bool:
         return name in chosen or document.has(name)
 
-    argv = ["trtllm-serve", engine_name(intent.target), "--host", given.host, "--port", str(given.port)]
+    argv = ["trtllm-serve", engine_name(intent.target), "--host", host, "--port", str(port)]
     argv += [] if decided("backend") else ["--backend", "pytorch"]
     settings: dict[str, Any] = {}
-    for key, value in {**intent.settings_in_argv(), **given.sizes}.items():
-        if key in chosen or (key not in given.sizes and document.has(key)):
+    for key, value in {**intent.settings_in_argv(), **sizes}.items():
+        if key in chosen or (key not in sizes and document.has(key)):
             continue
         settings[key] = value
         flag = min(schema.options[key].flags, key=len)
@@ -87,7 +75,7 @@ def build_command(
         argv += [item.flag] if item.option.is_flag else [item.flag, str(item.value)]
         if item.option.key:
             settings[item.option.key] = item.value
-    argv += ["--extra_llm_api_options", given.config_path]
+    argv += ["--extra_llm_api_options", config_path]
     return Command(argv, settings, problems)
 
 
@@ -201,11 +189,9 @@ def check_hardware(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, environ: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Driver and fit, on GPUs that could be read."""
-    seen = visible(gpus, environ)
-    if seen:
+    if seen := visible(gpus, environ):
         yield from check_driver(seen[0].driver, deployment.schema.version)
-    if seen and deployment.target is not None:
-        yield from check_fit(seen, deployment, document, deployment.target, deployment.head)
+        yield from check_fit(seen, deployment, document)
 
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
@@ -217,9 +203,7 @@ def check_driver(driver: str, version: Version) -> Iterator[Problem]:
         yield Problem("TS-SERVE-DRIVER", "warning", "driver", message, f"install driver {needed} or later")
 
 
-def check_fit(
-    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, target: ModelSpec, head: HeadSpec | None
-) -> Iterator[Problem]:
+def check_fit(gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document) -> Iterator[Problem]:
     """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
 
     def whole(path: str, default: int) -> int:
@@ -228,7 +212,7 @@ def check_fit(
 
     ranks = whole("tensor_parallel_size", 1)
     smallest = min(gpu.memory_bytes for gpu in gpus)
-    if not smallest:
+    if not smallest or deployment.target is None:
         return  # nvidia-smi does not say it
     experts, spread = whole("moe_expert_parallel_size", 1), deployment.setting(document, "enable_attention_dp") is True
     try:
@@ -237,7 +221,7 @@ def check_fit(
         return  # lint says what is wrong with these sizes
     fraction = document.get("kv_cache_config.free_gpu_memory_fraction")
     room = memory(
-        target, head, replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest), layout,
+        deployment.target, deployment.head, replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest), layout,
         fraction=fraction if isinstance(fraction, float) else 0.9, max_num_tokens=whole("max_num_tokens", 8192),
     )  # fmt: skip
     where = f"{ranks} x {gpus[0].name} of {smallest / GIB:.0f} GiB"

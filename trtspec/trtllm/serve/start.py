@@ -47,7 +47,6 @@ from trtspec.trtllm.serve.command import (
     PROGRAM,
     Cluster,
     Command,
-    Given,
     build_command,
     check_cluster,
     check_environment,
@@ -247,7 +246,8 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
     passed = list(options.passed)
     passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    return build_command(intent, target.spec, schema, file, Given(options.host, options.port, file.name, sizes, passed))
+    address = {"host": options.host, "port": options.port}
+    return build_command(intent, target.spec, file, file.name, **address, sizes=sizes, passed=passed)
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:
