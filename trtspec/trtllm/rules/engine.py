@@ -15,7 +15,6 @@ from trtspec.trtllm.deployment import Deployment, Finding, draft_length, finding
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
-SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 
 
 def check_engine(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -58,11 +57,6 @@ def _token_budget(document: Document, deployment: Deployment) -> Iterator[Findin
         fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
         remedy = f"at least {batch * step}"
         yield finding_at(document, "TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, remedy, fix)
-    for name in (*SIZES, "tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size"):
-        size = deployment.setting(document, name)
-        if _whole(size) and size < 1 and (size, name) != (-1, "moe_expert_parallel_size"):
-            message = f"{name} {size}: the engine's class takes it, and no server runs with it"
-            yield finding_at(document, "TS-LINT-NO-SIZE", "error", name, message, "write 1 or more")
     length = deployment.setting(document, "max_seq_len")
     limit = deployment.target.max_position_embeddings if deployment.target else None
     if _whole(length) and limit and length > limit:

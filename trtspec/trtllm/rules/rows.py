@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, finding_at, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, gates
 
 
@@ -19,6 +20,7 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     target, head, method = deployment.target, deployment.head, method_of(document)
     found: dict[str, Any] = {f"release.{name}": True for name in deployment.schema.behaviours}
     found["command.known"] = deployment.options is not None
+    found["schedule.reaches_zero"] = schedule_reaches_zero(document, deployment)
     if deployment.gpu is not None:
         found["gpu.major"] = int(deployment.gpu.partition(".")[0])
     if method is not None:

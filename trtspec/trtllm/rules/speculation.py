@@ -21,11 +21,10 @@ from trtspec.trtllm.deployment import (
     finding_at,
     method_of,
 )
-from trtspec.trtllm.document import Document, add_key, delete_key, set_value
+from trtspec.trtllm.document import Document, add_key, delete_key
 from trtspec.trtllm.schema import Schema
 
 SCHEDULE = f"{SPEC}.draft_len_schedule"
-ENDS_AT_ZERO = "TS-LINT-SCHEDULE-ENDS-AT-ZERO"
 
 
 def check_speculation(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -36,7 +35,6 @@ def check_speculation(document: Document, deployment: Deployment) -> Iterator[Fi
     if method is not None:
         yield from _required(document, method)
         yield from _for_kimi(document, deployment, method)
-        yield from _sampling(document, deployment, method)
     yield from _schedule(document, deployment)
 
 
@@ -105,30 +103,15 @@ def _schedule_values(
     if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
         yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
-    if reaches_zero(document, deployment, schedule):
-        message = "large batches draft nothing, and acceptance may stay collapsed after the burst"
-        remedy = "leave the schedule out"
-        if meaning.get("beyond") == "zero":
-            remedy += ", or let its last key cover max_batch_size with a value of 1 or more"
-        yield finding_at(document, ENDS_AT_ZERO, "warning", SCHEDULE, message, remedy)
 
 
-def reaches_zero(document: Document, deployment: Deployment, schedule: dict[int, int]) -> bool:
+def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
     """Whether some batch that the server may run drafts nothing."""
-    largest = deployment.setting(document, "max_batch_size")
+    schedule, largest = schedule_of(document), deployment.setting(document, "max_batch_size")
+    if not schedule:
+        return False
     beyond = deployment.schema.behaviour("draft_len_schedule").get("beyond") == "zero"
     return 0 in schedule.values() or (beyond and max(schedule) < (largest if isinstance(largest, int) else 2048))
-
-
-def _sampling(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    """One engine that drafts and samples may ignore temperature unless a key asks for sampling."""
-    key = deployment.schema.sampling_key
-    if not (method.one_model and method.reads_target) or key is None or document.get(key) is True:
-        return
-    name = key.rpartition(".")[2]
-    message = f"without {name} one-model speculation decodes greedily whatever a request asks"
-    fix = partial(set_value if document.has(key) else add_key, path=key, value=True)
-    yield finding_at(document, "TS-LINT-GREEDY-ONLY", "warning", key, message, f"add `{name}: true`", fix)
 
 
 REUSE, V2 = "kv_cache_config.enable_block_reuse", "kv_cache_config.use_kv_cache_manager_v2"
@@ -144,7 +127,6 @@ def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]
     unless = deployment.schema.behaviour("separate_draft_cache").get("unless")
     if method.own_cache and unless is not None and deployment.setting(document, unless) is not True:
         yield from _prefix_reuse(document, deployment)
-    yield from _guided(document, deployment)
 
 
 def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
@@ -169,21 +151,6 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
     # who writes it has decided; who leaves it out may not know that it is on
     severity: Severity = "info" if document.has(REUSE) else "warning"
     yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)
-
-
-def _guided(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A grammar masks one row per draft token; graphs of a draft length of 0 have none."""
-    crash, schedule = deployment.schema.behaviour("guided_schedule_crashes"), schedule_of(document)
-    key = "guided_decoding_backend"
-    if not crash or not deployment.setting(document, key) or not schedule:
-        return
-    if reaches_zero(document, deployment, schedule):
-        message = "guided decoding with a draft_len_schedule that reaches 0 crashes while CUDA graphs are recorded"
-        message += f" ({crash['source']})"
-        remedy = "leave the schedule out, or keep every length at 1 or more"
-        place = f"{SPEC}.draft_len_schedule"
-        fix = partial(delete_key, path=place)
-        yield finding_at(document, "TS-LINT-GUIDED-SCHEDULE", "error", place, message, remedy, fix)
 
 
 def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[str, ...]]:
