@@ -345,7 +345,7 @@ BUILDS = (
     "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true --trtllm-version 1.3.0rc20",
 )  # fmt: skip
 LAUNCHES = (
-    "--trtllm-version 1.3.0rc20", "--backend vllm --vllm-version 0.19.0", "--trtllm-version 1.4.0rc1 --goal throughput",
+    "--trtllm-version 1.3.0rc20", "--backend vllm --vllm-version 0.26.0", "--trtllm-version 1.4.0rc1 --goal throughput",
     "--trtllm-version 1.3.0rc20 --launcher lws --nodes 2", "--trtllm-version 1.3.0rc20 -- --log_level info",
 )  # fmt: skip
 

@@ -211,9 +211,8 @@ def support_matrix() -> str:
 
 
 def vllm_releases() -> list[str]:
-    """What vLLM can do with a Kimi by release, and the weight formats."""
+    """The releases of vLLM that are known, and the weight formats that they load."""
     from trtspec.data_files import load_yaml
-    from trtspec.vllm import vllm_gate
 
     data = load_yaml("vllm.yaml")
     lines = ["\n## vLLM releases\n"]
@@ -222,10 +221,7 @@ def vllm_releases() -> list[str]:
         f"{data['newest']}, with a warning. Options after `--` go to `vllm serve`, which judges them itself. "
         "`trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
     )
-    lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
-    gates = [vllm_gate(name) for name in data["gates"]]
-    lines += [f"| {gate.what} | {gate.after} | {gate.by} | {gate.source} |" for gate in gates]
-    lines.append("\n| weights of the target | evidence |\n|---|---|")
+    lines.append("| weights of the target | evidence |\n|---|---|")
     return lines + [f"| {name} | {row['evidence']}: {row['source']} |" for name, row in data["formats"].items()]
 
 

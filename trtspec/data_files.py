@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import UsageError
 
 if TYPE_CHECKING:
-    from packaging.version import Version
-
     from trtspec.specs import GpuSpec
 
 DATA = Path(__file__).parent / "data"
@@ -83,28 +80,3 @@ def problem_codes() -> dict[str, dict[str, str]]:
                 raise ValueError(f"{code} is documented in two fragments, {codes[code]['area']} and {fragment.stem}")
             codes[code] = {"area": fragment.stem, **entry}
     return codes
-
-
-State = Literal["yes", "no", "unknown"]
-
-
-@dataclass(frozen=True)
-class Gate:
-    """`what` is possible from `by` on, is known to be impossible up to `after`, and unknown between the two."""
-
-    name: str
-    what: str
-    after: str
-    by: str
-    source: str
-
-    def state(self, version: Version) -> State:
-        from packaging.version import Version
-
-        if version <= Version(self.after):
-            return "no"
-        return "yes" if version >= Version(self.by) else "unknown"
-
-    @property
-    def interval(self) -> str:
-        return f"after {self.after}, by {self.by}"

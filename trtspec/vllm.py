@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import Head, Target, engine_name, known, load_head, load_target
-from trtspec.data_files import DATA, Gate, load_yaml
+from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.files import load_text, read_yaml_text
 from trtspec.launch import preflight
@@ -45,11 +45,6 @@ SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 @functools.cache
 def _releases() -> Any:
     return load_yaml("vllm.yaml")
-
-
-def vllm_gate(name: str) -> Gate:
-    row = _releases()["gates"][name]
-    return Gate(name, row["what"], row["after"], row["by"], f"{row['evidence']}: {row['source']}")
 
 
 def passed_options(words: Sequence[str]) -> dict[str, str]:
@@ -89,8 +84,8 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
             raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
         if remedy := _meant(name, flag, _releases()["refused_options"]):
             raise UsageError(f"{flag} is not used after --", remedy)
-    problems += _target_problems(options, target.spec, version)
-    problems += _head_problems(options, head, target, version) if head is not None else ()
+    problems += _target_problems(options, target.spec)
+    problems += _head_problems(options, head, target) if head is not None else ()
     code = target.spec.remote_code
     problems += preflight.check_start(
         PROGRAM, [target.resolved, *([head.resolved] if head else [])], options.host, options.port, _ranks(options),
@@ -155,11 +150,9 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
     try:
         written = json.loads(value) if isinstance(value, str) else value
         found = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
-        if drawn := written.get("draft_sample_method"):
-            found["draft_sampling"] = next(ours for ours, theirs in SAMPLING.items() if theirs == drawn)
         if _speculation(replace(options, **found)) != written:
             raise ValueError
-    except (ValueError, KeyError, AttributeError, TypeError, StopIteration):
+    except (ValueError, KeyError, AttributeError, TypeError):
         message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
         raise UsageError(message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`") from None
     return found
@@ -213,7 +206,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         raise UsageError(f"{asked!r} is not a vLLM version", f"write it as the package does: {newest}") from None
     if version < Version(oldest):
         message = f"vLLM {version} is older than {oldest}, the first release that is known"
-        raise UsageError(message, f"use {oldest} or later: Kimi's Eagle3 heads came with 0.18")
+        raise UsageError(message, f"use {oldest} or later")
     problems = list(PROGRAM.check_version(asked, installed, str(version))) if launching else []
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
@@ -223,9 +216,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     return version, reason, problems
 
 
-def _target_problems(options: ServeOptions, target: ModelSpec, version: Version) -> Iterator[Problem]:
-    if target.name_prefix:
-        yield from _gated("kimi_tool_ids", "target", version, "warning")
+def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
     ranks = _ranks(options)
     whole_experts = "enable-expert-parallel" in passed_options(options.passed)
     for problem in layout_refusals(target, ranks, ranks if whole_experts else 1, attention_dp=False):
@@ -239,14 +230,8 @@ def _target_problems(options: ServeOptions, target: ModelSpec, version: Version)
         yield Problem("TS-VLLM-LENGTH", "error", "`max_num_tokens`", message, "raise it, or lower `max_batch_size`")
 
 
-def _head_problems(options: ServeOptions, head: Head, target: Target, version: Version) -> Iterator[Problem]:
+def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:
     spec, name = head.spec, head.resolved.name
-    if spec.eagle == "3.1":
-        yield from _gated("eagle31", name, version)
-        if spec.dialect in _releases()["gates"]["eagle31_speculators"]["layouts"]:
-            yield from _gated("eagle31_speculators", name, version)
-    if options.draft_sampling is not None:
-        yield from _gated("draft_sampling", "--draft-sampling", version)
     ids = {"head_id": head.resolved.hub_id, "target_id": target.resolved.hub_id}
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     yield from (problem for problem in pair if problem.severity != "info")
@@ -258,12 +243,3 @@ def _head_problems(options: ServeOptions, head: Head, target: Target, version: V
         remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass `head` HEAD-vllm"
         severity: Severity = "error" if head.resolved.path is not None else "warning"
         yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)
-
-
-def _gated(name: str, where: str, version: Version, severity: Severity = "error") -> Iterator[Problem]:
-    gate = vllm_gate(name)
-    told = {"no": f"vLLM {version} is too old for this", "unknown": f"not known for vLLM {version}"}
-    if (state := gate.state(version)) in told:
-        message = f"{told[state]}: {gate.what} ({gate.interval})"
-        level = severity if state == "no" else "warning"
-        yield Problem("TS-VLLM-TOO-OLD", level, where, message, f"use {gate.by} or later")

@@ -275,5 +275,5 @@ def kernels(gpu: GpuSpec, format: str, kernel: str | None = None) -> Kernels | N
     measured that on that GPU."""
     tables = read_tables(gpu.name)
     measured = tables["moe"].get(format, {}) if tables else {}
-    chosen = kernel or next((name for name in MOE_KERNELS if name in measured), None)
-    return Kernels(gpu, tables, format, chosen) if tables and chosen in measured else None
+    found = [name for name in MOE_KERNELS if name in measured and name == (kernel or name)]
+    return Kernels(gpu, tables, format, found[0]) if tables and found else None

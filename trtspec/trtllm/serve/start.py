@@ -246,8 +246,9 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
     passed = list(options.passed)
     passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
-    address = {"host": options.host, "port": options.port}
-    return build_command(intent, target.spec, file, file.name, **address, sizes=sizes, passed=passed)
+    return build_command(
+        intent, target.spec, file, file.name, host=options.host, port=options.port, sizes=sizes, passed=passed
+    )
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:
