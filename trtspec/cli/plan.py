@@ -61,7 +61,7 @@ class PlanOptions:
     ] = None
     verbose: Annotated[
         bool,
-        option("Also print the memory by class, the assumptions and the sources.", "-v"),
+        option("Also print the assumptions and the sources.", "-v"),
         Excludes("json_", why="which holds everything"),
     ] = False
     json_: JsonOption = False

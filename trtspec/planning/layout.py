@@ -116,9 +116,15 @@ def refusals(
     return [problem for problem in found if problem is not None]
 
 
-def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> list[Problem]:
+def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> Iterator[Problem]:
     """Why a model does not spread over that many ranks."""
-    return [*_spread(model, tp_size, attention_dp), *_experts(model, tp_size, ep_size)]
+    heads = model.num_attention_heads
+    if heads % tp_size and not attention_dp:
+        message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
+        fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
+        remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
+        yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
+    yield from _experts(model, tp_size, ep_size)
 
 
 def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:
@@ -154,15 +160,6 @@ def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | N
 def _number(capability: str) -> tuple[int, int]:
     major, _, minor = capability.partition(".")
     return int(major), int(minor or 0)
-
-
-def _spread(model: ModelSpec, tp_size: int, attention_dp: bool) -> Iterator[Problem]:
-    heads = model.num_attention_heads
-    if heads % tp_size and not attention_dp:
-        message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
-        fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
-        remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
-        yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
 
 
 def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
@@ -33,7 +33,7 @@ class Memory:
     reserve: float
     fraction: float
     kv_dtype: str
-    kv_bytes_per_token: float = field(default=0.0)
+    kv_bytes_per_token: float
 
     @property
     def weights_total(self) -> float:

@@ -171,8 +171,8 @@ def assumptions(steps: StepModel) -> dict[str, StepModel]:
     """The same steps under each assumption that the tables cannot settle, by name."""
     own = steps.kernels
     others = {
-        "experts chosen evenly": steps.with_routing("balanced"),
-        "experts chosen more unevenly": steps.with_routing("power_law_1.2"),
+        "experts chosen evenly": replace(steps, kernels=replace(own, routing="balanced")),
+        "experts chosen more unevenly": replace(steps, kernels=replace(own, routing="power_law_1.2")),
         "1 ms of host time in every step": replace(steps, host_us=HOST_US),
         "context twice as long": replace(steps, context=2 * steps.context),
     }

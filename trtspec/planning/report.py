@@ -72,20 +72,15 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
 
 
 def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
+    """`conditional`: the acceptance of each draft given all before it, measured or extrapolated as `rests_on` says."""
     found = plan.acceptance
     if found is None:
         return None
-    drafts = found.length_at[1] if found.length_at else len(found.known)
-    longest = max(point.draft_len for point in plan.points)
+    rates = found.rates(max(point.draft_len for point in plan.points))
+    rounded = [round(rate, 6) for rate in rates]
     return {
-        "source": found.source,
-        "conditional": [round(rate, 6) for rate in found.rates(drafts)],
-        "measured_drafts": drafts,
-        "by_position": found.length_at is None,
-        "extrapolated": [round(rate, 6) for rate in found.rates(longest)[drafts:]],
-        "rests_on": found.rests_on(),
-        "doubts": list(found.doubts),
-    }
+        "source": found.source, "conditional": rounded, "rests_on": found.rests_on(), "doubts": list(found.doubts),
+    }  # fmt: skip
 
 
 def assumptions(model: ModelSpec, plan: LayoutPlan, setting: Setting) -> list[str]:
@@ -109,10 +104,7 @@ def shown(
     title = f"{names[0]}{f' with {names[1]}' if names[1] else ''} on {first.layout.gpus} x {setting.gpu.name.upper()}, "
     title += f"{first.workload.isl:,} tokens in and {first.workload.osl:,} out"
     tables = [ranked_table(title, rows, decision)] if decision.fits and rows else []
-    lines = [] if tables else [title]
-    if verbose or not decision.fits:
-        tables.append(memory_table(first))
-    lines.append(memory_line(first))
+    lines = [*([] if tables else [title]), memory_line(first)]
     if decision.fits:
         lines += [*below_table(rows, decision), "", *choice_lines(decision, names, setting)]
     if verbose:
@@ -161,28 +153,15 @@ def mark(value: float | None, target: float | None) -> str:
     return f"{value:,.1f}{' too long' if target is not None and value > target else ''}"
 
 
-def memory_table(plan: LayoutPlan) -> Table:
-    room = plan.memory
-    largest = ", ".join(f"{name} {size / GB:.1f}" for name, size in room.weights.items() if size >= 0.5 * GB)
-    cache = f"{room.fraction:g} of the rest, {room.kv_dtype.upper()}, {room.kv_bytes_per_token:,.0f} bytes per token"
-    rows = (
-        ("weights", room.weights_total, largest),
-        ("head", room.head, ""),
-        ("reserve", room.reserve, "communicators, context, activations, workspace, graphs"),
-        ("KV cache", room.kv, cache),
-    )
-    title = f"Memory per GPU, {room.layout.name}: {room.capacity / GB:.1f} GB"
-    cells = [[name, f"{size / GB:.1f}", words] for name, size, words in rows]
-    return Table(title, ("", "GB", ""), cells, text_columns=frozenset({0, 2}), ruled=False)
-
-
 def memory_line(plan: LayoutPlan) -> str:
     room, tokens = plan.memory, plan.workload.tokens
+    fixed = (room.weights_total + room.head + room.reserve) / GB
     if room.free < 0:
-        return f"Does NOT fit: {-room.free / GB:.1f} GB per GPU too much before the first token of cache"
+        return (
+            f"Does NOT fit: weights, head and reserve take {fixed:.1f} GB per GPU, which has {room.capacity / GB:.1f}"
+        )
     if not plan.fits:
         return f"Does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}"
-    fixed = (room.weights_total + room.head + room.reserve) / GB
     return (
         f"Memory per GPU, {room.layout.short}: {fixed:.0f} of {room.capacity / GB:.0f} GB without the KV cache, which "
         f"holds {room.kv_tokens:,} tokens: {room.sequences(tokens):,} requests"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -48,9 +48,6 @@ class StepModel:
     def cache_bytes(self) -> int:
         """Bytes of one element of the KV cache."""
         return KV_ELEMENT_BYTES[self.model.quant.kv_cache or "bf16"]
-
-    def with_routing(self, routing: str) -> StepModel:
-        return replace(self, kernels=replace(self.kernels, routing=routing))
 
     def parts(self, sequences: int, queries: int) -> dict[str, float]:
         """The target's step by kernel, all layers, for `queries` tokens of each of `sequences` sequences."""
