@@ -157,9 +157,7 @@ def memory_line(plan: LayoutPlan) -> str:
     room, tokens = plan.memory, plan.workload.tokens
     fixed = (room.weights_total + room.head + room.reserve) / GB
     if room.free < 0:
-        return (
-            f"Does NOT fit: weights, head and reserve take {fixed:.1f} GB per GPU, which has {room.capacity / GB:.1f}"
-        )
+        return f"Does NOT fit: weights, head and reserve take {fixed:.1f} of {room.capacity / GB:.1f} GB per GPU"
     if not plan.fits:
         return f"Does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}"
     return (
