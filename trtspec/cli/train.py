@@ -273,7 +273,7 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
 def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
     if command.dry_run:
         return DRY_RUN
-    return WITH_LAYERS if features.needs_layers else WITHOUT_LAYERS
+    return WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
 
 
 def _needed(value: Any, name: str) -> Any:
@@ -320,14 +320,14 @@ def _train_and_measure(
     check_run(request.run, plan, options)
     for line in plan.told():
         say(line)
-    if request.acceptance_prompts and request.features.needs_layers and not plan.held_out:
+    if request.acceptance_prompts and request.features.with_layers and not plan.held_out:
         text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
         if request.asked_for_acceptance:
             raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
         say(text)
 
+    from trtspec.heads.training.producers import open_target
     from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
-    from trtspec.heads.training.sources import open_target
 
     target_dir = request.run.target_dir
     model, whole = open_target(target_dir, plan, options.dtype, world.device(request.run.device))

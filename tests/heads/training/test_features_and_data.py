@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.features import (
-    all_dumps,
-    check_room,
-    collate,
-    compute_features,
-    dump_features,
-    dump_path,
-    dumps_of,
-    find_dumps,
-    states_of,
-    write_dumps,
-)
 from trtspec.heads.training.samples import batches_of_epoch, coverage, draft_vocabulary, read_samples, split_held_out
+from trtspec.heads.training.states import Features, all_dumps, collate, compute_features, dumps_of
 from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
@@ -90,30 +80,34 @@ def test_states_equal_one_sequence_at_a_time(model, samples):
     assert features.bytes == sum(len(s.tokens) for s in samples) * 4 * 64 * 2
 
 
+def write_dumps(features: Features, directory: Path, cut: dict[int, int] | None = None) -> None:
+    """As ModelOpt's scripts write them, named by conversation id; `cut`: tokens of a sample, fewer than ours."""
+    for index, sample in enumerate(features.samples):
+        hidden, aux = features.states(index)
+        count = (cut or {}).get(index, len(sample.tokens))
+        record = {"input_ids": torch.tensor(sample.tokens)[:count], "hidden_states": hidden[:count].clone()}
+        record |= {"aux_hidden_states": aux[:count].clone(), "loss_mask": torch.tensor(sample.answer)[:count]}
+        torch.save(record | {"conversation_id": sample.id}, directory / f"{sample.id}.pt")
+
+
 def test_dumps_come_back_bit_for_bit(tmp_path, model, samples):
     features = compute_features(model, samples, LAYERS)
     write_dumps(features, tmp_path)
-    again = find_dumps(samples, tmp_path, model.spec, 3)
-    assert again is not None
+    again = dumps_of(samples, tmp_path, model.spec, 3)
     assert again.samples == samples
     assert again.bytes == features.bytes
     for index in range(len(samples)):
         assert all(map(torch.equal, features.states(index), again.states(index)))
-    dump_path(tmp_path, samples[3]).unlink()
-    assert find_dumps(samples, tmp_path, model.spec, 3) is None
+    (tmp_path / f"{samples[3].id}.pt").unlink()
+    with pytest.raises(TrtspecError, match=f"TS-FEATURES-NONE .* 1 of {len(samples)} .* first {samples[3].id}.pt"):
+        dumps_of(samples, tmp_path, model.spec, 3)
 
 
-def test_an_engines_dumps_are_found_by_conversation(tmp_path, model, samples):
-    """ModelOpt's scripts name files by conversation id; states of other tokens than ours bring their tokens along."""
+def test_dumps_of_other_tokens_are_trained_on_as_they_are(tmp_path, model, samples):
+    """Another template or a cut: the states belong to the dump's own tokens."""
     features = compute_features(model, samples[:3], LAYERS)
-    for index, sample in enumerate(samples[:3]):
-        hidden, aux = features.states(index)
-        cut = 5 if index == 1 else len(sample.tokens)
-        record = {"input_ids": torch.tensor(sample.tokens)[:cut], "hidden_states": hidden[:cut].clone()}
-        record |= {"aux_hidden_states": aux[:cut].clone(), "conversation_id": sample.id}
-        torch.save(record, tmp_path / f"{sample.id}.pt")
-    found = find_dumps(samples[:3], tmp_path, model.spec, 3)
-    assert found is not None
+    write_dumps(features, tmp_path, cut={1: 5})
+    found = dumps_of(samples[:3], tmp_path, model.spec, 3)
     assert [len(sample.tokens) for sample in found.samples] == [len(samples[0].tokens), 5, len(samples[2].tokens)]
     assert found.samples[0] == samples[0]
     assert all(map(torch.equal, found.states(2), features.states(2)))
@@ -124,40 +118,24 @@ def test_dumps_of_another_target_are_refused(tmp_path, model, samples):
     write_dumps(compute_features(model, samples[:2], (1, 3)), tmp_path)
     with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
         all_dumps(tmp_path, model.spec, 3)
+    with pytest.raises(TrtspecError, match="beyond the target's vocabulary"):
+        all_dumps(tmp_path, replace(model.spec, vocab_size=100), 2)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
         all_dumps(tmp_path / "nothing", model.spec, 3)
 
 
-def test_a_dump_tells_what_it_is_of(tmp_path, target_dir, model, samples):
-    """Another target, another vocabulary, other layers of the same number: refused by name; engines' dumps say less."""
-    of = states_of(target_dir, LAYERS)
-    dump_features(model, samples[:3], tmp_path, of)
-    assert len(all_dumps(tmp_path, model.spec, 3, of).samples) == 3
-    for other, says in (
-        (replace(of, layers=(1, 2, 4)), r"layers \[1, 3, 4\], and this head reads \[1, 2, 4\]"),
-        (replace(of, target="x"), "another target"),
-        (replace(of, target="x", tokenizer="y"), "another target and tokenizer"),
-    ):
-        with pytest.raises(TrtspecError, match=f"TS-FEATURES-OTHER .*{says}"):
-            all_dumps(tmp_path, model.spec, 3, other)
-        with pytest.raises(TrtspecError, match="TS-FEATURES-OTHER"):
-            find_dumps(samples[:3], tmp_path, model.spec, 3, other)
-    with pytest.raises(TrtspecError, match="beyond the target's vocabulary"):
-        all_dumps(tmp_path, replace(model.spec, vocab_size=100), 3)
-
-
-def test_damaged_dumps_are_found(tmp_path, target_dir, model, samples):
+def test_damaged_dumps_are_found(tmp_path, model, samples):
     """Sixty bytes flipped, one at a time, and twenty truncations; then NaN that was really written."""
-    of = states_of(target_dir, LAYERS)
-    dump_features(model, samples[:1], tmp_path, of)
-    path = dump_path(tmp_path, samples[0])
-    first = [part.clone() for part in all_dumps(tmp_path, model.spec, 3, of).states(0)]
+    features = compute_features(model, samples[:1], LAYERS)
+    write_dumps(features, tmp_path)
+    path = tmp_path / f"{samples[0].id}.pt"
+    first = [part.clone() for part in all_dumps(tmp_path, model.spec, 3).states(0)]
     whole, found = path.read_bytes(), 0
     places = range(0, len(whole), len(whole) // 60)
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
         try:
-            states = all_dumps(tmp_path, model.spec, 3, of).states(0)
+            states = all_dumps(tmp_path, model.spec, 3).states(0)
         except TrtspecError:
             found += 1
         else:  # a byte between the tensors
@@ -167,47 +145,11 @@ def test_damaged_dumps_are_found(tmp_path, target_dir, model, samples):
     for size in range(0, len(whole) - 1, len(whole) // 20):
         path.write_bytes(whole[:size])
         with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-            all_dumps(tmp_path, model.spec, 3, of).states(0)
-    path.unlink()
-    features = compute_features(model, samples[:1], LAYERS)
+            all_dumps(tmp_path, model.spec, 3).states(0)
     features.aux[2, 5] = float("nan")
-    write_dumps(features, tmp_path, of)
+    write_dumps(features, tmp_path)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NAN"):
-        all_dumps(tmp_path, model.spec, 3, of).states(0)
-
-
-def test_dumping_is_resumed_by_batch_with_the_same_bytes(tmp_path, target_dir, model, samples):
-    of = states_of(target_dir, LAYERS)
-    dump_features(model, samples, tmp_path / "whole", of)
-    held = compute_features(model, samples, LAYERS)
-    calls = []
-
-    def killed(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return model(*args, **kwargs)
-
-    killed.spec = model.spec
-    with pytest.raises(KeyboardInterrupt):
-        dump_features(killed, samples, tmp_path / "cut", of)
-    left = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*.pt")}
-    assert 0 < len(left) < len(samples)
-    dump_features(model, samples, tmp_path / "cut", of)
-    assert all(path.stat().st_mtime_ns == when for path, when in left.items())
-    for rank in range(2):  # two processes
-        dump_features(model, samples, tmp_path / "two", of, part=slice(rank, None, 2))
-    for name in ("whole", "cut", "two"):
-        dumped = dumps_of(samples, tmp_path / name, model.spec, 3, of)
-        assert dumped is not None
-        for index in range(len(samples)):
-            assert all(map(torch.equal, held.states(index), dumped.states(index)))
-
-
-def test_states_that_do_not_fit_the_disk_are_refused_with_figures(tmp_path):
-    check_room(tmp_path / "new" / "dumps", 1000, 1)
-    with pytest.raises(TrtspecError, match=r"TS-FEATURES-DISK the states of 224,000,000 tokens take 1,152,921,504,606"):
-        check_room(tmp_path / "new" / "dumps", 1 << 60, 224_000_000)
+        all_dumps(tmp_path, model.spec, 3).states(0)
 
 
 def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):

@@ -23,15 +23,14 @@ import torch
 from tests.tiny import make_target
 from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
-from trtspec.heads.training import features_server
 from trtspec.heads.training import module as train
-from trtspec.heads.training.features import compute_features
-from trtspec.heads.training.features_server import ServedFeatures, check_first_layers, served_model
-from trtspec.heads.training.options import InMemory, Served, TrainingRun, TrainOptions, feature_source
+from trtspec.heads.training import producers
+from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
+from trtspec.heads.training.producers import ServedFeatures, check_first_layers, open_states, served_model
 from trtspec.heads.training.run import run_training
-from trtspec.heads.training.sources import open_states
+from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +73,7 @@ def model(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, model) -> TrainingPlan:
-    return make_plan(target_dir, model.spec, (str(data),), OPTIONS, InMemory())
+    return make_plan(target_dir, model.spec, (str(data),), OPTIONS, feature_source("memory"))
 
 
 def captured(model, plan: TrainingPlan) -> str:
@@ -122,7 +121,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_dir, data, model, plan, monkeypatch):
-    monkeypatch.setattr(features_server, "PATIENCE", 0.01)
+    monkeypatch.setattr(producers, "PATIENCE", 0.01)
     layers = captured(model, plan)
     memory = losses(target_dir, model, plan, data, tmp_path / "memory")
     with serving(target_dir, layers, "float32") as (url, process):
@@ -189,7 +188,7 @@ def refused(planes: torch.Tensor) -> None:
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(model, plan, monkeypatch, change, says):
-    monkeypatch.setattr(features_server, "PATIENCE", 0.001)
+    monkeypatch.setattr(producers, "PATIENCE", 0.001)
     with closing(fetched(model, plan, change)) as features, pytest.raises(TrtspecError, match=says):
         features.states(0)
 
@@ -245,7 +244,7 @@ def test_servers_are_looked_at_before_a_run():
 
 
 def test_urls_are_told_from_directories(tmp_path):
-    assert feature_source("http://a:8000, http://b:8000/") == Served(("http://a:8000", "http://b:8000"))
+    assert feature_source("http://a:8000, http://b:8000/").urls == ("http://a:8000", "http://b:8000")
     with pytest.raises(TrtspecError, match="does not name its model"):
         served_model((f"http://127.0.0.1:{free_port()}",), 8)
 

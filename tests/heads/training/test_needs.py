@@ -13,7 +13,7 @@ from trtspec.cli.train import TrainCommand, curve_options, with_file
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.heads.training.needs import decoded_layer_bytes, forward_flops, needs
-from trtspec.heads.training.options import InMemory, TrainingRecipe, TrainOptions, feature_source
+from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
@@ -68,4 +68,4 @@ def test_the_active_weights_are_the_published_32_billion():
 def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
     spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
     with pytest.raises(UsageError, match="cannot be counted"):
-        plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), InMemory())
+        plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), feature_source("memory"))

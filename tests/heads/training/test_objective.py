@@ -17,7 +17,6 @@ from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.options import Duration
 from trtspec.errors import UsageError
-from trtspec.heads.training.features import compute_features
 from trtspec.heads.training.loop import (
     Gradients,
     Objective,
@@ -36,6 +35,7 @@ from trtspec.heads.training.options import (
 )
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import Sample, read_files, split_data
+from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
 from trtspec.records import parsed
 

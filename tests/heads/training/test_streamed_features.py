@@ -16,20 +16,12 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
-from trtspec.heads.training.features import Features, HeldFeatures, compute_features
-from trtspec.heads.training.features_stream import StreamedFeatures, chunks_in_order, stream_features
 from trtspec.heads.training.loop import RunControls, train_head
-from trtspec.heads.training.options import (
-    Dumped,
-    FeatureSource,
-    InMemory,
-    Served,
-    Streamed,
-    TrainOptions,
-    feature_source,
-)
+from trtspec.heads.training.options import FeatureSource, TrainOptions, feature_source
 from trtspec.heads.training.plan import KeptState, TrainingPlan, make_plan
+from trtspec.heads.training.producers import StreamedFeatures, chunks_in_order, stream_features
 from trtspec.heads.training.samples import split_data
+from trtspec.heads.training.states import Features, HeldFeatures, compute_features
 from trtspec.models.stream import LayerStream
 from trtspec.models.weights import load_target
 
@@ -46,7 +38,7 @@ def stream(target_dir):
 
 @pytest.fixture(scope="module")
 def plan(target_dir, data, stream) -> TrainingPlan:
-    return make_plan(target_dir, stream.spec, (str(data),), OPTIONS, Streamed())
+    return make_plan(target_dir, stream.spec, (str(data),), OPTIONS, feature_source("stream"))
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +137,15 @@ def test_another_target_never_gets_these_chunks(tmp_path, stream, plan):
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("auto", InMemory(bounded=True)), ("memory", InMemory()), ("stream", Streamed()),
-        ("streams", Dumped(Path("streams"))),
-        ("stream:/data", Streamed(Path("/data"))), ("/dumps", Dumped(Path("/dumps"))),
-        ("http://a:8000,https://b", Served(("http://a:8000", "https://b"))),
+        ("auto", ("memory", None, ())), ("memory", ("memory", None, ())), ("stream", ("stream", None, ())),
+        ("streams", ("dumps", Path("streams"), ())),
+        ("stream:/data", ("stream", Path("/data"), ())), ("/dumps", ("dumps", Path("/dumps"), ())),
+        ("http://a:8000,https://b", ("server", None, ("http://a:8000", "https://b"))),
     ],
 )  # fmt: skip
-def test_what_features_names(text: str, source: FeatureSource) -> None:
-    assert feature_source(text) == source
-    assert str(source) == text
+def test_what_features_names(text: str, source: tuple) -> None:
+    assert feature_source(text) == FeatureSource(text, *source)
+    assert str(feature_source(text)) == text
 
 
 def test_chunks_follow_the_first_epoch(plan, stream):
@@ -166,7 +158,7 @@ def test_chunks_follow_the_first_epoch(plan, stream):
 
 def test_a_disk_too_small_for_every_epoch_is_named(tmp_path, stream, plan):
     huge = replace(plan, feature_bytes=1 << 60)
-    with pytest.raises(TrtspecError, match="kept for later epochs"):
+    with pytest.raises(TrtspecError, match="TS-FEATURES-DISK .*kept for later epochs"):
         stream_features(stream, huge, replace(OPTIONS, epochs=2), tmp_path, "t")
 
 

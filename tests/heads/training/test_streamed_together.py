@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.features_stream import open_stream
 from trtspec.heads.training.processes import World
+from trtspec.heads.training.producers import open_stream
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -23,8 +23,8 @@ import hashlib, json, sys
 from pathlib import Path
 import torch
 from trtspec.heads.training.samples import batches_of_epoch, split_held_out
-from trtspec.heads.training.features_stream import open_stream, stream_features
-from trtspec.heads.training.options import Streamed, TrainOptions
+from trtspec.heads.training.producers import open_stream, stream_features
+from trtspec.heads.training.options import TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
 from trtspec.heads.training.processes import process_group
 
@@ -32,7 +32,7 @@ target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
 with process_group("cpu") as world:
     stream = open_stream(target, torch.float32, "cpu", world)
-    plan = make_plan(target, stream.spec, (str(data),), options, Streamed())
+    plan = make_plan(target, stream.spec, (str(data),), options, feature_source("stream"))
     features = stream_features(stream, plan, options, work, "target", chunk_bytes=200_000, world=world)
     ids, lengths = [s.id for s in plan.samples], [len(s.tokens) for s in plan.samples]
     train, held = split_held_out(ids, options.held_out, options.seed)

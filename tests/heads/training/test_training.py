@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.options import InMemory, TrainingRun, TrainOptions
+from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
 from trtspec.heads.training.run import run_training
 from trtspec.models.head_weights import load_head
@@ -36,7 +36,7 @@ train_once(target, data, output, OPTIONS)
 
 def train_once(target_dir: Path, data: Path, output: Path, options: TrainOptions, init: Path | None = None, **more):
     model = load_target(target_dir, dtype=torch.float32)
-    plan = make_plan(target_dir, model.spec, (str(data),), options, InMemory())
+    plan = make_plan(target_dir, model.spec, (str(data),), options, feature_source("memory"))
     on_step = more.pop("on_step", lambda _: None)
     run = TrainingRun(target_dir, data.name, output, init, **{"save_every": 2, **more})
     return run_training(run, model, plan, options, on_step=on_step)

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.features import Features, collate
 from trtspec.heads.training.module import TrainingModule, head_parameters
 from trtspec.heads.training.options import TrainOptions, learning_rate
 from trtspec.heads.training.plan import KeptState, SavedRun, load_state, save_state, state_tensors
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
+from trtspec.heads.training.states import Features, collate
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
 

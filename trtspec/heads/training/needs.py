@@ -21,9 +21,9 @@ from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.errors import Problem, TrtspecError
-from trtspec.heads.training.features_stream import CHUNK_BYTES
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
+from trtspec.heads.training.producers import CHUNK_BYTES
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.client.addresses import server_url
@@ -26,7 +26,6 @@ Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
-STREAM = "stream"
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
@@ -116,64 +115,43 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class InMemory:
-    """The target computes its states beside the head, and they stay in memory. `bounded` refuses too many of them."""
+class FeatureSource:
+    """Where the target's states come from; `text` is what `features` says.
 
-    bounded: bool = False
-    needs_layers: ClassVar = True
+    memory    the target computes them beside the head
+    stream    it runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named
+    dumps     an engine wrote them to `directory`
+    server    live engines at `urls` send them while the head trains
+    """
 
-    def __str__(self) -> str:
-        return "auto" if self.bounded else "memory"
-
-
-@dataclass(frozen=True)
-class Dumped:
-    """The states lie in a directory, or will once the target has computed them."""
-
-    directory: Path
-    needs_layers: ClassVar = True
-
-    def __str__(self) -> str:
-        return str(self.directory)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """The target runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named."""
-
+    text: str
+    way: Literal["memory", "stream", "dumps", "server"]
     directory: Path | None = None
-    needs_layers: ClassVar = False
+    urls: tuple[str, ...] = ()
+
+    @property
+    def with_layers(self) -> bool:
+        """Whether the target's layers are loaded where they fit, so that acceptance can be measured at the end."""
+        return self.way in ("memory", "dumps")
 
     def __str__(self) -> str:
-        return f"{STREAM}:{self.directory}" if self.directory else STREAM
-
-
-@dataclass(frozen=True)
-class Served:
-    """Live servers hand over the states while the head trains."""
-
-    urls: tuple[str, ...]
-    needs_layers: ClassVar = False
-
-    def __str__(self) -> str:
-        return ",".join(self.urls)
-
-
-FeatureSource = InMemory | Dumped | Streamed | Served
+        return self.text
 
 
 def feature_source(text: str) -> FeatureSource:
-    """What `--features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between.
+    """What `features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between.
 
-    Raises UsageError for one that is none."""
+    Raises UsageError for an invalid URL."""
     if text in ("auto", "memory"):
-        return InMemory(bounded=text == "auto")
+        return FeatureSource(text, "memory")
     if text.startswith(("http://", "https://")):
-        return Served(tuple(server_url(url.strip(), "`features`") for url in text.split(",")))
+        return FeatureSource(
+            text, "server", urls=tuple(server_url(url.strip(), "`features`") for url in text.split(","))
+        )
     way, _, place = text.partition(":")
-    if way == STREAM:
-        return Streamed(Path(place) if place else None)
-    return Dumped(Path(text))
+    if way == "stream":
+        return FeatureSource(text, "stream", Path(place) if place else None)
+    return FeatureSource(text, "dumps", Path(text))
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,8 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.curve import is_finished
-from trtspec.heads.training.features import (
-    Features,
-    all_dumps,
-    bytes_per_token,
-    check_room,
-    find_dumps,
-    states_of,
-)
 from trtspec.heads.training.options import (
-    Dumped,
     FeatureSource,
-    InMemory,
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
@@ -42,6 +32,7 @@ from trtspec.heads.training.options import (
     new_head_spec,
 )
 from trtspec.heads.training.samples import Sample, read_files, split_data, steps_of
+from trtspec.heads.training.states import DumpedFeatures, all_dumps, bytes_per_token, dumps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
@@ -66,7 +57,7 @@ class TrainingPlan:
     files: list[dict[str, Any]] = field(default_factory=list)  # what became of each data file
     held_out: int | None = None  # samples; None in a plan made without the data
     counted: int | None = None  # samples of a plan made without the data
-    dumped: Features | None = None  # the states, where a directory holds them already
+    dumped: DumpedFeatures | None = None  # the states, where a directory holds them
 
     @property
     def warnings(self) -> list[str]:
@@ -106,32 +97,25 @@ def make_plan(
 ) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be one directory of ModelOpt dumps."""
     spec = new_head_spec(target, options)
-    of = states_of(target_dir, spec.aux_layers or ())
-    dumped: Features | None
-    told: list[dict[str, Any]] = []
+    dumped, samples, told = None, list[Sample](), list[dict[str, Any]]()
     if directory := dump_directory(data):
-        dumped, features = all_dumps(directory, target, spec.num_aux, of), Dumped(directory)
-        samples = dumped.samples
+        features = FeatureSource(str(directory), "dumps", directory)
+        dumped = all_dumps(directory, target, spec.num_aux)
     else:
         samples, told = read_files(data, KimiTokenizer(target_dir), options)
-        named = features.directory if isinstance(features, Dumped) else None
-        dumped = find_dumps(samples, named, target, spec.num_aux, of) if named else None
-        if dumped:  # of other tokens than ours, where the engine cut or rendered otherwise
-            samples = dumped.samples
+        if features.way == "dumps" and features.directory:
+            dumped = dumps_of(samples, features.directory, target, spec.num_aux)
+    samples = dumped.samples if dumped else samples
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
-    if isinstance(features, Dumped) and dumped is None:
-        check_room(features.directory, size, tokens)
-    bounded = isinstance(features, InMemory) and features.bounded
-    if bounded and size > MEMORY_SHARE * machine.free_memory():
+    if features.text == "auto" and size > MEMORY_SHARE * machine.free_memory():
         raise UsageError(
             f"the states of {tokens:,} tokens take {size / 2**30:.1f} GiB, more than half of the free memory",
-            "pass `features` DIR to keep them on disk, or less data",
+            "pass `features` stream to keep them on disk, or less data",
         )
-    where = InMemory() if bounded else features
     order = split_data(samples, options)
     held = len(order.held)
-    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, where, told, held, dumped=dumped)
+    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, features, told, held, dumped=dumped)
 
 
 def plan_without_data(

@@ -33,8 +33,8 @@ from trtspec.heads.training.plan import (
     saved_run,
 )
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
+from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
-from trtspec.heads.training.sources import open_states
 from trtspec.report import fsync_directory, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 

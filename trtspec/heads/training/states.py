@@ -1,38 +1,31 @@
-"""The target's states that a head learns from: computed once per token, kept in memory or as ModelOpt's dumps,
-and gathered into batches.
+"""The target's states that a head learns from, whoever computed them: kept in memory or read from dumps, and gathered
+into batches.
 
 Per token: the state after the final norm (it gives the target's distribution) and the captured layer outputs, in bf16,
-(1 + n_aux) * H * 2 bytes. A dump directory holds one .pt per conversation in ModelOpt's offline format:
-input_ids [S], hidden_states [S, H], aux_hidden_states [S, n_aux*H], loss_mask [S], conversation_id. Our dumps carry a
-hash of their tokens in the name; those of ModelOpt's scripts (TensorRT-LLM, vLLM, transformers) are called
-`<conversation_id>.pt`. Every dump is checked once when the run begins, read when a step needs it, and runs no code.
+(1 + n_aux) * H * 2 bytes.
+
+A dump directory holds one <conversation_id>.pt per conversation in ModelOpt's offline format, which its scripts write
+with TensorRT-LLM, vLLM or transformers: input_ids [S], hidden_states [S, H], aux_hidden_states [S, n_aux*H], loss_mask
+[S], conversation_id. Every dump is checked once when the run begins, read when a step needs it, and runs no code.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trtspec import machine
-from trtspec.checkpoint.identity import identity_digest
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample, loss_mask
 from trtspec.models.stream import similar_length
-from trtspec.report import file_sha256
 from trtspec.specs import ModelSpec
-
-VOCABULARIES = ("tiktoken.model", "tokenizer.json")
-STATES_OF = "states_of"  # in our dumps; those of engines say nothing about their target
 
 
 class CapturingTarget(Protocol):
@@ -144,101 +137,41 @@ def padded(samples: list[Sample]) -> Tensor:
     return tokens
 
 
-@dataclass(frozen=True)
-class StatesOf:
-    """What dumped states belong to. `target` is its `identity_digest`, `tokenizer` of its vocabulary."""
+def all_dumps(directory: Path, spec: ModelSpec, num_aux: int) -> DumpedFeatures:
+    """Every dump of a directory.
 
-    target: str
-    tokenizer: str
-    layers: tuple[int, ...]
-
-    def other(self, stored: dict[str, Any]) -> str:
-        """What a dump says that is otherwise, or nothing."""
-        mine = asdict(self) | {"layers": list(self.layers)}
-        wrong = [name for name, value in mine.items() if stored.get(name, value) != value]
-        if "layers" in wrong:
-            return f"layers {stored['layers']}, and this head reads {mine['layers']}"
-        return f"another {' and '.join(wrong)}" if wrong else ""
-
-
-def states_of(target_dir: Path, layers: tuple[int, ...]) -> StatesOf:
-    """Of the target in a directory and these capture layers."""
-    vocabulary = next((target_dir / name for name in VOCABULARIES if (target_dir / name).is_file()), None)
-    tokenizer = file_sha256(vocabulary) if vocabulary else ""
-    return StatesOf(identity_digest(target_dir), tokenizer, tuple(sorted(layers)))
-
-
-def dump_path(directory: Path, sample: Sample) -> Path:
-    """File of a sample: its id made safe, and a hash of its tokens, so that stale dumps are never taken for it."""
-    digest = hashlib.sha256(repr(sample.tokens).encode()).hexdigest()[:12]
-    return directory / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', sample.id)[:80]}-{digest}.pt"
-
-
-def dump_features(
-    target: CapturingTarget,
-    samples: list[Sample],
-    directory: Path,
-    of: StatesOf,
-    advance: Callable[[int], None] = lambda _: None,
-    part: slice = slice(None),
-) -> None:
-    """Computes states and writes one .pt per sample, a batch at a time, so memory holds no more than that.
-
-    Of several processes each takes its `part` of the batches. A batch whose files are there is not computed again, and
-    because batches are made of all samples, a resumed run writes the same bytes.
+    Raises TrtspecError when there is none, when one is no dump, or its widths are not the target's.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for batch in list(similar_length([len(sample.tokens) for sample in samples]))[part]:
-        chosen = [samples[index] for index in batch]
-        if not all(dump_path(directory, sample).exists() for sample in chosen):
-            write_dumps(compute_features(target, chosen, of.layers), directory, of)
-        advance(sum(len(sample.tokens) for sample in chosen))
+    paths = sorted(directory.glob("*.pt"))
+    if not paths:
+        raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
+    # a record maps its file, so it is let go again
+    return DumpedFeatures([read_dump(path, spec, num_aux)[0] for path in paths], paths, spec, num_aux)
 
 
-def check_room(directory: Path, size: int, tokens: int) -> None:
-    """Raises TrtspecError where the states, of which some may be there already, do not fit the disk."""
-    place = machine.existing(directory)
-    there = sum(path.stat().st_size for path in directory.glob("*.pt")) if directory.is_dir() else 0
-    free = machine.free_disk(place)
-    if size - there > free:
+def dumps_of(samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int) -> DumpedFeatures:
+    """The dumps of exactly these samples, each found by its conversation id. Raises TrtspecError when one is missing.
+
+    The tokens of a dump may differ from ours (another template, a cut). Then they are trained on, because the states
+    belong to them.
+    """
+    paths = [directory / f"{sample.id}.pt" for sample in samples]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
         raise TrtspecError(
-            f"TS-FEATURES-DISK the states of {tokens:,} tokens take {size:,} bytes, {there:,} of them are in "
-            f"{directory}, and the disk of {place} has {free:,} free",
-            "pass a directory on a larger disk, less data, or `features` stream or URL, which keep no states",
+            f"TS-FEATURES-NONE {directory} lacks the dumps of {len(missing)} of {len(samples)} conversations, first "
+            f"{missing[0]}",
+            "dump them with an engine (`dry_run` prints its command), or pass `features` stream:DIR",
         )
+    dumped = [read_dump(path, spec, num_aux)[0] for path in paths]
+    kept = [ours if ours.tokens == theirs.tokens else theirs for ours, theirs in zip(samples, dumped, strict=True)]
+    return DumpedFeatures(kept, paths, spec, num_aux)
 
 
-def write_dumps(features: HeldFeatures, directory: Path, of: StatesOf | None = None) -> None:
-    """One .pt per sample, each appearing whole; files that are there already are left alone."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for index, sample in enumerate(features.samples):
-        path, rows = dump_path(directory, sample), features.rows(index)
-        if path.exists():
-            continue
-        record = {
-            "conversation_id": sample.id,
-            "input_ids": torch.tensor(sample.tokens),
-            "hidden_states": features.hidden[rows].clone(),
-            "aux_hidden_states": features.aux[rows].clone(),
-            "loss_mask": torch.tensor(sample.answer),
-        }
-        if of:
-            record[STATES_OF] = asdict(of) | {"layers": list(of.layers)}
-        partial = path.with_suffix(".partial")
-        try:
-            torch.save(record, partial)
-            partial.replace(path)
-        except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
-            raise TrtspecError(f"cannot write {path}: {error}", "free space there; finished dumps are kept") from None
-
-
-def read_dump(
-    path: Path, spec: ModelSpec, num_aux: int, of: StatesOf | None = None
-) -> tuple[Sample, dict[str, Tensor]]:
+def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
     """(its sample, its tensors, mapped from the file); weights_only: a dump runs no code.
 
-    Raises TrtspecError when it is no dump, its widths are not the target's, or it says that it is of something else.
+    Raises TrtspecError when it is no dump, its widths are not the target's, or its states have no final norm.
     """
     try:
         record = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -247,10 +180,6 @@ def read_dump(
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         reason = str(error).partition("\n")[0][:200]  # not torch's advice to load without weights_only
         raise TrtspecError(f"TS-FEATURES-DUMP {path}: not a dump ({reason})", "dump the states again") from None
-    if of and (other := of.other(record.get(STATES_OF) or {})):
-        raise TrtspecError(
-            f"TS-FEATURES-OTHER {path}: states of {other}", "dump the states of this target and these capture layers"
-        )
     wanted = ((len(tokens), spec.hidden_size), (len(tokens), num_aux * spec.hidden_size))
     if (tuple(hidden.shape), tuple(aux.shape)) != wanted:
         raise TrtspecError(
@@ -292,12 +221,9 @@ def check_content(path: Path, states: tuple[Tensor, ...]) -> None:
 class DumpedFeatures(Features):
     """`Features` whose states stay in their files; sample i is `paths[i]`."""
 
-    def __init__(
-        self, samples: list[Sample], paths: list[Path], spec: ModelSpec, num_aux: int, unnamed: int | None = None
-    ) -> None:
-        """unnamed: a sample whose dump does not say what it is of, as those of engines."""
+    def __init__(self, samples: list[Sample], paths: list[Path], spec: ModelSpec, num_aux: int) -> None:
         super().__init__(samples, spec.hidden_size, num_aux)
-        self.paths, self.spec, self.unnamed = paths, spec, unnamed
+        self.paths, self.spec = paths, spec
         self._checked: set[int] = set()
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
@@ -309,56 +235,3 @@ class DumpedFeatures(Features):
             check_content(self.paths[index], (hidden, aux))
             self._checked.add(index)
         return hidden, aux
-
-
-def all_dumps(directory: Path, spec: ModelSpec, num_aux: int, of: StatesOf | None = None) -> DumpedFeatures:
-    """Every dump of a directory, whoever wrote it.
-
-    Raises TrtspecError when there is none, when one is no dump, or its widths are not the target's.
-    """
-    paths = sorted(directory.glob("*.pt"))
-    if not paths:
-        raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
-    return _opened(paths, spec, num_aux, of)
-
-
-def find_dumps(
-    samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int, of: StatesOf | None = None
-) -> DumpedFeatures | None:
-    """The dumps of these samples under whatever names they have, or None when the directory lacks one."""
-    if not any(directory.glob("*.pt")):
-        return None
-    named = dumps_of(samples, directory, spec, num_aux, of)
-    if named is None and len(samples) == sum(1 for _ in directory.glob("*.pt")):
-        every = all_dumps(directory, spec, num_aux, of)
-        return every if every.samples == samples else None
-    return named
-
-
-def dumps_of(
-    samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int, of: StatesOf | None = None
-) -> DumpedFeatures | None:
-    """The dumps of exactly these samples, or None when the directory lacks one.
-
-    An engine's dump counts by its conversation id. Its tokens may differ from ours (another template, a cut). Then the
-    tokens of the dump are trained on, because its states belong to them.
-    """
-    paths = [
-        ours if (ours := dump_path(directory, sample)).exists() else directory / f"{sample.id}.pt" for sample in samples
-    ]
-    if not paths or not all(path.exists() for path in paths):
-        return None
-    found = _opened(paths, spec, num_aux, of)
-    pairs = zip(samples, found.samples, strict=True)
-    found.samples = [ours if ours.tokens == dumped.tokens else dumped for ours, dumped in pairs]
-    return found
-
-
-def _opened(paths: list[Path], spec: ModelSpec, num_aux: int, of: StatesOf | None) -> DumpedFeatures:
-    """Checks each dump; its record is let go again, because it maps the file."""
-    samples, unnamed = [], None
-    for index, path in enumerate(paths):
-        sample, record = read_dump(path, spec, num_aux, of)
-        samples.append(sample)
-        unnamed = index if unnamed is None and STATES_OF not in record else unnamed
-    return DumpedFeatures(samples, paths, spec, num_aux, unnamed)
