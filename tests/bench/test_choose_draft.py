@@ -55,7 +55,6 @@ def test_the_best_length_falls_with_the_load_and_one_is_proposed() -> None:
     found = choose({drafts: served(drafts) for drafts in (0, 1, 3, 6)})
     best = {load.concurrency: load.best for load in found.loads}
     assert best[1] > best[4] >= best[16] and found.draft_len in {1, 3}
-    assert found.options == ["--draft-len", str(found.draft_len)]
     for load in found.loads:
         fastest = max(load.lengths, key=lambda figures: figures.tokens_per_s)
         assert fastest.of_best is None and all(f.of_best for f in load.lengths if f is not fastest)
@@ -73,7 +72,7 @@ def test_of_lengths_that_may_be_equally_fast_the_shorter_is_proposed() -> None:
 
 def test_no_drafts_are_proposed_where_they_are_fastest() -> None:
     found = choose({drafts: served(drafts, loads=(64,)) for drafts in (0, 3)})
-    assert found.draft_len == 0 and "serve without the head" in found.notes[0]
+    assert found.draft_len == 0
 
 
 def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
@@ -83,8 +82,6 @@ def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
     loops = replace(served(3), degeneration=judge_run(["loop " * 60] * 4))
     with pytest.raises(UsageError, match="degenerate"):
         choose({1: served(1), 3: loops})
-    with pytest.raises(UsageError, match=r"in common \(1; 4\)"):
-        choose({1: served(1, loads=(1,)), 3: served(3, loads=(4,))})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,7 @@ def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
     [
         (6, served(1), "are of 1 drafts per step"),
         (3, served(3, dataset_sha256="1", temperature=1.0), "dataset_sha256 was 1, now 0; temperature was 1.0, now 0"),
-        (3, served(3, loads=(2,)), "no concurrency in common"),
+        (3, served(3, loads=(2,)), "have no concurrency 1"),
     ],
 )
 def test_results_that_cannot_stand_beside_the_run_are_refused_before_it(

@@ -16,6 +16,7 @@ from trtspec.bench.results import (
     LengthFigures,
     LoadChoice,
     Workload,
+    level_label,
     speed_ratio,
     user_speed,
 )
@@ -32,7 +33,7 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
     for drafts, endpoint in served.items():
         refuse_degenerate(drafts, endpoint)
-    loads = [_choice(served, concurrency) for concurrency in common_loads([loads_of(one) for one in served.values()])]
+    loads = [_choice(served, level.concurrency) for level in next(iter(served.values())).concurrency]
 
     def worst(drafts: int) -> float:
         speeds = [{figures.draft_len: figures.tokens_per_s for figures in load.lengths} for load in loads]
@@ -40,8 +41,7 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
 
     alike = {load.best for load in loads}
     drafts = alike.pop() if len(alike) == 1 else max(served, key=lambda length: (worst(length), -length))
-    notes = ["no drafts at all are fastest: serve without the head"] if drafts == 0 else []
-    return DraftChoice(loads=loads, draft_len=drafts, options=["--draft-len", str(drafts)], notes=notes)
+    return DraftChoice(loads=loads, draft_len=drafts)
 
 
 def refuse_degenerate(drafts: int, endpoint: EndpointResult) -> None:
@@ -52,22 +52,8 @@ def refuse_degenerate(drafts: int, endpoint: EndpointResult) -> None:
         raise UsageError(message, "look at them in answers.jsonl, ask other questions, and measure it again")
 
 
-def loads_of(endpoint: EndpointResult) -> list[int]:
-    return [level.concurrency for level in endpoint.concurrency if level.rate is None]
-
-
-def common_loads(loads: Sequence[Sequence[int]]) -> list[int]:
-    """The concurrencies that all measurements have. Raises UsageError where there is none."""
-    found = [concurrency for concurrency in loads[0] if all(concurrency in other for other in loads)]
-    if not found:
-        told = "; ".join(", ".join(map(str, one)) or "none" for one in loads)
-        message = f"the measurements have no concurrency in common ({told})"
-        raise UsageError(message, "measure all of them at `concurrency` 1,4,16")
-    return found
-
-
 def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoice:
-    label = f"concurrency {concurrency}"
+    label = level_label(concurrency, None)
     speeds = {drafts: found for drafts in sorted(served) if (found := user_speed(served[drafts], label))}
     if missing := sorted(set(served) - set(speeds)):
         raise UsageError(f"no speed was measured with {missing[0]} drafts at {label}", "ask three questions or more")
@@ -99,7 +85,7 @@ def served_length(endpoint: EndpointResult) -> int | None:
 
 def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> None:
     """Raises UsageError, before the run, for results of `--at` of another draft length, of other questions or
-    options, of other loads, or degenerate."""
+    options, without a load of this run, or degenerate."""
     for given, results in stored.items():
         told = served_length(results)
         if told is not None and told != given:
@@ -107,8 +93,9 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
             raise UsageError(message, f"write `at` {told}=RESULTS")
         refuse_different(workload, {f"`at` {given}": results})
         refuse_degenerate(given, results)
-    if stored:
-        common_loads([workload.concurrency, *(loads_of(results) for results in stored.values())])
+        if missing := [load for load in workload.concurrency if results.at(level_label(load, None)) is None]:
+            message = f"`at` {given}: the results of {results.url} have no concurrency {missing[0]}"
+            raise UsageError(message, "measure all lengths at the same `concurrency`")
 
 
 def served_by(

@@ -6,8 +6,6 @@ of all their answers.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -223,12 +221,10 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """One length for all loads: the one that loses least where it loses most. `options` are build-config's."""
+    """One length for all loads: the one that loses least where it loses most. 0: serve without the head."""
 
     loads: list[LoadChoice]
     draft_len: int
-    options: list[str]
-    notes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,11 +273,6 @@ def speed_ratio(of: EndpointResult, over: EndpointResult, label: str, confidence
     return paired_ratio(sides[0], sides[1], confidence)
 
 
-def from_dict(found: Mapping[str, Any]) -> BenchResults:
-    """The records of what `to_dict` made. Raises pydantic's ValidationError for anything else."""
-    return _adapter().validate_python(found)
-
-
 def read_results(path: Path) -> BenchResults:
     """results.json of a directory or a file. Raises UsageError if it is not one."""
     file = path / "results.json" if path.is_dir() else path
@@ -289,7 +280,7 @@ def read_results(path: Path) -> BenchResults:
         found = files.read_object(file)
         if found.get("schema", SCHEMA) != SCHEMA:
             raise ValueError(f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}")
-        return from_dict(found)
+        return TypeAdapter(BenchResults).validate_python(found)
     except ValidationError as error:
         reason = files.first_fault(error)
     except (OSError, TrtspecError, ValueError) as error:
@@ -298,8 +289,3 @@ def read_results(path: Path) -> BenchResults:
         f"{file} is not a result of `trtspec bench`: {reason}",
         "pass the directory given to bench -o, or its results.json",
     )
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[BenchResults]:
-    return TypeAdapter(BenchResults)

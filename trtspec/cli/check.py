@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator
-from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,6 +15,8 @@ from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argumen
 from trtspec.report import Result
 
 if TYPE_CHECKING:
+    import httpx
+
     from trtspec.bench.check.asking import Asker
     from trtspec.bench.check.rows import Row, Verdict
     from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -128,8 +129,8 @@ async def _exchanges(
     from trtspec.client.exchange import read_recording, write_recording
 
     recorded = read_recording(options.score) if options.score else None
-    asker = await _connect(options, options.url, "the URL", bar)
-    async with aclosing(asker.client):
+    async with _client(options, options.url, "the URL") as client:
+        asker = await _asker(options, client, options.model, bar)
         if recorded is not None:
             got, plain = await _journaled(asker, options.record, score_answers(asker, recorded))
         else:
@@ -143,8 +144,8 @@ async def _exchanges(
         _journal(options.record).unlink()
     if options.against is None:
         return got, plain, [asker]
-    other = await _connect(options, options.against, "--against", bar)
-    async with aclosing(other.client):
+    async with _client(options, options.against, "--against") as client:
+        other = await _asker(options, client, None, bar)
         return *await score_answers(other, got), [asker, other]
 
 
@@ -164,14 +165,21 @@ def _journal(file: Path) -> Path:
     return file.with_name(f"{file.name}.part")
 
 
-async def _connect(options: CheckOptions, url: str, what: str, bar: report.Bar) -> Asker:
-    from trtspec.bench.check.asking import connect
+def _client(options: CheckOptions, url: str, what: str) -> httpx.AsyncClient:
+    from trtspec.bench.check.asking import CROWD
+    from trtspec.client.client import new_client
 
-    def tokenizer(model: str) -> KimiTokenizer:
-        return _tokenizer(options.tokenizer or model)
+    return new_client(server_url(url, what), CROWD * options.concurrency)
 
-    model = options.model if what == "the URL" else None
-    return await connect(server_url(url, what), tokenizer, model, options.concurrency, options.timeout, bar)
+
+async def _asker(options: CheckOptions, client: httpx.AsyncClient, model: str | None, bar: report.Bar) -> Asker:
+    from trtspec.bench.check.asking import Asker
+    from trtspec.client.servers import detect_server
+
+    server = await detect_server(client, model)
+    tokenizer = _tokenizer(options.tokenizer or server.model)
+    return Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
+                 timeout=options.timeout, bar=bar)  # fmt: skip
 
 
 def _tokenizer(name: str) -> KimiTokenizer:

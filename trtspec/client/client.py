@@ -23,7 +23,7 @@ from trtspec.client.addresses import key_header
 from trtspec.errors import TrtspecError, UsageError
 
 T = TypeVar("T")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, RAW = "/v1/chat/completions", "/v1/completions"  # of messages, and of a prompt without a chat template
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
     "model": "give `model`",
@@ -163,7 +163,7 @@ async def generate_once(client: httpx.AsyncClient) -> None:
     """Raises RequestFailed unless the server answers a prompt with one token."""
     model = (await first_model(client))["id"]
     body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-    await complete(client, COMPLETIONS, body)
+    await complete(client, RAW, body)
 
 
 async def wait_ready(

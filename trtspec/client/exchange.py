@@ -128,24 +128,20 @@ def to_line(exchange: Exchange) -> bytes:
     return LINES.dump_json(exchange, exclude_defaults=True) + b"\n"
 
 
-def read_recording(path: Path, whole: bool = True) -> list[Exchange]:
-    """The exchanges of a file. With `whole` False its last line may be half written, and is then left out.
-
-    Raises UsageError for a file that is no recording."""
+def read_recording(path: Path) -> list[Exchange]:
+    """The exchanges of a file. Raises UsageError for a file that is no recording."""
     remedy = "make it with: trtspec check URL --record FILE"
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy) from None
-    if not whole and lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
     found = []
     for number, line in enumerate(lines, 1):
         try:
             found.append(LINES.validate_json(line))
         except ValueError:
             raise UsageError(f"{path}, line {number}, is no exchange of a recording", remedy) from None
-    if whole and not found:
+    if not found:
         raise UsageError(f"{path} has no exchanges", remedy)
     return found
 

@@ -24,16 +24,7 @@ import httpx
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
-from trtspec.client.client import (
-    CHAT,
-    COMPLETIONS,
-    OWNED,
-    RequestFailed,
-    complete,
-    first_model,
-    new_client,
-    refuse_owned,
-)
+from trtspec.client.client import CHAT, OWNED, RAW, RequestFailed, complete, first_model, new_client, refuse_owned
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import write_atomic
 
@@ -320,7 +311,7 @@ async def _ask(
     client: httpx.AsyncClient, body: dict[str, Any], seed: int, sampling: AnswerSampling, target: TargetEndpoint
 ) -> tuple[dict[str, Any], int]:
     """(the first choice, completion tokens)."""
-    path = COMPLETIONS if sampling.raw else CHAT
+    path = RAW if sampling.raw else CHAT
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,

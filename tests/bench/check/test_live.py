@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ import pytest
 
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
-from trtspec.bench.check.asking import connect
+from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.rows import judge, log_e, sampled_answers
 from trtspec.bench.check.scoring import score_answers
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.client.client import wait_ready
+from trtspec.client.client import new_client, wait_ready
 from trtspec.client.exchange import Exchange, read_recording
+from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
-from trtspec.report import Bar
 
 pytestmark = pytest.mark.slow
 FAULTY = Path(__file__).with_name("faulty_engine.py")
@@ -106,8 +105,8 @@ def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, 
     assert trtspec("check", serve("", *HEAD), *SMALL, "--samples", 24, "--record", spec).status == 0
 
     async def scored() -> tuple[list[Exchange], list[Exchange]]:
-        asker = await connect(plain, lambda model: tokenizer, None, 4, 120.0, Bar())
-        async with aclosing(asker.client):
+        async with new_client(plain) as client:
+            asker = Asker(client=client, server=await detect_server(client), tokenizer=tokenizer)
             return await score_answers(asker, read_recording(spec))
 
     got, own = asyncio.run(scored())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import httpx
 
 from trtspec.bench.check.prompts import Prompts, raw_text, request_of
-from trtspec.client.client import new_client
 from trtspec.client.exchange import Exchange, ask, read_recording, to_line
-from trtspec.client.servers import DetectedServer, detect_server
+from trtspec.client.servers import DetectedServer
 from trtspec.report import Bar
 
 if TYPE_CHECKING:
@@ -78,27 +77,6 @@ class Asker:
         return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
 
 
-async def connect(
-    url: str, tokenizer: Callable[[str], KimiTokenizer], model: str | None, concurrency: int, timeout: float, bar: Bar
-) -> Asker:
-    """An asker of the server at `url`; its client is to be closed. `tokenizer` returns that of the served model.
-    Raises RequestFailed where nothing answers."""
-    client = new_client(url, CROWD * concurrency)
-    try:
-        server = await detect_server(client, model)
-        return Asker(
-            client=client,
-            server=server,
-            tokenizer=tokenizer(server.model),
-            concurrency=concurrency,
-            timeout=timeout,
-            bar=bar,
-        )
-    except BaseException:
-        await client.aclose()
-        raise
-
-
 async def record(
     asker: Asker,
     questions: Sequence[Question],
@@ -127,9 +105,8 @@ async def record(
 
 def open_journal(path: Path) -> tuple[BinaryIO, dict[bytes, Exchange]]:
     """A file to append answers to, and those that it has already, by request. A half-written last line goes."""
-    known = read_recording(path, whole=False) if path.is_file() else []
-    stream = path.open("wb")
-    for one in known:
-        stream.write(to_line(one))
-    stream.flush()
+    whole = path.read_bytes().rfind(b"\n") + 1 if path.is_file() else 0
+    stream = path.open("ab")
+    stream.truncate(whole)
+    known = read_recording(path) if whole else []
     return stream, {to_line(request_of(one)): one for one in known}

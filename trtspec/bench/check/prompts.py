@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.chat_parser import THINK, THINK_END, parse_reply
-from trtspec.client.client import COMPLETIONS
+from trtspec.client.client import RAW
 from trtspec.client.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Prompts:
         """A streamed completion of our own template's token ids."""
         _, prompt = self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **self._quiet(quiet)})
         body = {"prompt": prompt, "max_tokens": self._limit(quiet), "temperature": 0.0, "stream": True} | self.ids
-        return Exchange(key=key, kind=kind, run="ids", path=COMPLETIONS, body=body | fields)
+        return Exchange(key=key, kind=kind, run="ids", path=RAW, body=body | fields)
 
     def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None, quiet: bool = False,
              **fields: Any) -> Exchange:  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.prompts import request_of
 from trtspec.bench.check.rows import CERTAIN, faulty, greedy_answers, sampled_answers, speculates
-from trtspec.client.client import COMPLETIONS, RequestFailed, complete, finite
+from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import Exchange, Score
 
 TOP = 20  # alternatives that are asked for
@@ -97,7 +97,7 @@ async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...] | None)
 async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
     asker.requests += 1
     try:
-        reply = await complete(asker.client, COMPLETIONS, {"model": asker.server.model, **body})
+        reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
         return reply["choices"][0].get("logprobs") or {}
     except RequestFailed:
         return {}

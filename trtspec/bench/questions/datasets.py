@@ -206,8 +206,8 @@ class NamedSet:
     source: str
     revision: str = "main"
     split: str = "test"
-    configs: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
+    configs: Sequence[str] = ()
+    others: Sequence[str] = ()
     fields: dict[str, str] = field(default_factory=dict)
     category: str = ""
     placeholder: str = ""
@@ -226,11 +226,8 @@ class DatasetSource:
 
 @functools.cache
 def catalogue() -> dict[str, NamedSet]:
-    found = {}
-    for name, entry in data_files.load_yaml("datasets.yaml")["datasets"].items():
-        lists = {key: tuple(entry[key]) for key in ("configs", "others") if key in entry}
-        found[name] = NamedSet(name=name, **{**entry, **lists})
-    return found
+    known = data_files.load_yaml("datasets.yaml")["datasets"]
+    return {name: NamedSet(name=name, **entry) for name, entry in known.items()}
 
 
 def locate(text: str) -> DatasetSource:
@@ -267,7 +264,7 @@ def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow
     if file:
         yield from (row_in_words(row, known) for row in read_rows(file))
         return
-    configs = (source.config,) if source.config else known.configs or ("",)
+    configs = [source.config] if source.config else known.configs or [""]
     for config in configs:
         own = replace(known, category=known.category or (config if len(known.configs) > 1 else ""))
         name = f"{known.hub}:{config}" if config else known.hub

@@ -327,6 +327,8 @@ def draft_table(results: BenchResults, choice: DraftChoice) -> Table:
         for load in choice.loads
         for length in load.lengths
     ]
-    note = f"Proposed: trtspec build-config TARGET --head HEAD {' '.join(choice.options)}. {'. '.join(choice.notes)}"
+    note = f"Proposed: trtspec build-config TARGET --head HEAD --draft-len {choice.draft_len}."
+    if choice.draft_len == 0:
+        note = "No drafts at all are fastest: serve without the head."
     columns = ["concurrency", "drafts", "length", "per user", "over the fastest", ""]
-    return Table(f"Draft length by load, {condition(results)}", columns, rows, note.strip(), frozenset({5}))
+    return Table(f"Draft length by load, {condition(results)}", columns, rows, note, frozenset({5}))

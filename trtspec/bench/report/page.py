@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib import resources
 from typing import Literal
 
 import jinja2
@@ -74,33 +73,26 @@ def render(
 
     `sentence` says the result, `verdict` colours it; `about` says what was asked of what, in small print.
     """
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            title=title,
-            sentence=sentence,
-            figures=[figure for figure in figures if figure is not None][:3],
-            sections=[section for section in sections if not section.empty],
-            about=about,
-            verdict=verdict,
-            created=created,
-            versions=versions or {},
-        )
+    return _template().render(
+        title=title,
+        sentence=sentence,
+        figures=[figure for figure in figures if figure is not None][:3],
+        sections=[section for section in sections if not section.empty],
+        about=about,
+        verdict=verdict,
+        created=created,
+        versions=versions or {},
     )
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     """Everything is escaped unless the template marks it safe."""
-
-    def load(name: str) -> str:
-        return (resources.files("trtspec.bench.report") / name).read_text(encoding="utf-8")
-
-    return jinja2.Environment(
-        loader=jinja2.FunctionLoader(load), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trtspec.bench", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
+    return environment.get_template("report.html.j2")
 
 
 # --- plots as inline SVG, in the colours of the page ---
