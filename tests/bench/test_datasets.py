@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtspec.bench.questions.datasets import DatasetSource, NamedSet, catalogue, load_dataset, read_questions
+from trtspec.bench.questions.datasets import QuestionSource, catalogue, load_dataset, read_questions
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -196,10 +196,10 @@ def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:
     return more[name] if name in more else QA[name]
 
 
-def read_from_hub(name: str, known: NamedSet, count: int) -> None:
+def read_from_hub(name: str, known: QuestionSource, count: int) -> None:
     """Reads the set and looks at its first question."""
     _, asks, category = hub_rows_of(name)
-    found = read_questions(DatasetSource(label=name, known=known))
+    found = read_questions(known)
     assert len(found) == count
     said = found[0].turns[0]
     assert (said if isinstance(said, str) else said[0]["text"]) == asks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload, speed_ratio
+from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
 from trtspec.errors import Problem, UsageError
 
@@ -81,16 +81,13 @@ def speed_figure(
     new: BenchResults, earlier: Sequence[BenchResults], label: str, confidence: float, allowed: float
 ) -> ComparedFigure | None:
     """Output tokens per second of one level: the mean of its rounds against earlier runs, or with too few of these the
-    ratio to the first, not judged."""
+    ratio to the first, without an interval."""
     found = [run.at(label) for run in (new, *earlier)]
     rates = [sum(at.rounds) / len(at.rounds) if at and at.rounds else 0.0 for at in found]
     if not all(rates[:2]):
         return None
-    test, name = next_ratio(rates[0], rates[1:], confidence), f"tokens/s at {label}"
-    if test is None:
-        return _figure(name, speed_ratio(new, earlier[0], label, confidence), rates, allowed, False, "question")
     sound = not any(at is None or at.degeneration.degenerate for at in found)
-    return _figure(name, test, rates, allowed, sound, RUN)
+    return _figure(f"tokens/s at {label}", next_ratio(rates[0], rates[1:], confidence), rates, allowed, sound, RUN)
 
 
 def _figure(

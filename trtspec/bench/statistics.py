@@ -119,7 +119,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
     histogram = add_histograms(t.histogram for t in turns)
     questions = per_question(turns)
-    per_turn = [t.tokens_per_iteration for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
+    per_turn = [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
     return AcceptanceSummary(
         turns=sum(t.answers for t in turns),

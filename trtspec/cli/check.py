@@ -126,7 +126,7 @@ async def _exchanges(
     from trtspec.bench.check.asking import record
     from trtspec.bench.check.scoring import score_answers
     from trtspec.bench.questions.datasets import load_dataset
-    from trtspec.client.exchange import read_recording, write_recording
+    from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
     async with _client(options, options.url, "the URL") as client:
@@ -140,7 +140,7 @@ async def _exchanges(
             asked = record(asker, questions, **sizes, withheld=withheld)
             got, plain = await _journaled(asker, options.record, asked), None
     if options.record:
-        write_recording(options.record, got if plain is None else plain)
+        report.write_atomic(options.record, b"".join(map(to_line, got if plain is None else plain)))
         _journal(options.record).unlink()
     if options.against is None:
         return got, plain, [asker]

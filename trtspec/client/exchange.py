@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from trtspec.client.client import CHAT, Answer, RequestFailed, absorb, complete, stream_answer
+from trtspec.client.servers import counts_of
 from trtspec.errors import UsageError
 
 
@@ -103,11 +103,9 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
 
 def answered(asked: Exchange, answer: Answer) -> Exchange:
     """The request with what came back."""
-    claimed = (answer.spec_decode or {}).get("steps")
-    if claimed is None and answer.tokens_per_iteration and answer.completion_tokens:
-        claimed = round(answer.completion_tokens / answer.tokens_per_iteration) - 1  # the prefill is one of its steps
-    shown = len(set(answer.counted)) - 1 if answer.counted else None
-    steps = max((count for count in (claimed, shown) if count is not None), default=None)
+    claimed = [found.steps] if (found := counts_of(answer)) else []
+    shown = [len(set(answer.counted)) - 1] if answer.counted else []
+    steps = max([*claimed, *shown], default=None)
     chat = asked.path == CHAT
     # a chat's stream may leave out the chunks in which its parser held text back, and their tokens
     whole = not chat or len(answer.token_ids) >= answer.completion_tokens
@@ -144,9 +142,3 @@ def read_recording(path: Path) -> list[Exchange]:
     if not found:
         raise UsageError(f"{path} has no exchanges", remedy)
     return found
-
-
-def write_recording(path: Path, exchanges: Iterable[Exchange]) -> None:
-    from trtspec.report import write_atomic
-
-    write_atomic(path, b"".join(map(to_line, exchanges)))

@@ -139,12 +139,6 @@ class TurnCounts:
     questions: Count = 1
     surplus: Count = 0
 
-    @property
-    def tokens_per_iteration(self) -> float:
-        """Tokens per engine iteration, where each prefill is one that brings a token."""
-        iterations = self.steps + self.answers
-        return (iterations + self.accepted) / iterations
-
 
 @dataclass(frozen=True)
 class Counters:

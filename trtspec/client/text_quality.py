@@ -38,11 +38,8 @@ def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
     """Length in units of a block that ends the text `repeats` times in a row, or None."""
     tokens = WORD.findall(text)
     for period in range(1, longest + 1):
-        needed = period * repeats
-        if len(tokens) < max(needed, MIN_GRAMS):
-            continue
-        tail = tokens[-needed:]
-        if all(tail[i] == tail[i % period] for i in range(needed)):
+        size = period * repeats
+        if len(tokens) >= max(size, MIN_GRAMS) and tokens[-size:] == tokens[-period:] * repeats:
             return period
     return None
 

@@ -291,8 +291,11 @@ def _expected(one: Exchange, known: Sequence[Exchange]) -> list[Parts]:
     if one.kind == "json":
         return [_parts(one)]  # its form is judged alone
     raws = [one.raw] if one.raw else [other.raw for other in known if other.key == one.key and other.raw]
-    words = one.body.get("stop") or []
-    return [_cut_at(words, _parsed(raw)) for raw in raws]
+    found = []
+    for reasoning, text, calls in map(_parsed, raws):
+        ends = [place for word in one.body.get("stop") or [] if (place := text.find(word)) >= 0]
+        found.append((reasoning, text[: min(ends)].strip(), ()) if ends else (reasoning, text, calls))
+    return found
 
 
 def _parsed(raw: str) -> Parts:
@@ -301,11 +304,6 @@ def _parsed(raw: str) -> Parts:
         (call["function"]["name"], _normal(call["function"]["arguments"])) for call in message.get("tool_calls", ())
     )
     return message.get("reasoning_content", "").strip(), (message["content"] or "").strip(), calls
-
-
-def _cut_at(words: Sequence[str], parts: Parts) -> Parts:
-    ends = [place for word in words if (place := parts[1].find(word)) >= 0]
-    return (parts[0], parts[1][: min(ends)].strip(), ()) if ends else parts
 
 
 def _parts(one: Exchange) -> Parts:

@@ -64,10 +64,9 @@ class RunJournal:
         fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
         self._write_of(endpoint, level, number, f"{answer.question}|{answer.turn}", answer=fields)
 
-    def end(self, endpoint: str, found: Round, counters: list[TurnCounts]) -> None:
-        """A round came to its end; `counters`: what the server's counters say of it. Raises TrtspecError if the journal
-        could not be written."""
-        counts = [asdict(count) for count in counters]
+    def end(self, endpoint: str, found: Round) -> None:
+        """A round came to its end. Raises TrtspecError if the journal could not be written."""
+        counts = [asdict(count) for count in found.counts]
         self._write_of(
             endpoint, found.level, found.number, "end", seconds=found.seconds, most=found.most, counts=counts
         )

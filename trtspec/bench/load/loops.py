@@ -72,7 +72,7 @@ async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed:
     due = time.perf_counter() + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
     in_flight = most = 0
 
-    async def one(place: int, question: Question) -> None:
+    async def counted(place: int, question: Question) -> None:
         nonlocal in_flight, most
         in_flight += 1
         most = max(most, in_flight)
@@ -82,7 +82,7 @@ async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed:
     async with asyncio.TaskGroup() as group:
         for when, (place, question) in zip(due, asked, strict=True):
             await asyncio.sleep(max(0.0, float(when) - time.perf_counter()))
-            group.create_task(one(place, question))
+            group.create_task(counted(place, question))
     return most
 
 

@@ -21,7 +21,6 @@ from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
 from trtspec.client.client import OWNED, Answer, RequestSampling, chat_body, new_client, refuse_owned, stream_answer
-from trtspec.client.servers import TurnCounts
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar
 
@@ -192,11 +191,11 @@ class LoadRun:
         sampling = self.workload.sampling
         short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
-        async def hold(place: int, question: Question) -> None:
+        async def one(place: int, question: Question) -> None:
             async for answer in self.converse(target, question, place, short):
                 target.restless |= bool(answer.error)
 
-        await closed_loop(hold, asked, self.workload.most)
+        await closed_loop(one, asked, self.workload.most)
 
     async def level(self, targets: Sequence[MeasuredEndpoint], level: LoadLevel, questions: Sequence[Question]) -> None:
         """All rounds of one load: in each, every endpoint answers the same questions, in rotating order."""
@@ -252,7 +251,7 @@ class LoadRun:
         before = await target.counters(settled=target.restless)
         began = time.perf_counter()
 
-        async def hold(place: int, question: Question) -> None:
+        async def one(place: int, question: Question) -> None:
             known = said.get(question.id, ())
             async for answer in self.converse(target, question, place, sampling, known):
                 answers.append(answer)
@@ -260,12 +259,12 @@ class LoadRun:
                 self.bar.advance(1)
 
         if level.rate is None:
-            most = await closed_loop(hold, asked, level.concurrency)
+            most = await closed_loop(one, asked, level.concurrency)
         else:
-            most = await open_loop(hold, asked, level.rate, (sampling.seed, number))
+            most = await open_loop(one, asked, level.rate, (sampling.seed, number))
         seconds = time.perf_counter() - began
         after = await target.counters()
-        counts, counters = servers.all_counts(answers, target.unmeasured), list[TurnCounts]()
+        counts = servers.all_counts(answers, target.unmeasured)
         answered = good(answers)
         failed = len(answers) - len(answered)
         target.restless = failed > 0
@@ -277,9 +276,9 @@ class LoadRun:
                 tokens = sum(answer.completion_tokens for answer in answered)
                 pooled = servers.counts_between(before, after, level.category or "all", tokens, target.unmeasured)
                 questions = len({answer.question for answer in answered})
-                counts = counters = [without_surplus(pooled, len(answered), questions)] if pooled else []
+                counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
         found = Round(level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts)
-        self.journal.end(target.name, found, counters)
+        self.journal.end(target.name, found)
         return found
 
     async def converse(

@@ -85,7 +85,7 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
 
     Raises UsageError naming the row that cannot be asked."""
     built_in = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
-    source = DatasetSource(label=NANO, file=str(built_in)) if name == NANO else locate(name)
+    source = QuestionSource(label=NANO, file=str(built_in)) if name == NANO else locate(name)
     questions = read_questions(source, split)
     if not questions:
         raise UsageError(
@@ -93,19 +93,18 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
             "each line is one JSON object with turns, messages or prompt",
         )
     chosen = spread(questions, samples)
-    known = source.known
     path = Path(source.file) if source.file else None
     return Dataset(
         name=source.label,
         sha256=file_sha256(path) if path and path.is_file() else questions_sha256(questions),
         questions=tuple(chosen),
-        licence=known.licence if known else None,
-        source=known.source if known else None,
+        licence=source.licence,
+        source=source.source,
         asked_sha256=questions_sha256(chosen),
     )
 
 
-def read_questions(source: DatasetSource, split: str | None = None) -> list[Question]:
+def read_questions(source: QuestionSource, split: str | None = None) -> list[Question]:
     """Every question of a source, in order. Ids are made unique: two rows of one id are two questions."""
     unread: Counter[str] = Counter()
     found: list[Question] = []
@@ -116,9 +115,8 @@ def read_questions(source: DatasetSource, split: str | None = None) -> list[Ques
             value = {key: item for key, item in value.items() if key != "images"}
         read = conversation(replace(row, value=value), unread, pictures=True)
         question = question_of(read, index, [_picture(row, image) for image in images])
-        needed = source.known.fields.get("images") if source.known else None
-        if source.known and needed and not question.has_pictures:
-            raise _no_field(row, needed, source.known)
+        if "images" in source.fields and not question.has_pictures:
+            raise _no_field(row, source.fields["images"], source)
         found.append(question)
     note_unread(source.file or source.label, unread)
     return unique_ids(found)
@@ -196,14 +194,16 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedSet:
-    """One row of data/datasets.yaml. `configs` are read one after the other; `others` only when they are named."""
+class QuestionSource:
+    """Where questions come from: a row of data/datasets.yaml, from the hub or a `file` of its form; without `hub` any
+    file, directory or hub id. `configs` are read one after the other; `others` only when they are named."""
 
-    name: str
-    title: str
-    hub: str
-    licence: str
-    source: str
+    label: str
+    file: str = ""
+    title: str = ""
+    hub: str = ""
+    licence: str | None = None
+    source: str | None = None
     revision: str = "main"
     split: str = "test"
     configs: Sequence[str] = ()
@@ -214,68 +214,58 @@ class NamedSet:
     prepare: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DatasetSource:
-    """Where rows come from: a known set from the hub or from a file of its form, or any file, directory or hub id."""
-
-    label: str
-    known: NamedSet | None = None
-    file: str = ""
-    config: str = ""
-
-
 @functools.cache
-def catalogue() -> dict[str, NamedSet]:
+def catalogue() -> dict[str, QuestionSource]:
     known = data_files.load_yaml("datasets.yaml")["datasets"]
-    return {name: NamedSet(name=name, **entry) for name, entry in known.items()}
+    return {name: QuestionSource(label=name, **entry) for name, entry in known.items()}
 
 
-def locate(text: str) -> DatasetSource:
+def locate(text: str) -> QuestionSource:
     """A path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id. Raises UsageError for anything else."""
     remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
     if Path(text).expanduser().exists():
-        return DatasetSource(label=Path(text).name, file=str(Path(text).expanduser()))
+        return QuestionSource(label=Path(text).name, file=str(Path(text).expanduser()))
     match = NAMED.fullmatch(text)
-    known = catalogue().get(match["name"]) if match else None
-    if match and known:
-        config, file = match["config"] or "", match["file"] or ""
-        if config and config not in (*known.configs, *known.others):
-            listed = ", ".join((*known.configs, *known.others)) or "none"
-            raise UsageError(f"the data set {known.name} has no configuration {config}", f"it has {listed}")
+    found = catalogue().get(match["name"]) if match else None
+    if match and found:
+        config, file = match["config"], match["file"] or ""
+        if config and config not in (*found.configs, *found.others):
+            listed = ", ".join((*found.configs, *found.others)) or "none"
+            raise UsageError(f"the data set {found.label} has no configuration {config}", f"it has {listed}")
         if file and not Path(file).expanduser().exists():
-            raise UsageError(f"the dataset {file} does not exist", f"`dataset` {known.name} alone reads the hub")
-        return DatasetSource(label=text.partition("=")[0], known=known, file=file, config=config)
+            raise UsageError(f"the dataset {file} does not exist", f"`dataset` {found.label} alone reads the hub")
+        if config:
+            category = found.category or (config if len(found.configs) > 1 else "")
+            found = replace(found, configs=[config], category=category)
+        return replace(found, label=text.partition("=")[0], file=file)
     if from_hub(text):
-        return DatasetSource(label=text, file=text)
+        return QuestionSource(label=text, file=text)
     raise UsageError(f"the dataset {text} does not exist", remedy)
 
 
-def rows_of(source: DatasetSource, split: str | None = None) -> Iterator[DataRow]:
+def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRow]:
     """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError, also for a
     `split` of files, all of whose rows are read."""
-    known, file = source.known, source.file
+    file = source.file
     if split is not None and file and not from_hub(file):
         kind = "a directory" if Path(file).is_dir() else "a file"
         remedy = "pass the file of that split alone as `dataset`, without `split`"
         raise UsageError(f"`split` {split} is not used: the data set {source.label} is {kind}", remedy)
-    if known is None:
-        yield from read_rows(file, split)
-        return
     if file:
-        yield from (row_in_words(row, known) for row in read_rows(file))
+        rows = read_rows(file, split)
+        yield from (row_in_words(row, source) for row in rows) if source.hub else rows
         return
-    configs = [source.config] if source.config else known.configs or [""]
-    for config in configs:
-        own = replace(known, category=known.category or (config if len(known.configs) > 1 else ""))
-        name = f"{known.hub}:{config}" if config else known.hub
-        for row in hub_rows(name, split or known.split, known.revision):
+    for config in source.configs or [""]:
+        own = replace(source, category=source.category or (config if len(source.configs) > 1 else ""))
+        name = f"{source.hub}:{config}" if config else source.hub
+        for row in hub_rows(name, split or source.split, source.revision):
             value = dict(row.value)
-            if value.get("category") == (split or known.split):
+            if value.get("category") == (split or source.split):
                 del value["category"]  # hub_rows puts the split's name where a row has none
             yield row_in_words(replace(row, value=value), own)
 
 
-def row_in_words(row: DataRow, known: NamedSet) -> DataRow:
+def row_in_words(row: DataRow, known: QuestionSource) -> DataRow:
     """One row of a known set with the fields that `conversations` reads, and its `images`. Raises UsageError for a row
     without one of the fields that make its question, and for a text that is only a placeholder."""
     value, fields = row.value, known.fields
@@ -306,7 +296,7 @@ def row_in_words(row: DataRow, known: NamedSet) -> DataRow:
     return replace(row, value={key: item for key, item in (found | about).items() if item is not None})
 
 
-def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
+def _words_in(row: DataRow, item: Any, name: str, known: QuestionSource) -> str:
     """The words of one field of a question. Raises UsageError for a field without any, or of another kind."""
     if item is None or (isinstance(item, str) and not item.strip()):
         raise _no_field(row, name, known)
@@ -315,7 +305,7 @@ def _words_in(row: DataRow, item: Any, name: str, known: NamedSet) -> str:
     return str(item)
 
 
-def _no_field(row: DataRow, names: str, known: NamedSet) -> UsageError:
+def _no_field(row: DataRow, names: str, known: QuestionSource) -> UsageError:
     return UsageError(
         f"{CODE} {row.where} has no {names}, which rows of {known.title} have",
         f"the fields are listed at {known.source}",

@@ -35,43 +35,28 @@ def subject(results: BenchResults) -> EndpointResult:
 
 
 def sentence(results: BenchResults) -> str:
-    """The result in one sentence: speed-up or speed with its range, acceptance, on what."""
-    about, first = subject(results), results.concurrency[0].label
-    best = next((found for found in shown_speedups(results) if found.of == about.name), None)
-    speed, parts = user_speed(about, first), list[str]()
-    if best:
-        parts.append(f"{best.ratio:.2f} times as fast as {best.over} ({best.words}) at {best.level}")
-    elif speed:
-        parts.append(f"{speed.value:,.1f} tokens/s for a user ({speed.low:,.1f} to {speed.high:,.1f}) at {first}")
+    """The result in one sentence: its figures with their ranges, on what."""
+    about = subject(results)
+    parts = [f"{one.value} {one.label}{f' ({one.range})' if one.range else ''}" for one in figures(results)]
     if about.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
-    elif about.speculates:
-        ends = about.acceptance_length_interval
-        sure = f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
-        parts.append(f"{number(about.acceptance_length)} tokens per step{sure}")
     what = f"on {max(results.workload.questions)} questions of {results.workload.dataset}"
     return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
 
 
-def figures(results: BenchResults) -> list[Figure | None]:
-    """For the top, each with its range: speed-up, acceptance, speed of a user, time to the first token."""
+def figures(results: BenchResults) -> list[Figure]:
+    """What the sentence says and the top of the page shows: speed-up, acceptance, speed of a user at the first load."""
     about, at = subject(results), results.concurrency[0].label
-    level = about.at(at)
-    user, wait = user_speed(about, at), level.throughput.ttft_s if level else None
-    found = next((found for found in shown_speedups(results) if found.of == about.name), None)
-    ends, length = about.acceptance_length_interval, about.acceptance_length
-    return [
-        Figure(f"{found.ratio:.2f}x", found.words, f"as fast as {found.over}, {found.level}") if found else None,
-        Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
-        if length and ends and not about.degenerate()
-        else None,
-        Figure(f"{user.value:,.1f}", f"{user.low:,.1f} to {user.high:,.1f}", f"tokens/s for a user, {at}")
-        if user
-        else None,
-        Figure(f"{1000 * wait.p50:,.0f} ms", f"p99 {1000 * wait.p99:,.0f} ms", f"to the first token, {at}")
-        if wait
-        else None,
-    ]
+    ups = [up for up in shown_speedups(results) if up.of == about.name]
+    found = [Figure(f"{up.ratio:.2f}", up.words, f"times as fast as {up.over} at {up.level}") for up in ups[:1]]
+    if about.speculates and not about.degenerate():
+        ends = about.acceptance_length_interval
+        between = f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
+        found.append(Figure(number(about.acceptance_length), between, "tokens per step"))
+    if user := user_speed(about, at):
+        between = f"{user.low:,.1f} to {user.high:,.1f}"
+        found.append(Figure(f"{user.value:,.1f}", between, f"tokens/s for a user at {at}"))
+    return found
 
 
 def sections(results: BenchResults) -> list[Section]:

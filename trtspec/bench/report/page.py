@@ -26,7 +26,7 @@ COLORS = 6
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure at the top. `range` says how sure it is, such as "1.24 to 1.57"."""
+    """One figure at the top. `range` says how sure it is, such as "1.24 to 1.57"; empty where that is not known."""
 
     value: str
     range: str
@@ -61,7 +61,7 @@ class Section:
 def render(
     title: str,
     sentence: str,
-    figures: Sequence[Figure | None],
+    figures: Sequence[Figure],
     sections: Sequence[Section],
     *,
     about: str = "",
@@ -69,14 +69,14 @@ def render(
     created: str = "",
     versions: Mapping[str, str] | None = None,
 ) -> str:
-    """The page. A figure that is None and a section without content are left out: what was not measured is not shown.
+    """The page. A section without content is left out: what was not measured is not shown.
 
     `sentence` says the result, `verdict` colours it; `about` says what was asked of what, in small print.
     """
     return _template().render(
         title=title,
         sentence=sentence,
-        figures=[figure for figure in figures if figure is not None][:3],
+        figures=figures,
         sections=[section for section in sections if not section.empty],
         about=about,
         verdict=verdict,
