@@ -106,7 +106,7 @@ def test_lengths_come_from_what_was_drafted_or_given() -> None:
     assert set(served_by([mute, served(1)], {"k3": 3}, {6: served(6)})) == {1, 3, 6}
     with pytest.raises(UsageError, match="does not report its draft length") as refused:
         served_by([mute], {}, {})
-    assert "`at` K=u" in refused.value.remedy
+    assert "write K=u" in refused.value.remedy
     with pytest.raises(UsageError, match="it drafts 3 tokens per step"):
         served_by([served(3)], {"k3": 5}, {})
 
@@ -116,22 +116,25 @@ def test_a_server_that_does_not_report_its_length_is_given_it(stand_in: Start, d
     """The remedy of the error, tried: trtllm-serve reports an average and no draft length."""
     url, other, out = stand_in(kind="trtllm"), stand_in(kind="trtllm", draft_len=2), tmp_path / "out"
     command = ["bench", url, "--dataset", dataset, "--samples", 6, "--concurrency", 1, "--max-tokens", 24,
-               "--choose-draft", "--at", f"2={other}", "-o", out]  # fmt: skip
+               "--choose-draft", "--against-url", f"2={other}", "-o", out]  # fmt: skip
     refused = trtspec(*command)
     assert refused.status == 2 and "does not report its draft length" in refused.stderr
-    done = trtspec(*command, "--resume", "--at", f"3={url}/v1/", "--json")
+    assert f"K={url}" in refused.stderr
+    done = trtspec("bench", f"3={url}", *command[2:], "--resume", "--json")
     found = json.loads(done.stdout)
     assert done.status == 0, done.stderr
     assert [figure["draft_len"] for figure in found["draft_choice"]["loads"][0]["lengths"]] == [2, 3]
     assert list(found["endpoints"]) == ["draft-2"], "the first server is measured once"
-    twice = trtspec(*command, "--resume", "--at", f"3={url}", "--at", f"4={url}")
-    assert twice.status == 2 and "endpoint is given twice" in twice.stderr
+    twice = trtspec(*command, "--resume", "--against-url", f"2={url}")
+    assert twice.status == 2 and "the name 2 is given twice" in twice.stderr
 
 
 def test_a_mistyped_place_of_results_is_no_server(tmp_path: Path) -> None:
     for place in ("resuls-old", tmp_path / "resuls" / "old", "./old"):
         done = trtspec("bench", "http://127.0.0.1:9", "--choose-draft", "--at", f"1={place}")
-        assert done.status == 2 and "there is no such file or directory" in done.stderr, done.stderr
+        assert done.status == 2 and "is not K=RESULTS of an earlier run" in done.stderr, done.stderr
+    server = trtspec("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "1=http://127.0.0.1:10")
+    assert server.status == 2 and "--against-url 3=URL" in server.stderr
 
 
 def test_what_was_measured_is_kept_where_nothing_can_be_chosen(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

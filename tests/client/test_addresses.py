@@ -27,6 +27,7 @@ COMMANDS = (
     ("bench", "{}"),
     ("bench", "http://127.0.0.1:9", "--against-url", "b={}"),
     ("bench", "http://127.0.0.1:9", "--against-url", "{}"),
+    ("bench", "3={}", "--choose-draft"),
     ("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "3={}"),
     ("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "{}"),
     ("check", "{}"),

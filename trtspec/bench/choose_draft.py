@@ -23,7 +23,7 @@ from trtspec.bench.results import (
 from trtspec.errors import UsageError
 from trtspec.report import say
 
-REMEDY = "serve other draft lengths too and pass each as `at` K=URL or `at` K=RESULTS; K=0 is a server without a head"
+REMEDY = "pass further servers as `against_url` K=URL or earlier results as `at` K=RESULTS; K=0 is without a head"
 
 
 def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
@@ -33,7 +33,8 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
     for drafts, endpoint in served.items():
         refuse_degenerate(drafts, endpoint)
-    loads = [_choice(served, level.concurrency) for level in next(iter(served.values())).concurrency]
+    fewest = min(served.values(), key=lambda endpoint: len(endpoint.concurrency))  # earlier results may have more loads
+    loads = [_choice(served, level.concurrency) for level in fewest.concurrency]
 
     def worst(drafts: int) -> float:
         speeds = [{figures.draft_len: figures.tokens_per_s for figures in load.lengths} for load in loads]
@@ -109,10 +110,10 @@ def served_by(
     for place, endpoint in enumerate(endpoints):
         told, given = served_length(endpoint), named.get(endpoint.name)
         if given is None and told is None and place == 0:
-            remedy = f"add `at` K={endpoint.url}, K being the number of drafts it serves; with -o DIR also `resume`"
+            remedy = f"write K={endpoint.url}, K being the number of drafts it serves; with -o DIR also give `resume`"
             raise UsageError(f"{endpoint.name} does not report its draft length", remedy)
         if told is not None and given is not None and told != given:
-            raise UsageError(f"`at` {given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
+            raise UsageError(f"{given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
         length = told if given is None else given
         if length in found:
             say(f"note: {endpoint.url} is left out: it drafts {length} tokens, as {found[length].url} does")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,16 +88,12 @@ class BenchOptions:
     ] = None
     choose_draft: Annotated[
         bool,
-        option("Propose one of the measured draft lengths."),
+        option("Propose one of the measured draft lengths. A number as NAME is the draft length of a server."),
         Excludes("rate", why="at which the load is no setting"),
     ] = False
     at: Annotated[
         tuple[str, ...],
-        option(
-            "A server with K drafts, or its results, for --choose-draft; K=0 is one without a head. With the URL "
-            "argument: the length of that server, where it does not report it. Repeatable.",
-            metavar="K=URL|RESULTS",
-        ),
+        option("Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.", metavar="K=RESULTS"),
         Needs("choose_draft"),
     ] = ()
     model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
@@ -254,39 +249,33 @@ def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.
 
 
 def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int], dict[int, BenchResults]]:
-    """Base URLs by name, the first being the one that the results are about; with --at draft lengths by name, and
-    stored results by draft length. --at of a URL that is measured anyway only says its length."""
+    """Base URLs by name, the first being the one that the results are about; draft lengths of the endpoints that are
+    named by a number; stored results by draft length."""
     from trtspec.bench.results import read_results
     from trtspec.client.addresses import server_url, shown
 
-    found = {options.url.name or "endpoint": server_url(options.url.url, "the URL")}
+    found: dict[str, str] = {}
     lengths: dict[str, int] = {}
     stored: dict[int, BenchResults] = {}
-    for other in options.against_url:
-        if not other.name:
+    for named in (options.url, *options.against_url):
+        name, number = named.name or "endpoint", named.name.isdigit()
+        if number:
+            name = f"draft-{named.name}" if found else "endpoint"
+            lengths[name] = int(named.name)
+        if found and not named.name:
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
-            raise UsageError(f"--against-url {shown(other.url)} has no name", remedy)
-        if other.name in found:
-            raise UsageError(f"the name {other.name} is given twice", "give each endpoint its own name")
-        found[other.name] = server_url(other.url, f"--against-url {other.name}:")
+            raise UsageError(f"--against-url {shown(named.url)} has no name", remedy)
+        if name in found:
+            raise UsageError(f"the name {named.name} is given twice", "give each endpoint its own name")
+        found[name] = server_url(named.url, f"--against-url {named.name}:" if found else "the URL")
     for entry in options.at:
         digits, _, place = entry.partition("=")
-        if not digits.isdigit() or not place:
-            raise UsageError(f"--at {shown(entry)} is not K=URL or K=RESULTS", "write --at 3=http://127.0.0.1:8003")
-        length = int(digits)
-        if length in {*stored, *lengths.values()}:
-            raise UsageError(f"--at {shown(entry)}: {length} drafts are given twice", "name each length once")
-        if Path(place).exists():
-            stored[length] = read_results(Path(place))
-            continue
-        if "://" not in place and not re.match(r"[^/]+:\d", place):
-            remedy = "pass what bench -o wrote, or the URL of a server, such as http://127.0.0.1:8003"
-            raise UsageError(f"--at {shown(entry)}: there is no such file or directory", remedy)
-        address = server_url(place, f"--at {length}:")
-        name = next((name for name, url in found.items() if url == address), f"draft-{length}")
-        if name in lengths or found.setdefault(name, address) != address:
-            raise UsageError(f"--at {entry}: {name} is given twice", "give each server one length and one name")
-        lengths[name] = length
+        if not digits.isdigit() or not place or not Path(place).exists():
+            remedy = "write --at 3=RESULTS, a directory of bench -o; a server is --against-url 3=URL"
+            raise UsageError(f"--at {shown(entry)} is not K=RESULTS of an earlier run", remedy)
+        if int(digits) in {*stored, *lengths.values()}:
+            raise UsageError(f"--at {entry}: {digits} drafts are given twice", "name each length once")
+        stored[int(digits)] = read_results(Path(place))
     return found, lengths, stored
 
 

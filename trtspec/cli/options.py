@@ -133,7 +133,7 @@ class NamedUrl:
 
     @classmethod
     def parse(cls, text: str) -> NamedUrl:
-        named = re.fullmatch(r"([A-Za-z][\w.-]*)=(.+)", text)
+        named = re.fullmatch(r"(\w[\w.-]*)=(.+)", text)
         return cls(named[1], named[2]) if named else cls("", text)
 
     def __str__(self) -> str:
