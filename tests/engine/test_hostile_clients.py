@@ -156,6 +156,16 @@ def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
     assert httpx.post(f"{server.url}/v1/completions", content=pieces).status_code == 413
 
 
+def test_a_large_body_without_an_end_closes_the_connection(server: Running) -> None:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=30) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(body_limit(MAX_SEQ_LEN) // 65536 + 1):
+            client.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))  # until the server closes
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+
+
 def test_request_ids(server: Running) -> None:
     mine = httpx.get(f"{server.url}/health", headers={"X-Request-Id": "mine-1"})
     assert mine.headers["x-request-id"] == "mine-1"
