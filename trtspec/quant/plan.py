@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,11 +163,11 @@ class Conversion:
         calibrated = "one" if self.options.input_scales is None else "calibrated"
         return self.policy.deviations(self.weight_scales, calibrated, self.options.kv_cache)
 
-    @property
+    @cached_property  # for the progress after each tensor
     def bytes_in(self) -> int:
         return sum(plan.bytes_in for plan in self.plans)
 
-    @property
+    @cached_property
     def bytes_out(self) -> int:
         return sum(plan.bytes_out for plan in self.plans)
 
