@@ -188,7 +188,7 @@ def test_answers_alone_count_in_full(tmp_path: Path) -> None:
 def test_shipped_model_is_small_whole_and_has_learned() -> None:
     import torch
 
-    from trtspec.models.figures import bits_per_byte, experts_touched, held_out
+    from tools.nano.figures import bits_per_byte, experts_touched, held_out
     from trtspec.models.weights import load_target
 
     if not (kimi_nano_dir() / "model.safetensors").is_file():

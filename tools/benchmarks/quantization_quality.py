@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_formats import INT4_CONFIG
+from tools.nano.figures import held_out
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.models.figures import held_out
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import NVFP4Linear, load_target

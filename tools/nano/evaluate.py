@@ -22,14 +22,13 @@ import torch
 from torch import nn
 
 import trtspec
-from tools.nano import exercises
+from tools.nano import exercises, figures
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.text_quality import degeneration, mean_distinct_ratio
 from trtspec.data_files import kimi_nano_head_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.models import figures
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.kimi import KimiModel
@@ -137,7 +136,7 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, fl
 
 @torch.inference_mode()
 def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, Any]:
-    """Draft over target, experts touched by four tokens over one, held-out bits per byte (models/figures.py)."""
+    """Draft over target, experts touched by four tokens over one, held-out bits per byte (figures.py)."""
     target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
     texts = []
     for row in [row for row in rows if row["check"] != "call" and not row.get("thinking")][::4]:

@@ -1,17 +1,12 @@
-"""Figures that put a small model's speed-up in context: cost of a draft step, experts touched, bits per byte.
-
-`python -m trtspec.models.figures TARGET --head HEAD` prints one JSON object; `trtspec demo` puts it in its report.
-"""
+"""Figures that put a small model's speed-up in context: cost of a draft step, experts touched, bits per byte."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +14,12 @@ import torch
 from trtspec import data_files
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import Router
-from trtspec.models.precision import default_dtype, dtype_name
-from trtspec.models.weights import load_target
 
 CONTEXT = 256  # cached tokens while steps are timed
 REPEATS = 60
 BLOCK = 4  # tokens verified at once with draft length 3
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--head", type=Path, required=True)
-    parser.add_argument("--samples", type=int, default=40, help="held-out texts")
-    options = parser.parse_args()
-    dtype = default_dtype()  # what the servers of the demo computed in
-    target = load_target(options.target, dtype=dtype)
-    head = load_head(options.head, target, dtype=dtype, device="cpu")
-    texts = held_out(KimiTokenizer(options.target), options.samples)
-    with torch.inference_mode():
-        figures = {**step_costs(target, head), **experts_touched(target, texts), **bits_per_byte(target, texts)}
-    print(json.dumps({"dtype": dtype_name(dtype)} | figures, indent=2))
 
 
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
@@ -121,7 +98,3 @@ def bits_per_byte(target: KimiModel, texts: list[tuple[list[int], list[int], int
         bits += loss.item() / math.log(2)
         size += length
     return {"heldout_bits_per_byte": round(bits / size, 4), "heldout_bytes": size} if size else {}
-
-
-if __name__ == "__main__":
-    main()
