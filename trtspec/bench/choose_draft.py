@@ -88,10 +88,10 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
     """Raises UsageError, before the run, for results of `--at` of another draft length, of other questions or
     options, without a load of this run, or degenerate."""
     for given, results in stored.items():
-        told = served_length(results)
-        if told is not None and told != given:
-            message = f"`at` {given}: the results of {results.url} are of {told} drafts per step"
-            raise UsageError(message, f"write `at` {told}=RESULTS")
+        reported = served_length(results)
+        if reported is not None and reported != given:
+            message = f"`at` {given}: the results of {results.url} are of {reported} drafts per step"
+            raise UsageError(message, f"write `at` {reported}=RESULTS")
         refuse_different(workload, {f"`at` {given}": results})
         refuse_degenerate(given, results)
         if missing := [load for load in workload.concurrency if results.at(level_label(load, None)) is None]:
@@ -108,13 +108,13 @@ def served_by(
     its length, or one reports another than was given."""
     found: dict[int, EndpointResult] = dict(stored)
     for place, endpoint in enumerate(endpoints):
-        told, given = served_length(endpoint), named.get(endpoint.name)
-        if given is None and told is None and place == 0:
+        reported, given = served_length(endpoint), named.get(endpoint.name)
+        if given is None and reported is None and place == 0:
             remedy = f"write K={endpoint.url}, K being the number of drafts it serves; with -o DIR also give `resume`"
             raise UsageError(f"{endpoint.name} does not report its draft length", remedy)
-        if told is not None and given is not None and told != given:
-            raise UsageError(f"{given}={endpoint.url}: it drafts {told} tokens per step", "name what it serves")
-        length = told if given is None else given
+        if reported is not None and given is not None and reported != given:
+            raise UsageError(f"{given}={endpoint.url}: it drafts {reported} tokens per step", "name what it serves")
+        length = reported if given is None else given
         if length in found:
             say(f"note: {endpoint.url} is left out: it drafts {length} tokens, as {found[length].url} does")
         elif length is not None:

@@ -19,7 +19,7 @@ import pytest
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
 from trtspec.bench.check.asking import Asker
-from trtspec.bench.check.rows import judge, log_e, sampled_answers
+from trtspec.bench.check.rows import is_sampled, judge, log_e
 from trtspec.bench.check.scoring import score_answers
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.client import new_client, wait_ready
@@ -115,6 +115,6 @@ def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, 
         chosen = {str(index) for index in dice.sample(range(24), 8)}
         rows = judge([one for one in got if one.key.split()[-1] in chosen], own)
         alarms += [(number, row) for row in rows if row.faults]
-    drawn = sampled_answers(got)
+    drawn = [one for one in got if is_sampled(one)]
     print(f"\n{len(alarms)} alarms in 150 checks; log e of {len(drawn)} sampled answers {log_e(drawn):.1f}")
     assert not alarms

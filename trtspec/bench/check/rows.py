@@ -131,9 +131,9 @@ def prompts(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     """The server reads a conversation as our own chat template writes it: token ids, or else their number."""
     expected = _prompts(got)
     asked = [one for one in got if one.answered and one.key in expected]
-    told = [one for one in asked if one.prompt_ids or one.prompt_tokens]
+    counted = [one for one in asked if one.prompt_ids or one.prompt_tokens]
     faults = _new(_misread(got, expected), _misread(plain, expected))
-    return judged("prompts", seen=len(told), of=len(asked), faults=faults, why="" if told else "no token counts")
+    return judged("prompts", seen=len(counted), of=len(asked), faults=faults, why="" if counted else "no token counts")
 
 
 def _prompts(exchanges: Sequence[Exchange]) -> dict[str, list[int]]:
@@ -158,17 +158,16 @@ def _misread(exchanges: Sequence[Exchange], expected: dict[str, list[int]]) -> d
 # --- greedy ---
 
 
-def greedy_answers(exchanges: Iterable[Exchange]) -> list[Exchange]:
-    """Answers at temperature 0 that no grammar and no parameter changed."""
-    return [one for one in exchanges if one.token_ids and one.answered and one.kind in GREEDY
-            and not one.body.get("stop")]  # fmt: skip
+def is_greedy(one: Exchange) -> bool:
+    """An answer at temperature 0 that no grammar and no parameter changed."""
+    return bool(one.token_ids) and one.answered and one.kind in GREEDY and not one.body.get("stop")
 
 
 def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why: str) -> Row:
     """No token of a greedy answer is further behind the target's best than rounding explains."""
-    asked = greedy_answers(got)
+    asked = [one for one in got if is_greedy(one)]
     scored = {(one.key, one.token_ids): one for one in asked if one.scores}
-    own = {(one.key, one.token_ids): regret(one) for one in greedy_answers(plain) if one.scores}
+    own = {(one.key, one.token_ids): regret(one) for one in plain if is_greedy(one) and one.scores}
     limit = EXACT if exact else min(CERTAIN[1], max(CERTAIN[0], 2 * max(own.values(), default=0.0)))
     regrets = {key: regret(one) for key, one in scored.items()}
     wrong = [key for key, value in regrets.items() if value > limit]
@@ -205,15 +204,15 @@ def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
 # --- sampled ---
 
 
-def sampled_answers(exchanges: Iterable[Exchange]) -> list[Exchange]:
-    return [one for one in exchanges if one.token_ids and one.answered and one.kind == "sampled"]
+def is_sampled(one: Exchange) -> bool:
+    return bool(one.token_ids) and one.answered and one.kind == "sampled"
 
 
 def sampled(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row:
     """Answers at temperature 1 are drawn from the target's distribution."""
-    asked = sampled_answers(got)
+    asked = [one for one in got if is_sampled(one)]
     scored = [one for one in asked if one.scores]
-    mine, theirs = log_e(scored), log_e([one for one in sampled_answers(plain) if one.scores])
+    mine, theirs = log_e(scored), log_e([one for one in plain if is_sampled(one) and one.scores])
     if theirs > math.log(1 / ALPHA):
         return judged("sampled", of=len(asked), why="the server without speculation does not sample exactly either")
     tokens = sum(len(one.scores) for one in scored)
@@ -400,7 +399,7 @@ def _honoured(exchanges: Sequence[Exchange]) -> dict[str, bool]:
         base = bases.get(tuple(one.body.get("prompt", ())))
         if one.kind == "parameter" and one.answered and one.token_ids and base:
             found[one.key.split()[0]].append(_shows(one, base))
-    return {name: any(told) if "penalty" in name else all(told) for name, told in found.items()}
+    return {name: any(shown) if "penalty" in name else all(shown) for name, shown in found.items()}
 
 
 def _shows(one: Exchange, base: Exchange) -> bool:
@@ -429,35 +428,35 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
         for one in got
         if one.answered and one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")
     ]
-    told = [one for one in asked if one.steps and _size(one) > 1]
-    tokens, steps = _stepped(told)
+    stepped = [one for one in asked if one.steps and _size(one) > 1]
+    tokens, steps = _tokens_and_steps(stepped)
     if steps < MIN_STEPS:
-        why = f"{steps} steps, and {MIN_STEPS} are needed" if told else "neither chunks nor the server show steps"
+        why = f"{steps} steps, and {MIN_STEPS} are needed" if stepped else "neither chunks nor the server show steps"
         why += f" (for {floor:g} tokens per step)" if floor else ""
         return judged("acceptance", of=len(asked), why=why)
     length = tokens / steps
     faults = [f"{length:.2f} tokens per step, {floor:g} wanted"] if floor and length < floor else []
-    if not speculates(told) and not faults:
+    if not speculates(stepped) and not faults:
         return judged("acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
-    sizes = Counter(b - a for one in told for a, b in zip(one.counted, one.counted[1:-1], strict=False))
+    sizes = Counter(b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False))
     faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
     compared = [fall for run in ("warm", "crowd", "later") for fall in _fallen(got, run)] + _collapsed(got, length)
     faults += [fault for fault in compared if fault]
     return judged(
-        "acceptance", seen=len(told), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
+        "acceptance", seen=len(stepped), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
     )
 
 
 def speculates(exchanges: Sequence[Exchange]) -> bool:
     """Whether steps brought several tokens."""
-    tokens, steps = _stepped(exchanges)
+    tokens, steps = _tokens_and_steps(exchanges)
     return steps > 0 and tokens > SPECULATES * steps
 
 
-def _stepped(exchanges: Iterable[Exchange]) -> tuple[int, int]:
+def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
     """(tokens, steps) of the answers that show their steps; the first token comes from the prefill."""
-    told = [one for one in exchanges if one.steps and _size(one) > 1]
-    return sum(_size(one) - 1 for one in told), sum(one.steps or 0 for one in told)
+    stepped = [one for one in exchanges if one.steps and _size(one) > 1]
+    return sum(_size(one) - 1 for one in stepped), sum(one.steps or 0 for one in stepped)
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
@@ -484,7 +483,7 @@ def _fallen(got: Sequence[Exchange], run: str) -> list[str]:
 
 def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:
     """Long prompts are other texts than short ones, so only a collapse is a fault."""
-    tokens, steps = _stepped(one for one in got if one.kind == "long" and one.run == "ids")
+    tokens, steps = _tokens_and_steps(one for one in got if one.kind == "long" and one.run == "ids")
     accepted = tokens - steps
     if steps < MIN_STEPS / 2 or accepted > COLLAPSE * (length - 1) * steps:
         return []
@@ -515,10 +514,10 @@ class Verdict:
         failed = [row for row in self.rows if row.status == "fail"]
         if failed:
             counts = {row.name: f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}" for row in failed}
-            told = (f"{row.name}: {counts[row.name]} (first: {row.faults[0]})" for row in failed)
-            return f"NOT SAFE: {'; '.join(told)}"
+            reasons = (f"{row.name}: {counts[row.name]} (first: {row.faults[0]})" for row in failed)
+            return f"NOT SAFE: {'; '.join(reasons)}"
         if self.missing:
-            told = (f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing)
-            return f"NOT PROVEN: {'; '.join(told)}"
+            reasons = (f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing)
+            return f"NOT PROVEN: {'; '.join(reasons)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
         return "SAFE: the same output as without speculation" + (f"; not measured: {', '.join(rest)}" if rest else "")

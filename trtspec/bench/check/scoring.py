@@ -12,7 +12,7 @@ from typing import Any
 
 from trtspec.bench.check.asking import Asker
 from trtspec.bench.check.prompts import request_of
-from trtspec.bench.check.rows import CERTAIN, faulty, greedy_answers, sampled_answers, speculates
+from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
 from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import Exchange, Score
 
@@ -32,41 +32,46 @@ async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exc
     own = await asker.all([*texts, *other[: len(other) // 2]])
     if speculates(own):
         return list(got), own
-    again = [request_of(one) for one in got if one.name in faulty(got) or one.kind == "parameter"]
-    again = [one for one in again if one not in texts]
-    answered = await asker.all(again)
-    judged = {id(one) for each in (got, own) for one in (*greedy_answers(each), *sampled_answers(each))}
-    judged |= {id(one) for one in got if one.kind == "parameter" and one.body.get("top_p")}
-    plain = {one.key: one.token_ids for one in own if one.kind == "text"}
-    asker.bar.say(f"scoring {sum(id(one) in judged for one in (*got, *own))} answers")
-    known: dict[Any, tuple[Score, ...]] = {}
+    faults = faulty(got)
+    again = [request_of(one) for one in got if one.name in faults or one.kind == "parameter"]
+    answered = await asker.all(one for one in again if one not in texts)
     both = [*got, *own]
+    # equal answers to equal prompts are scored once
+    distinct = {_identity(one): one for one in both if _judged(one)}
+    plain = {one.key: one.token_ids for one in own if one.kind == "text"}
+    scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
+    asker.bar.say(f"scoring {len(distinct)} answers")
+    room = asyncio.Semaphore(asker.concurrency)
 
-    def same(one: Exchange) -> tuple[Any, ...]:
-        """What equal answers share, so that they are scored once."""
-        return _prompt(one), one.token_ids, one.kind == "sampled"
-
-    async def scored(one: Exchange) -> None:
+    async def score(one: Exchange) -> None:
         async with room:
             if asker.server.adapter.scores == "echo":
-                known[same(one)] = await _echoed(asker, one)
+                scores[_identity(one)] = await _echoed(asker, one)
             elif asker.server.adapter.scores == "continuations":
-                known[same(one)] = await _continued(asker, one, plain.get(one.key))
+                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key))
             asker.bar.advance(1)
 
-    room = asyncio.Semaphore(asker.concurrency)
-    await asyncio.gather(*map(scored, {same(one): one for one in both if id(one) in judged}.values()))
-    filled = [replace(one, scores=known.get(same(one), ())) if id(one) in judged else one for one in both]
+    await asyncio.gather(*map(score, distinct.values()))
+    filled = [replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both]
     return filled[: len(got)], [*filled[len(got) :], *answered]
+
+
+def _judged(one: Exchange) -> bool:
+    """Whether a row reads the scores of an answer."""
+    return is_greedy(one) or is_sampled(one) or (one.kind == "parameter" and "top_p" in one.body)
+
+
+def _identity(one: Exchange) -> tuple[Any, ...]:
+    return _prompt(one), one.token_ids, one.kind == "sampled"
 
 
 async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
     """Scores of all tokens from one prefill."""
     prompt = [*_prompt(one), *one.token_ids]
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
-    told = await _logprobs(asker, body)
+    logprobs = await _logprobs(asker, body)
     begin = len(_prompt(one))
-    tokens, tops = told.get("token_logprobs") or [], told.get("top_logprobs") or []
+    tokens, tops = logprobs.get("token_logprobs") or [], logprobs.get("top_logprobs") or []
     places = range(begin, begin + len(one.token_ids))
     found = [_score(tokens[place], tops[place]) for place in places if place < min(len(tokens), len(tops))]
     return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
@@ -86,8 +91,8 @@ async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...] | None)
     found = []
     for place in places:
         body = {"prompt": [*_prompt(one), *one.token_ids[:place]], "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
-        told = await _logprobs(asker, body)
-        top = (told.get("top_logprobs") or [None])[0] or {}
+        logprobs = await _logprobs(asker, body)
+        top = (logprobs.get("top_logprobs") or [None])[0] or {}
         name = asker.tokenizer.decode([one.token_ids[place]])
         if score := _score(top.get(name, -math.inf), top):
             found.append(score)
@@ -105,7 +110,7 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 def _score(chosen: Any, top: Any) -> Score | None:
     """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
-    values = {str(name): value for name, told in (top or {}).items() if (value := finite(told)) is not None}
+    values = {str(name): value for name, listed in (top or {}).items() if (value := finite(listed)) is not None}
     if not values or not isinstance(chosen, (int, float)):
         return None
     best, last = max(values.values()), min(values.values())

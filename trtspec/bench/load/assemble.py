@@ -188,17 +188,17 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
 def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
     """What makes the figures of one endpoint worth less than they look."""
     answers, counts = target.answers(), counts_of(target.rounds)
-    told = counts or counts_of(target.category_rounds)
+    reported = counts or counts_of(target.category_rounds)
     found = [
         *failed_requests(answers),
         *degenerate_output(answers),
-        *no_acceptance(target.server.kind, told, target.unmeasured),
+        *no_acceptance(target.server.kind, reported, target.unmeasured),
         *nothing_accepted(counts),
         *forced_acceptance(counts, answers),
         *limited_parameters(target.limits, workload.body()),
         *counters_disagree(counts),
         *buffered(answers),
-        *too_few(summarize(told), told),
+        *too_few(summarize(reported), reported),
         *overloaded(target.rounds),
         *underfilled(target.rounds),
     ]

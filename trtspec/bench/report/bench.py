@@ -196,11 +196,11 @@ def acceptance_table(results: BenchResults, endpoint: EndpointResult) -> Table:
 
 def position_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -> Table | None:
     """Share of steps that accepted the draft at each position."""
-    told = [endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()]
-    depth = max((len(endpoint.cumulative or ()) for endpoint in told), default=0)
+    reported = [endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()]
+    depth = max((len(endpoint.cumulative or ()) for endpoint in reported), default=0)
     rows = [
         [endpoint.name, words, *map(number, shares or ()), *([BLANK] * (depth - len(shares or ())))]
-        for endpoint in told
+        for endpoint in reported
         for words, shares in (("of all steps", endpoint.cumulative), ("once reached", endpoint.conditional))
     ]
     if not rows:
