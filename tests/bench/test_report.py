@@ -113,15 +113,15 @@ def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchR
     found = broken(results)
     assert "output is degenerate" in sentence(found) and "times as fast" not in sentence(found)
     assert not figures(found)
-    assert all(row[3:] == ["", ""] for row in acceptance_table(found, found).rows)
-    assert speedup_table(found) is None and category_bars([found]) == ""
+    assert all(row[3:] == ["", ""] for row in acceptance_table(found, found.workload).rows)
+    assert not speedup_table(found).rows and category_bars([found]) == ""
     assert ">eagle3<" not in speed_curve(found) and ">eagle3<" in speed_curve(results)
     assert "DEGENERATE" in bench_html(found)
 
 
 def test_what_is_missing_is_left_out() -> None:
     page = parsed(render("t", "It <works>.", [Figure("2x", "1 to 3", "fast")], [
-        Section(title="Empty", plots=[Plot("", "none")], tables=[None, Table("t", ["a"], [])]),
+        Section(title="Empty", plots=[Plot("", "none")], tables=[Table("t", ["a"], [])]),
         Section(title="Full", problems=[Problem("TS-X", "warning", "here", "why", "do")], code="a: 1"),
     ], verdict="pass"))  # fmt: skip
     assert "Empty" not in page and "Full" in page and page.count('class="figure"') == 1

@@ -104,12 +104,11 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
         accepted = Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
         figures = [*figures[:1], *figures[1:][-1:], accepted]
     drawn = DRAWN.get(evidence.draft_sampling or "", "")
-    first = speed.tables[0] and replace(speed.tables[0], note="Paired by question; one server after the other.")
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
         figures,
-        [replace(speed, tables=[first, *speed.tables[1:], _plan_table(evidence)]), acceptance,
+        [replace(speed, tables=[*speed.tables, _plan_table(evidence)]), acceptance,
          Section(title=same.title, tables=[same]), *more],
         about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(spec)}.",
         verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
@@ -118,12 +117,12 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
     )  # fmt: skip
 
 
-def _plan_table(evidence: ProofEvidence) -> Table | None:
-    """Step times beside the plan's; None without a plan."""
+def _plan_table(evidence: ProofEvidence) -> Table:
+    """Step times beside the plan's; without rows where there is no plan."""
     rows = [
         [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
         for at in evidence.step_times
         if at.planned_plain_ms
     ]
     columns = ["concurrency", "alone, planned", "alone", "with the head, planned", "with the head"]
-    return Table("Milliseconds of one step", columns, rows) if rows else None
+    return Table("Milliseconds of one step", columns, rows)

@@ -7,6 +7,7 @@ Acceptance on degenerate output is blank, and no speed-up is made of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trtspec.bench.report.page import Figure, Plot, Point, Section, bars, curve, render
 from trtspec.bench.results import (
@@ -16,6 +17,7 @@ from trtspec.bench.results import (
     EndpointResult,
     LatencySpread,
     SpeedUp,
+    Workload,
     user_speed,
 )
 from trtspec.bench.statistics import LEAST_RUNS
@@ -61,32 +63,34 @@ def figures(results: BenchResults) -> list[Figure]:
 
 def sections(results: BenchResults) -> list[Section]:
     speculating = [endpoint for endpoint in results.all if endpoint.speculates]
-    where = condition(results)
-    comparison, choice = results.comparison, results.draft_choice
+    where, work = condition(results), results.workload
+    acceptance = [acceptance_table(endpoint, work) for endpoint in speculating]
+
+    def titled(*tables: Table) -> list[Table]:
+        """Tables that have rows, each with the conditions of its figures in the title."""
+        return [replace(table, title=f"{table.title}, {where}") for table in tables if table.rows]
+
     return [
         Section(
             title="Speed",
             plots=[Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")],
-            tables=[speedup_table(results), speed_table(results), latency_table(results)],
+            tables=titled(speedup_table(results), speed_table(results), latency_table(results)),
         ),
         Section(
             title="Acceptance",
             text=quality_line(results),
             plots=[Plot(category_bars(speculating), f"Tokens per step by category, {where}, with 95 % intervals.")],
-            tables=[
-                *(acceptance_table(results, endpoint) for endpoint in speculating),
-                position_table(results, speculating),
-            ],
+            tables=titled(*acceptance, position_table(speculating)),
         ),
-        Section(title="Draft length", tables=[draft_table(results, choice) if choice else None]),
-        Section(title="Comparison", tables=[comparison_table(results, comparison) if comparison else None]),
+        Section(title="Draft length", tables=titled(draft_table(results.draft_choice)) if results.draft_choice else ()),
+        Section(title="Comparison", tables=titled(comparison_table(results.comparison)) if results.comparison else ()),
         Section(title="Findings", problems=results.problems),
     ]
 
 
 def all_tables(results: BenchResults) -> list[Table]:
     """Those of the sections, for the terminal."""
-    return [table for section in sections(results) for table in section.tables if table and table.rows]
+    return [table for section in sections(results) for table in section.tables]
 
 
 def bench_html(results: BenchResults) -> str:
@@ -176,7 +180,7 @@ def quality_line(endpoint: EndpointResult) -> str:
     )
 
 
-def acceptance_table(results: BenchResults, endpoint: EndpointResult) -> Table:
+def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
     """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
     rows = []
     for name, group in endpoint.groups.items():
@@ -184,17 +188,16 @@ def acceptance_table(results: BenchResults, endpoint: EndpointResult) -> Table:
         counts = [name, str(group.questions), number(group.steps, 0)]
         rows.append([*counts, *([BLANK] * 2 if endpoint.degenerate(name) else cells)])
     note = (
-        f"{results.workload.dataset}, {condition(results)}, at most {results.workload.max_tokens} tokens; source: "
-        f"{endpoint.source}. Acceptance length = 1 + accepted / steps, 95 % interval over questions; {PER_QUESTION}. "
-        "Blank: degenerate output."
+        f"{workload.dataset}, at most {workload.max_tokens} tokens; source: {endpoint.source}. Acceptance length = 1 + "
+        f"accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate output."
     )
     if endpoint.surplus:
         note += f" {endpoint.surplus} drafts accepted past the end of answers, which nobody received, are taken out."
     columns = ["category", "N", "steps", "acceptance length", "per question"]
-    return Table(f"Acceptance of {endpoint.name}, {condition(results)}", columns, rows, note)
+    return Table(f"Acceptance of {endpoint.name}", columns, rows, note)
 
 
-def position_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -> Table | None:
+def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     """Share of steps that accepted the draft at each position."""
     reported = [endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()]
     depth = max((len(endpoint.cumulative or ()) for endpoint in reported), default=0)
@@ -203,10 +206,8 @@ def position_table(results: BenchResults, endpoints: Sequence[EndpointResult]) -
         for endpoint in reported
         for words, shares in (("of all steps", endpoint.cumulative), ("once reached", endpoint.conditional))
     ]
-    if not rows:
-        return None
     columns = ["endpoint", "accepted", *map(str, range(1, depth + 1))]
-    return Table(f"Acceptance by draft position, {condition(results)}", columns, rows, "", frozenset({0, 1}))
+    return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
 
 
 def speed_table(results: BenchResults) -> Table:
@@ -228,7 +229,7 @@ def speed_table(results: BenchResults) -> Table:
         "Blank: degenerate output."
     )
     columns = ["endpoint", "load", "tokens/s", "per user", "length"]
-    return Table(f"Output tokens per second, {condition(results)}", columns, rows, note)
+    return Table("Output tokens per second", columns, rows, note)
 
 
 def latency_table(results: BenchResults) -> Table:
@@ -253,7 +254,7 @@ def latency_table(results: BenchResults) -> Table:
         "chunks, of several tokens each under speculation."
     ) + (f" goodput = answers per second with {promise}." if promise else "")
     columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL", *(["goodput/s"] if promise else [])]
-    return Table(f"Latency in ms, {condition(results)}", columns, rows, note)
+    return Table("Latency in ms", columns, rows, note)
 
 
 def shown_speedups(results: BenchResults) -> list[SpeedUp]:
@@ -263,19 +264,17 @@ def shown_speedups(results: BenchResults) -> list[SpeedUp]:
     return [found for found in results.speedups if found.over in over and (found.of not in plain or not plain)]
 
 
-def speedup_table(results: BenchResults) -> Table | None:
+def speedup_table(results: BenchResults) -> Table:
     rows = [
         [f"{found.of} over {found.over}", found.level, number(found.ratio, 2, "x"), found.words, str(found.questions)]
         for found in shown_speedups(results)
     ]
-    if not rows:
-        return None
-    note = "Output tokens/s of a user, paired by question, with its 95 % interval. Rounds alternate between servers."
+    note = "Output tokens/s of a user, paired by question, with its 95 % interval."
     columns = ["endpoints", "load", "times as fast", "range", "questions"]
-    return Table(f"Speed-up, {condition(results)}", columns, rows, note, frozenset({0, 1}))
+    return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
 
 
-def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """`--compare`: new over old."""
     rows = [
         [
@@ -293,12 +292,10 @@ def comparison_table(results: BenchResults, comparison: Comparison) -> Table:
         f"{LEAST_RUNS} earlier runs on; here {comparison.runs}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
-    return Table(
-        f"This run over {comparison.old['name']}, {condition(results)}", columns, rows, note, frozenset({0, 4})
-    )
+    return Table(f"This run over {comparison.old['name']}", columns, rows, note, frozenset({0, 4}))
 
 
-def draft_table(results: BenchResults, choice: DraftChoice) -> Table:
+def draft_table(choice: DraftChoice) -> Table:
     """`--choose-draft`: every length at every load, and what is proposed."""
     rows = [
         [
@@ -316,4 +313,4 @@ def draft_table(results: BenchResults, choice: DraftChoice) -> Table:
     if choice.draft_len == 0:
         note = "No drafts at all are fastest: serve without the head."
     columns = ["concurrency", "drafts", "length", "per user", "over the fastest", ""]
-    return Table(f"Draft length by load, {condition(results)}", columns, rows, note, frozenset({5}))
+    return Table("Draft length by load", columns, rows, note, frozenset({5}))

@@ -48,14 +48,14 @@ class Section:
     title: str
     text: str = ""
     plots: Sequence[Plot] = ()
-    tables: Sequence[Table | None] = ()
+    tables: Sequence[Table] = ()
     problems: Sequence[Problem] = ()
     code: str = ""
 
     @property
     def empty(self) -> bool:
         plots = any(plot.svg for plot in self.plots)
-        return not (self.text or plots or any(t and t.rows for t in self.tables) or self.problems or self.code)
+        return not (self.text or plots or any(table.rows for table in self.tables) or self.problems or self.code)
 
 
 def render(
