@@ -54,4 +54,4 @@ def test_two_hundred_seeded_faults() -> None:
     refused = sum(bool(errors(row, rng)[0]) for row in rows)
     print(f"\n{len(DECIDED)} of {len(ROWS)} sites decidable; {refused} of {len(rows)} seeded faults refused")
     assert all(row.get("undecidable") for row in ROWS if row not in DECIDED)
-    assert refused >= 0.9 * len(rows) and all(errors(row, rng)[0] for row in rows if row in DECIDED)
+    assert refused >= 0.95 * len(rows) and all(errors(row, rng)[0] for row in rows if row in DECIDED)
