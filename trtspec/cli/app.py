@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -136,10 +137,9 @@ def main() -> None:
     """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
     an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
     report.answered = False
-    if os.getpid() == 1:
-        from trtspec.launch.reaper import fork_below_init
-
-        fork_below_init()
+    if os.getpid() == 1:  # of a container: the kernel drops a signal to it that has no handler
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda caught, _: sys.exit(128 + caught))
     _open_missing_streams()
     try:
         status = app(prog_name="trtspec", standalone_mode=False)

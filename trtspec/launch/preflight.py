@@ -145,7 +145,6 @@ def check_start(
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
         yield from check_modules_cache(os.environ) if remote_code else ()
-        yield from check_reachable(host, os.environ)
     yield from program.check()
 
 
@@ -240,13 +239,6 @@ def check_modules_cache(environ: Mapping[str, str]) -> Iterator[Problem]:
     except OSError as error:
         message = f"{place} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
         yield Problem("TS-SERVE-CACHE", "error", "HF_MODULES_CACHE", message, "set it to a place that can be written")
-
-
-def check_reachable(host: str, environ: Mapping[str, str]) -> Iterator[Problem]:
-    inside = "KUBERNETES_SERVICE_HOST" in environ or Path("/run/.containerenv").exists()
-    if inside and host in ("localhost", "127.0.0.1", "::1"):
-        message = f"{host} inside a pod is reached by nobody else, probes included"
-        yield Problem("TS-SERVE-LOCALHOST", "warning", host, message, "pass `host` 0.0.0.0")
 
 
 @dataclass(frozen=True, kw_only=True)

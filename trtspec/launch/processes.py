@@ -48,21 +48,17 @@ def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterato
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
     with log.open("wb") as stream, child(command, stdout=stream, stderr=stream, start_new_session=True) as process:
-        _until_ready(process, url, log, seconds, f"trtspec {shlex.join(words)}")
+        why = ""
+        with noted_signals() as noted:
+            try:
+                asyncio.run(wait_ready(url, seconds, generate_once, lambda: noted or process.poll() is not None))
+            except RequestFailed:
+                why = f"was not ready after {seconds:.0f} s"
+            if process.poll() is not None and not noted:
+                why = f"ended with status {process.returncode} before it was ready"
+        if why:
+            raise TrtspecError(f"the server {why}; {log} ends:\n{tail(log)}", f"trtspec {shlex.join(words)}")
         yield process
-
-
-def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, command: str) -> None:
-    with noted_signals() as noted:
-        try:
-            asyncio.run(wait_ready(url, seconds, generate_once, lambda: noted or process.poll() is not None))
-        except RequestFailed:
-            raise TrtspecError(
-                f"the server was not ready after {seconds:.0f} s; {log} ends:\n{tail(log)}", command
-            ) from None
-        if process.poll() is not None and not noted:
-            why = f"the server ended with status {process.returncode} before it was ready"
-            raise TrtspecError(f"{why}; {log} ends:\n{tail(log)}", command)
 
 
 @contextmanager

@@ -1,9 +1,6 @@
-"""The processes above others that nothing may outlive: process 1 of a container, and the child subreaper between
-trtspec and a server. Standard library only.
+"""The child subreaper between trtspec and a server, which no process of the server outlives. Standard library only.
 
-Process 1 has to pass signals on, collect every process that ends, and end with its child (`fork_below_init`).
-
-The subreaper is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`. GRACE:
+It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`. GRACE:
 seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec writes the server's command,
 a line of JSON (a `pkill -f` of the server's name must not match the subreaper), and which it then holds open; its end
 means that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives
@@ -29,41 +26,6 @@ FORWARDED = (  # whatever can be caught and would end a process
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
 )  # fmt: skip
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
-# The kernel drops a signal to process 1 that has no handler there, SIGTERM too. Blocked ones wait to be collected.
-HANDLED = {signal.SIGCHLD, *FORWARDED}
-FROM_KERNEL = 0x80  # si_code of a terminal's Ctrl-C, which the child in the same process group got already
-
-
-def fork_below_init() -> None:
-    """Returns at once, unless this is process 1 of a container: then it returns in a child alone, and the caller's
-    process stays as an init that ends with the child's exit status (128 + n where signal n ended it)."""
-    if os.getpid() != 1:
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-        return
-    os._exit(_run_as_init(child))
-
-
-def _run_as_init(child: int) -> int:
-    while True:
-        found = signal.sigwaitinfo(HANDLED)
-        if found.si_signo != signal.SIGCHLD:
-            if found.si_code != FROM_KERNEL:
-                os.kill(child, found.si_signo)
-            continue
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            if pid == child:
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code
 
 
 def main(grace: float, control: int) -> int:

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -37,8 +36,6 @@ POLL = 0.05  # seconds; a signal just before a blocking wait would be handled on
 TAIL_LINES = 400
 CHUNK = 65536  # characters: a longer line is passed on in chunks, so that memory stays bounded
 KEPT_LINE = 2000  # characters of a line that an error message may repeat
-PERCENT = re.compile(r"\b(\d{1,3})%")
-PERCENT_STEP = 10
 
 
 class ServerFailed(TrtspecError):
@@ -266,7 +263,7 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
 
 
 class LogReader(threading.Thread):
-    """Passes the log on to stderr, reports each phase and tenth of the loading, keeps the last lines in `tail`.
+    """Passes the log on to stderr, reports each phase once, keeps the last lines in `tail`.
 
     The pipe is emptied whatever becomes of stderr: a server that cannot write its log blocks.
     """
@@ -286,11 +283,6 @@ class LogReader(threading.Thread):
 
     def _report_phase(self, line: str) -> None:
         now = self.patterns.phase(line)
-        if now is None:
-            return
-        percent = PERCENT.search(line)
-        if percent and 0 < int(percent[1]) < 100:
-            now = f"{now}, {int(percent[1]) // PERCENT_STEP * PERCENT_STEP} %"
-        if now not in self.reported:
+        if now is not None and now not in self.reported:
             self.reported.add(now)
             say(f"trtspec: {now} ({time.monotonic() - self.started:.0f} s)")
