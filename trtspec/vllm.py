@@ -100,7 +100,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
         version=(str(version), reason),
         endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
-        limits=preflight.limits_of(options),
+        limits=options.limits,
         secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )
 

@@ -40,8 +40,7 @@ def serve(options: ServeOptions) -> Result | None:
     plan = _planned(options)
     # a dry run that found an error fails
     wrong = CheckFailed("a launch would be refused for the errors above") if has_errors(plan.problems) else None
-    values = {key: value for key, value in plan.to_dict().items() if key not in ("ok", "problems")}
-    found = Result(values, plan.problems, failure=wrong, text=plan.text())
+    found = Result(plan.to_dict(), plan.problems, failure=wrong, text=plan.text())
     if options.dry_run:
         return found
     if options.json_:

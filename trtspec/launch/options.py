@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from trtspec.launch.server import Limits
 from trtspec.records import (
     DryRunOption,
     Excludes,
@@ -138,6 +139,10 @@ class ServeOptions:
     ] = 120.0
     dry_run: DryRunOption = False
     json_: JsonOption = False
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.startup_timeout, self.stop_grace, self.hung_after)
 
     @property
     def mode(self) -> Mode:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.version import Version
 
@@ -22,11 +22,8 @@ from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
-from trtspec.launch.server import Limits, ServerLaunch
+from trtspec.launch.server import ServerLaunch
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
-
-if TYPE_CHECKING:
-    from trtspec.launch.options import ServeOptions
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
@@ -218,10 +215,7 @@ def remote_code_problem(target: Resolved) -> Problem:
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:
-    if not place.is_dir():
-        return
-    total = machine.disk_size(place)
-    if total < SHARED_MEMORY_RECIPE:
+    if place.is_dir() and (total := machine.disk_size(place)) < SHARED_MEMORY_RECIPE:
         message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
         remedy = "docker: --ipc=host or --shm-size; Kubernetes: an emptyDir of medium Memory"
@@ -258,7 +252,7 @@ class ServerPlan(ServerLaunch):
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `--json`."""
+        """The object of `--json`, without the problems."""
         return {
             "argv": self.argv,
             "env": self.env | dict.fromkeys(self.secrets, "(not shown)"),
@@ -268,7 +262,6 @@ class ServerPlan(ServerLaunch):
             "version_reason": self.version[1],
             "endpoint": {key: value for key, value in asdict(self.endpoint).items() if key != "api_key"},
             "limits": asdict(self.limits),
-            "problems": [problem.to_dict() for problem in self.problems],
         }
 
     def text(self) -> str:
@@ -283,8 +276,7 @@ def launch(plan: ServerPlan) -> int:
     from trtspec.launch.supervisor import run
 
     listed = "\n".join(problem_lines(plan.problems))
-    if any(problem.code == "TS-SERVE-NO-ENGINE" for problem in plan.problems):
-        plan.program.require()
+    plan.program.require()
     if has_errors(plan.problems):
         raise CheckFailed(f"not launched:\n{listed}")
     if listed:
@@ -297,7 +289,3 @@ def launch(plan: ServerPlan) -> int:
             written.write_text(plan.config_text, encoding="utf-8")
             argv = [str(written) if word == plan.config_path else word for word in argv]
         return run(replace(plan, argv=argv, env=plan.env | plan.secrets))
-
-
-def limits_of(options: ServeOptions) -> Limits:
-    return Limits(options.startup_timeout, options.stop_grace, options.hung_after)

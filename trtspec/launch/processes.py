@@ -127,9 +127,8 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     for port in range(first, first + count):
         while error := taken("127.0.0.1", port):
             if time.monotonic() > deadline:
-                raise TrtspecError(
-                    f"port {port} is taken: {error}", f"pass `port` N, with {count} free ports from N on"
-                )
+                remedy = f"pass `port` N, with {count} free ports from N on"
+                raise TrtspecError(f"port {port} is taken: {error}", remedy)
             time.sleep(1.0)
 
 

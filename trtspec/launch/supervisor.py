@@ -59,8 +59,8 @@ def run(launch: ServerLaunch) -> int:
         try:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
-                url = f"http://{launch.endpoint.host}:{launch.endpoint.port}"
-                announce(f"trtspec: ready on {url} ({time.monotonic() - started:.0f} s)")
+                seconds = time.monotonic() - started
+                announce(f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
             grace = launch.limits.stop_grace
@@ -76,7 +76,9 @@ def run(launch: ServerLaunch) -> int:
     if len(asked) == 1 and status == KILLED and not ready:
         announce(f"trtspec: stopped as requested; it was loading, did not end within {moment:g} s and was killed")
         return 128 + asked[0]
-    if asked and _as_asked(status, launch):
+    # mpirun has statuses of their own for a server that ended by itself
+    ended = status != KILLED if launch.own_statuses else status in (0, *(128 + number for number in FORWARDED))
+    if asked and ended:
         announce("trtspec: stopped as requested")
     elif status or not ready:
         _fail(launch, status, list(reader.tail), ready, len(asked))
@@ -149,9 +151,8 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
         if not asyncio.run(wait_ready(endpoint.url, left(), health, ended, headers={})):
             return False
     except RequestFailed:
-        message = f"the server was not ready after {startup:.0f} s"
         remedy = "look at the log above, or pass a larger `startup_timeout`"
-        raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
+        raise ServerFailed(f"the server was not ready after {startup:.0f} s", remedy, "TS-SERVE-NOT-READY") from None
     other, failure = foreign_listener(endpoint.port, process.pid), ""
     if endpoint.generates and not other:
         seconds = min(FIRST_GENERATION, max(left(), 1.0))
@@ -201,14 +202,13 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             continue
         unhealthy = _failure(launch.endpoint.url, partial(health, timeout=interval), interval, {})
         last = time.monotonic()
-        if not unhealthy:
-            if failed:
-                announce("trtspec: /health answers again")
-            failed = 0
-            continue
         if process.poll() is not None or asked:
             continue
-        failed += 1
+        if failed and not unhealthy:
+            announce("trtspec: /health answers again")
+        failed = failed + 1 if unhealthy else 0
+        if not failed:
+            continue
         announce(f"trtspec: no answer from /health ({failed} of {HEALTH_LOOKS})")
         if failed >= HEALTH_LOOKS:
             message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
@@ -234,13 +234,6 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
             process.wait()
             return True
     return False
-
-
-def _as_asked(status: int, launch: ServerLaunch) -> bool:
-    """Whether a server that was asked to end did so by itself; mpirun and srun have statuses of their own for that."""
-    if launch.own_statuses:
-        return status != KILLED
-    return status in (0, *(128 + number for number in FORWARDED))
 
 
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:

@@ -23,7 +23,6 @@ from trtspec.launch.preflight import (
     ServerPlan,
     check_port,
     check_start,
-    limits_of,
     mentioned,
     read_gpus,
 )
@@ -125,7 +124,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         problems=problems if launching else [mentioned(problem) for problem in problems],
         version=version,
         endpoint=ServerAddress(options.host, options.port, generates=role is None),
-        limits=limits_of(options),
+        limits=options.limits,
         own_statuses=cluster.launcher != "direct",
     )
 
@@ -153,7 +152,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
         endpoint=ServerAddress(read.host, read.port),
-        limits=limits_of(options),
+        limits=options.limits,
     )
 
 
