@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import statistics
 import time
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from trtspec import machine
 from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
 from trtspec.checkpoint.identity import identity
+from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -48,7 +48,6 @@ from trtspec.report import (
 
 MIN_TOKENS = 2
 FORMAT_VERSION = 2  # raised when the same options would give other scales
-JOURNAL_NAME = "journal.jsonl"
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
 Progress = Callable[[int, int], None]
 
@@ -65,7 +64,6 @@ class CalibrationOptions:
     device: str = "cpu"
     dtype: torch.dtype | None = None
     states_budget: float | None = None
-    threads: int = 0
     load_ahead: bool | None = None
 
     @property
@@ -109,12 +107,9 @@ class CalibrationPlan(CalibrationSize):
 
     layer_bytes: int
     states_bytes: int
-    states_in_memory: bool
-    load_ahead: bool
     memory_bytes_estimate: int
     disk_bytes: int
     free_bytes: int
-    bytes_read: int
     resumes: bool
     dry_run: bool = True
 
@@ -133,20 +128,23 @@ class Calibration:
     header: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def work(self) -> Path:
-        """Journal and states of a run that is not finished."""
-        return self.output.with_name(f".{self.output.name}.calibrate")
+    def work(self) -> OutputDirectory:
+        """Journal and states of a run that is not finished, beside the output; two layers' states at the most."""
+        path = self.output.with_name(f".{self.output.name}.calibrate")
+        return OutputDirectory(path, "calibrate", frozenset(), 2 * self.states().bytes)
 
     @property
     def tokens(self) -> int:
         return sum(len(text) for text in self.texts)
 
     def states(self) -> States:
+        """Hidden states of all texts, in memory up to the budget; each layer's are kept in the work directory."""
         budget = self.options.states_budget
         if budget is None:
             budget = machine.free_memory() / 2
         size = (self.stream.spec.hidden_size, self.stream.dtype)
-        return States(self.batches, *size, budget=budget, directory=self.work, durable=True)
+        directory = self.output.with_name(f".{self.output.name}.calibrate")
+        return States(self.batches, *size, budget=budget, directory=directory, durable=True)
 
 
 def calibrate_checkpoint(
@@ -167,16 +165,18 @@ def calibrate_checkpoint(
     start, again = time.monotonic(), again or OutputOptions()
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
+        work = calibration.work
+        done = not again.force and _is_finished(calibration)
+        if output.is_dir():
+            raise UsageError(f"{output} is a directory", "pass a file name, for example -o scales.safetensors")
+        if not done and not work.journal.exists():
+            refuse_overwrite(output, again.force)
         if again.dry_run:
-            return _estimate(calibration, _begun(calibration, again.force) and not again.restart)
-        if not again.restart and not again.force and _is_finished(calibration):
-            shutil.rmtree(calibration.work, ignore_errors=True)  # of a run killed after its last rename
+            return _estimate(calibration, not again.restart and (done or work.check(again)))
+        if done and not again.restart:
+            shutil.rmtree(work.path, ignore_errors=True)  # of a run killed after its last rename
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
-        _claim(calibration, again.force)
-        remedy = "pass `restart` to start over, or repeat the command as it was"
-        with Journal(
-            calibration.work / JOURNAL_NAME, calibration.header, restart=again.restart, remedy=remedy
-        ) as journal:
+        with work.claim(calibration.header, again) as journal:
             resumed = _measure(calibration, journal, progress)
             layers = [journal.done[_key(index)] for index in range(calibration.stream.num_layers)]
             _finish(calibration, layers)
@@ -187,13 +187,12 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
     """Opens source and data and checks them against policy and options."""
     if options.device != "cpu" and not torch.cuda.is_available():
         raise UsageError(f"`device` {options.device}, and torch sees no such device", "pass `device` cpu")
-    threads = options.threads or min(8, torch.get_num_threads())
     stream = LayerStream(
         source,
         activation="decoded",
         dtype=options.compute_dtype,
         device=options.device,
-        threads=threads,
+        threads=min(8, torch.get_num_threads()),
         load_ahead=options.load_ahead,
     )
     if not any(policy.quantizes(module) for module in _linears(stream)):
@@ -391,42 +390,12 @@ def _resume(states: States, journal: Journal, total: int) -> int:
     return 0
 
 
-def _begun(calibration: Calibration, force: bool) -> bool:
-    """Whether an earlier run is resumed, or finished already. Raises UsageError for an output that is in the way."""
-    output = calibration.output
-    if output.is_dir():
-        raise UsageError(f"{output} is a directory", "pass a file name, for example -o scales.safetensors")
-    if (calibration.work / JOURNAL_NAME).exists() or (not force and _is_finished(calibration)):
-        return True
-    refuse_overwrite(output, force)
-    return False
-
-
-def _claim(calibration: Calibration, force: bool) -> None:
-    """Refuses what cannot be written, before the first layer is read."""
-    output = calibration.output
-    _begun(calibration, force)
-    try:
-        calibration.work.mkdir(parents=True, exist_ok=True)
-        probe = calibration.work / f".{os.getpid()}.partial"
-        probe.touch()
-        probe.unlink()
-        for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
-            for path in output.parent.glob(pattern):  # a killed run's half-written file
-                path.unlink()
-    except OSError as error:
-        raise TrtspecError(f"cannot write {output.parent}: {error.strerror}", "choose another `output`") from None
-    present = sum(path.stat().st_size for path in calibration.work.glob("states-*"))
-    needed, free = 2 * calibration.states().bytes, machine.free_disk(calibration.work) + present
-    if free < needed:
-        raise TrtspecError(
-            f"the hidden states of two layers take {needed:,} bytes and the disk of {output.parent} has {free:,} free",
-            "free space, pass fewer `samples`, or choose an `output` on another disk",
-        )
-
-
 def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     """provenance.json, then the file, then the work directory's end: a kill in between leaves a run that resumes."""
+    output = calibration.output
+    for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
+        for path in output.parent.glob(pattern):  # a killed run's half-written file
+            path.unlink()
     tensors = {f"{name}.input_scale": torch.tensor(scale) for name, scale in _scales(calibration, layers).items()}
     options = calibration.header["options"]
     about = {"command": "calibrate", "options": options, "data": calibration.header["data"]}
@@ -443,9 +412,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     more = {"data": text, "request": calibration.header, "layers": kept}
     write_json(_provenance_path(calibration.output), provenance("calibrate", source, options, **more))
     write_shard(calibration.output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
-    for path in calibration.work.glob("states-*"):
-        path.unlink()
-    shutil.rmtree(calibration.work)
+    shutil.rmtree(calibration.work.path)
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:
@@ -471,7 +438,7 @@ def _provenance(output: Path) -> dict[str, Any]:
 
 def _is_finished(calibration: Calibration) -> bool:
     """Whether the output is what this very request writes."""
-    if (calibration.work / JOURNAL_NAME).exists() or not calibration.output.is_file():
+    if calibration.work.journal.exists() or not calibration.output.is_file():
         return False
     return _provenance(calibration.output).get("request") == json.loads(json.dumps(calibration.header))
 
@@ -519,11 +486,8 @@ def _estimate(calibration: Calibration, resumes: bool) -> CalibrationPlan:
         linears=linears,
         layer_bytes=layer,
         states_bytes=states.bytes,
-        states_in_memory=states.in_memory,
-        load_ahead=stream.load_ahead,
         memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
         disk_bytes=2 * states.bytes,
         free_bytes=machine.free_disk(calibration.output.parent),
-        bytes_read=stream.checkpoint.bytes,
         resumes=resumes,
     )

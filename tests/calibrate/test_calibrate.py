@@ -148,7 +148,7 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     arguments = (source, data, output, K26, FLOAT32)
     resumed = []
     while kills < 20 or not any(resumed):
-        journal = tmp_path / ".scales.safetensors.calibrate/journal.jsonl"
+        journal = tmp_path / ".scales.safetensors.calibrate/.trtspec-calibrate.jsonl"
         before = journal.read_bytes() if journal.exists() else b""
         if run_killed(arguments, shuffle.uniform(0.02, 0.7) * seconds):
             assert output.read_bytes() == expected

@@ -151,7 +151,7 @@ class Commands:
         self.head, self.data = head, data
 
     def calls(self, target: Path, work: Path) -> dict[str, Callable[[], object]]:
-        options = Options(to="sglang", lm_head="target")
+        options = Options(to="sglang", embed_tokens="target")
         return {
             "quantize": lambda: quantize_checkpoint(target, work / "nvfp4", POLICY),
             "calibrate": lambda: calibrate_checkpoint(target, self.data, work / "scales.safetensors", POLICY),

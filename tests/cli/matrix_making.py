@@ -211,11 +211,9 @@ MAKING: dict[str, dict[str, Situation]] = {
                 policy="--policy k2.6",
                 device="--device cuda",
                 dtype=f"--dtype {UNUSUAL_DTYPE}",
-                states_memory="--states-memory 0",
-                load_ahead="--one-layer",
                 dry_run=Effect(line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True),
                 restart=Effect(line("--restart"), base=line("calibrate {target} {data} -o {out} --dry-run --json"),
-                               before=journal(".{out}.calibrate/journal.jsonl")),
+                               before=journal(".{out}.calibrate/.trtspec-calibrate.jsonl")),
                 force=Effect(line("--force"), before=a_file),
                 json_="--json",
             ),
@@ -277,7 +275,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 to="--to sglang",
                 from_="--from speculators",
                 target="--target {target}",
-                lm_head="--lm-head drop",
                 embed_tokens=Effect(
                     line("--embed-tokens target"), base=line("convert {head} -o {out} --to vllm --target {target}")
                 ),

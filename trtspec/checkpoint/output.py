@@ -89,7 +89,7 @@ class OutputDirectory:
                 f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
                 "move it away, or choose another `output`",
             )
-        free, replaced = machine.free_disk(self.path), sum((self.path / name).stat().st_size for name in present)
+        free, replaced = machine.free_disk(self.path), sum(path.stat().st_size for path in self.path.glob("*"))
         if free + replaced < self.size + SPARE_BYTES:
             raise TrtspecError(
                 f"{self.path} needs {self.size:,} bytes and its disk has {free:,} free",

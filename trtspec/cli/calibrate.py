@@ -10,8 +10,6 @@ from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, poli
 from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption, argument, option
 from trtspec.report import OutputOptions, Result, progress_bar, value_table
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
@@ -26,17 +24,6 @@ class CalibrateOptions:
         Literal["auto", "bfloat16", "float32"],
         option("Compute type. auto: bfloat16 where the device multiplies it natively, else float32."),
     ] = "auto"
-    states_memory: Annotated[
-        float | None, option("GiB of hidden states to keep in memory.", default="half of the free memory", min=0)
-    ] = None
-    load_ahead: Annotated[
-        bool | None,
-        option(
-            "Prefetch the next layer while the current one runs (needs memory for two layers).",
-            "--load-ahead/--one-layer",
-            default="prefetch where four layers fit",
-        ),
-    ] = None
     dry_run: DryRunOption = False
     restart: RestartOption = False
     force: ForceOption = False
@@ -60,8 +47,6 @@ def calibrate(options: CalibrateOptions) -> Result:
         seq_len=options.seq_len,
         device=options.device,
         dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-        states_budget=None if options.states_memory is None else options.states_memory * GIB,
-        load_ahead=options.load_ahead,
     )
     again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("calibrating", unit="layers") as bar:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Dialect = str
 else:
     Dialect = Literal[tuple(row.option for row in DIALECTS.values())]
-Choice = Literal["auto", "keep", "drop", "target"]
+Choice = Literal["auto", "target"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,8 @@ class ConvertOptions:
         str | None,
         option("Target model of the head. Checks the pair; supplies shared weights if they are stored here."),
     ] = None
-    lm_head: Annotated[
-        Choice, option("Which lm_head to write. auto: the head's own, else the target's where the layout needs one.")
-    ] = "auto"
     embed_tokens: Annotated[
-        Choice, option("Which embedding to write. auto: as in the layout, but keep one that differs from the target's.")
+        Choice, option("Which embedding to write: auto keeps one that differs from the target's.")
     ] = "auto"
     rope_theta: Annotated[
         float | None, option("RoPE base the head was trained with, if its config.json is wrong.", min=1)
@@ -52,7 +49,7 @@ def convert(options: ConvertOptions) -> Result:
     from trtspec.checkpoint.hub import load_head, resolve, unreachable
     from trtspec.heads.convert.conversion import Options, convert_head
 
-    same = ("to", "from_", "lm_head", "embed_tokens", "rope_theta", "dry_run", "force")
+    same = ("to", "from_", "embed_tokens", "rope_theta", "dry_run", "force")
     chosen = Options(**{name: getattr(options, name) for name in same})
     if options.dry_run and (absent := unreachable(options.head)) is not None:
         spec = load_head(options.head).spec

@@ -145,19 +145,20 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
 @pytest.mark.slow
 def test_memory_of_twenty_thousand_tokens_grows_with_the_length(tmp_path):
     """Peak resident memory of one step at 5,000 and 20,000 tokens, hidden size 64, 512 words, 3 training-time-test
-    steps: what 15,000 more tokens take, each."""
-    peaks = []
+    steps: what 15,000 more tokens take, each. glibc gives freed buffers back at once here; otherwise the peak is what
+    it kept, which differs by a third from run to run."""
+    peaks, environment = [], ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for tokens in (5000, 20000):
         done = subprocess.run(
             [sys.executable, "-c", LONG, str(tokens), str(tmp_path / f"t{tokens}")],
-            cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
+            cwd=ROOT, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         peaks.append(json.loads(done.stdout.splitlines()[-1]))
     slope = (peaks[1] - peaks[0]) / 15000
     logits = 3 * 512 * 4
     print(f"{peaks[0] >> 20} and {peaks[1] >> 20} MiB, {slope:,.0f} bytes per token")
-    assert slope < 80_000
+    assert slope < 40_000
     assert 4 * (peaks[1] - peaks[0]) < 20000 * 20000 * 4 * 4, "scores of four heads at once"
     assert logits == 6_144  # of the draft alone, which are not in that slope
 

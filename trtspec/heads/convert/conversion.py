@@ -39,7 +39,7 @@ from trtspec.heads.convert.tensors import (
     with_ownership,
     write_output,
 )  # fmt: skip
-from trtspec.report import peak_rss, provenance
+from trtspec.report import peak_rss, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -49,7 +49,6 @@ class Options:
 
     to: str
     from_: str | None = None
-    lm_head: Choice = "auto"
     embed_tokens: Choice = "auto"
     rope_theta: float | None = None
     dry_run: bool = False
@@ -57,8 +56,7 @@ class Options:
 
     def chosen(self) -> dict[str, Any]:
         """What changes the result, for provenance.json."""
-        words = ("lm_head", "embed_tokens", "rope_theta")
-        return {"to": self.to, "from": self.from_} | {word: getattr(self, word) for word in words}
+        return {"to": self.to, "from": self.from_, "embed_tokens": self.embed_tokens, "rope_theta": self.rope_theta}
 
 
 @dataclass(frozen=True)
@@ -126,41 +124,29 @@ def convert_head(
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
             return HeadConversion(None, options.to, options.dry_run, [wrong])
-        plan = _plan(checkpoint, options, target)
-        plan = replace(plan, repairs=decoded + plan.repairs)
-        found = _planned(plan, output, options, target)
+        found, entries = _plan(checkpoint, output, options, target)
+        found = replace(found, repairs=decoded + found.repairs)
         if not has_errors(found.problems):
             check_room(output, found.bytes_out)
         if has_errors(found.problems) or options.dry_run:
             return replace(found, seconds=round(time.monotonic() - begun, 3))
         done = replace(found, output=output)
-
-        def describe(digests: dict[str, Any]) -> tuple[dict[str, Any], str]:
-            origin: dict[str, Any] = {"head": source.name, "dialect": plan.found.dialect, "config": checkpoint.config}
+        assert done.head is not None
+        licences = sorted(path.glob("LICENSE*"))
+        with write_output(output, entries, done.config, licences, progress) as (partial, tensors):
+            origin = {"head": source.name, "dialect": done.source_dialect, "config": checkpoint.config}
             origin |= {"provenance": recorded(path) or None, "target": target.name if target else None}
-            more = {"dialect": plan.dialect.name, "tensors": digests, "repairs": done.to_json()["repairs"]}
+            more = {"dialect": done.head.dialect, "tensors": tensors, "repairs": done.to_json()["repairs"]}
             record = provenance("convert", origin, options.chosen(), **more)
-            return record, conversion_card(plan.spec, done.to_json(), record)
-
-        write_output(output, plan.entries, plan.config, sorted(path.glob("LICENSE*")), describe, progress)
+            write_json(partial / "provenance.json", record)
+            write_atomic(partial / "README.md", conversion_card(done.head, done.to_json(), record))
     return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
-    """All that is known before anything is written."""
-
-    dialect: Dialect
-    found: HeadSpec  # as read
-    spec: HeadSpec  # as written
-    model: ModelSpec | None
-    entries: dict[str, OutputTensor]
-    config: dict[str, Any]
-    problems: list[Problem]
-    repairs: list[Problem]
-
-
-def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> ConversionPlan:
+def _plan(
+    checkpoint: Checkpoint, output: Path, options: Options, target: Resolved | None
+) -> tuple[HeadConversion, dict[str, OutputTensor]]:
+    """(what would be done and every reason against it, where the bytes of each tensor come from)."""
     found, all_found = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
     dialect = OPTIONS[options.to]
     model = target.target_spec() if target is not None else None
@@ -173,7 +159,7 @@ def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> 
     if model is not None:
         problems += [problem for problem in pair_problems(spec, model) if problem.severity == "error"]
     lender = _lender(target, model)
-    entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.lm_head, options.embed_tokens)
+    entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
     if not has_errors(problems):
         problems += about_tensors
         problems += head_value_problems(checkpoint, _copied(entries, checkpoint), everything=options.dry_run)
@@ -186,7 +172,27 @@ def _plan(checkpoint: Checkpoint, options: Options, target: Resolved | None) -> 
         verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
         config = dialect.write(shared, spec, dialect.ids(spec.aux_layers), verifier)
-    return ConversionPlan(dialect, found, spec, model, entries, config, problems, repairs)
+    parameters, size = sizes(entries)
+    layers = list(spec.aux_layers) if spec.aux_layers is not None else None
+    default = list(model.default_aux_layers) if model is not None else None
+    needed = layers if layers is not None and sorted(layers) != default else None
+    planned = HeadConversion(
+        output=None,
+        to=options.to,
+        dry_run=options.dry_run,
+        problems=problems,
+        repairs=repairs,
+        source_dialect=found.dialect,
+        head=spec,
+        config=config,
+        tensors=len(entries),
+        parameters=parameters,
+        bytes_out=size,
+        capture=needed,
+        target_default_layers=default,
+        serve=serving_commands(spec, str(output), target.name if target else None, needed),
+    )
+    return planned, entries
 
 
 def _copied(entries: dict[str, OutputTensor], source: Checkpoint) -> dict[str, TensorInfo]:
@@ -221,29 +227,6 @@ def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
     if target is None or model is None or target.path is None or not any(target.path.glob("*.safetensors")):
         return None
     return Lender(require_target(target.path).checkpoint, model)
-
-
-def _planned(plan: ConversionPlan, output: Path, options: Options, target: Resolved | None) -> HeadConversion:
-    spec, (parameters, size) = plan.spec, sizes(plan.entries)
-    layers = list(spec.aux_layers) if spec.aux_layers is not None else None
-    default = list(plan.model.default_aux_layers) if plan.model is not None else None
-    needed = layers if layers is not None and sorted(layers) != default else None
-    return HeadConversion(
-        output=None,
-        to=options.to,
-        dry_run=options.dry_run,
-        problems=plan.problems,
-        repairs=plan.repairs,
-        source_dialect=plan.found.dialect,
-        head=spec,
-        config=plan.config,
-        tensors=len(plan.entries),
-        parameters=parameters,
-        bytes_out=size,
-        capture=needed,
-        target_default_layers=default,
-        serve=serving_commands(spec, str(output), target.name if target else None, needed),
-    )
 
 
 def _local(source: Resolved) -> Path:

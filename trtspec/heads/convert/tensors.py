@@ -40,7 +40,7 @@ from trtspec.formats import FP8_BLOCK_SIZE
 from trtspec.report import fsync_directory, refuse_overwrite, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
-Choice = Literal["auto", "keep", "drop", "target"]
+Choice = Literal["auto", "target"]
 Progress = Callable[[int, int], None]
 PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
 NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
@@ -83,7 +83,7 @@ class OutputTensor:
 
 
 def plan_tensors(
-    source: Checkpoint, spec: HeadSpec, dialect: Dialect, lender: Lender | None, lm_head: Choice, embed: Choice
+    source: Checkpoint, spec: HeadSpec, dialect: Dialect, lender: Lender | None, embed: Choice
 ) -> tuple[dict[str, OutputTensor], list[Problem]]:
     """Names in the destination -> where their bytes come from; with every reason why the plan cannot be carried out."""
     tensors, prefix = canonical_names(source.tensors), dialect.prefix
@@ -100,11 +100,14 @@ def plan_tensors(
         message = f"{len(unknown)} tensors have no place in {dialect.title}, first {unknown[0]}"
         remedy = "ask the head's author what they do; a head that works without them can be saved without them"
         problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
-    for name, choose, choice in (("lm_head.weight", _lm_head, lm_head), ("embed_tokens.weight", _embedding, embed)):
+    for name in ("lm_head.weight", "embed_tokens.weight"):
         own = OutputTensor.copied(source, tensors[name]) if name in tensors else None
         theirs = lender.find(name) if lender else None
         lent = OutputTensor.copied(lender.checkpoint, theirs) if lender and theirs else None
-        chosen, found = choose(spec, dialect, own, lent, choice)
+        of_lm_head = name == "lm_head.weight"
+        chosen, found = (
+            _lm_head(spec, dialect, own, lent) if of_lm_head else _embedding(spec, dialect, own, lent, embed)
+        )
         problems += found
         if chosen is not None:
             entries[name] = chosen
@@ -140,24 +143,19 @@ def _maps(
 
 
 def _lm_head(
-    spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+    spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None
 ) -> tuple[OutputTensor | None, list[Problem]]:
+    """The head's own, else the target's where the dialect needs one."""
     where, code = "lm_head.weight", "TS-CONVERT-LM-HEAD"
-    pruned = spec.draft_vocab_size != spec.vocab_size
-    if choice == "target" or (choice == "auto" and own is None and dialect.needs_lm_head):
-        if pruned:
-            message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
-            return own, [Problem(code, "error", where, message, "keep the head's own: `lm_head` keep")]
-        if lent is None:
-            message = f"{dialect.title} needs an lm_head, and the target's weights to borrow it from are not here"
-            return own, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
-        return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
-    if choice == "drop" and own is not None:
-        if pruned or dialect.needs_lm_head:
-            reason = "a pruned head has rows of its own" if pruned else f"{dialect.title} never takes the target's"
-            return own, [Problem(code, "error", where, f"lm_head cannot be left out: {reason}", "use `lm_head` keep")]
-        return None, _lost(own, lent, where, code, "lm_head")
-    return own, []
+    if own is not None or not dialect.needs_lm_head:
+        return own, []
+    if spec.draft_vocab_size != spec.vocab_size:
+        message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
+        return None, [Problem(code, "error", where, message, "use a head with its own lm_head")]
+    if lent is None:
+        message = f"{dialect.title} needs an lm_head, and the target's weights to borrow it from are not here"
+        return None, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
+    return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
 
 
 def _embedding(
@@ -166,8 +164,7 @@ def _embedding(
     """auto: what the dialect's own writer does, without losing an embedding that is not the target's."""
     where, code = "embed_tokens.weight", "TS-CONVERT-EMBED"
     borrowed = spec.target_hidden_size == spec.hidden_size  # else every reader needs the head's own
-    ignored = borrowed and not dialect.uses_embedding
-    if choice == "target" or (choice == "auto" and own is None and dialect.embed_tokens and lent is not None):
+    if choice == "target" or (own is None and dialect.embed_tokens and lent is not None):
         if lent is None:
             message = "the target's weights to borrow the embedding from are not here"
             return own, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
@@ -177,9 +174,7 @@ def _embedding(
         message = "the head has no embedding of its own; training continues from the target's; servers share it"
         found = [Problem(code, "info", where, message, "pass `target` DIR to write the target's")] if needed else []
         return None, found
-    if choice == "drop":
-        return None, _lost(own, lent, where, code, "embedding") if borrowed else _required(code, where)
-    if choice == "keep" or not ignored:
+    if not borrowed or dialect.uses_embedding:
         return own, []
     if lent is None:
         message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
@@ -187,22 +182,8 @@ def _embedding(
     if same_bytes(own, lent):
         return None, []
     message = f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
-    remedy = "convert to vllm, which uses the head's, or accept the loss with `embed_tokens` drop"
+    remedy = "convert to vllm, which uses the head's, or accept the loss with `embed_tokens` target"
     return own, [Problem(code, "error", where, message, remedy)]
-
-
-def _required(code: str, where: str) -> list[Problem]:
-    message = "the target's states have another width, so every engine needs the head's own embedding"
-    return [Problem(code, "error", where, message, "use `embed_tokens` keep")]
-
-
-def _lost(own: OutputTensor, lent: OutputTensor | None, where: str, code: str, what: str) -> list[Problem]:
-    """What to say when a tensor is left out on request."""
-    if lent is not None and same_bytes(own, lent):
-        return []
-    known = "is not the target's" if lent is not None else "was not compared with the target's"
-    message = f"the {what} is left out and {known}; engines take the target's"
-    return [Problem(code, "warning", where, message, "measure acceptance before and after")]
 
 
 def _misfit(lent: OutputTensor, wanted: tuple[int, int], where: str, code: str) -> list[Problem]:
@@ -363,50 +344,42 @@ def check_output(output: Path, source: Path, force: bool) -> None:
 
 def check_room(output: Path, size: int) -> None:
     """Raises UsageError where the file system has less than the head will take."""
-    parent = machine.existing(output.resolve().parent)
-    free = machine.free_disk(parent)
+    free = machine.free_disk(output.resolve().parent)
     if free < size + MARGIN:
         raise UsageError(
-            f"{output} needs {size:,} bytes, and {parent} has {free:,} free", "make room, or choose another `output`"
+            f"{output} needs {size:,} bytes, and its disk has {free:,} free", "make room, or choose another `output`"
         )
 
 
+@contextmanager
 def write_output(
     output: Path,
     entries: dict[str, OutputTensor],
     config: dict[str, Any],
     licences: list[Path],
-    describe: Callable[[dict[str, Any]], tuple[dict[str, Any], str]],
     progress: Progress | None,
-) -> None:
-    """Writes everything to a directory beside `output` that takes its name when it is complete. `describe` makes
-    provenance.json and README.md from the digests of the tensors."""
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Writes the head to a directory beside `output` that takes its name when it is complete. The block gets that
+    directory and the digests of the tensors, and adds the record and the card."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.parent.resolve() / f".{output.name}.{os.getpid()}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        digests = write_tensors(partial / "model.safetensors", entries, progress)
-        record, card = describe(digests)
-        write_json(partial / "provenance.json", record)
-        write_atomic(partial / "README.md", card)
+        yield partial, write_tensors(partial / "model.safetensors", entries, progress)
         for licence in licences:
             write_atomic(partial / licence.name, licence.read_bytes())
         write_json(partial / "config.json", config)
-        _swap(partial, output)
+        # what was there is set aside first and removed last
+        old = partial.with_suffix(".old")
+        if output.exists():
+            os.rename(output, old)
+        os.rename(partial, output)
+        fsync_directory(output.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _swap(partial: Path, output: Path) -> None:
-    """Renames `partial` to `output`; what was there is set aside first and removed last."""
-    old = partial.with_suffix(".old")
-    if output.exists():
-        os.rename(output, old)
-    os.rename(partial, output)
-    fsync_directory(output.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_tensors(
