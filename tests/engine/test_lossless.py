@@ -170,7 +170,7 @@ def test_cancel_and_refill(
         if not gone and len(engine.batch) and engine.prefilling:
             gone = {engine.batch.sequences[0].id, engine.prefilling.id, engine.waiting[-1].id}
             for name in (*gone, "nobody"):
-                engine.cancel(name)
+                engine.cancelled.add(name)
         for output in engine.step():
             got[output.id] += output.token_ids
             if output.finish_reason:

@@ -111,7 +111,7 @@ def test_lossless_with_chunks_cancels_and_eviction(
     while engine.has_work:
         running = [sequence.id for sequence in engine.batch.sequences]
         if running and numbers.random() < 0.1:
-            engine.cancel(numbers.choice(running))
+            engine.cancelled.add(numbers.choice(running))
         for output in engine.step():
             got[output.id] = (*got[output.id], *output.token_ids)
             cached += output.cached_tokens

@@ -99,7 +99,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: Sequence | None = None  # the prompt that was begun, in cache row `prefill_row`
         self.prefill_row = 0
-        self.cancelled: set[str] = set()
+        self.cancelled: set[str] = set()  # ids of requests that end at the next step; unknown ones are ignored
         self.submitted = 0
         self.reset_counters()
 
@@ -131,10 +131,6 @@ class Engine:
         sequence.turn = self.submitted + earlier * PASSING
         self.submitted += 1
         insort(self.waiting, sequence, key=lambda one: one.turn)
-
-    def cancel(self, request_id: str) -> None:
-        """Ends a request at the next step, with finish reason "cancelled"; an unknown or finished id is ignored."""
-        self.cancelled.add(request_id)
 
     @property
     def has_work(self) -> bool:
