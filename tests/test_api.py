@@ -13,7 +13,7 @@ import pytest
 
 import trtspec
 from tests.tiny import make_head, make_target
-from trtspec.api import VERBS, lint
+from trtspec import COMMANDS, lint
 from trtspec.records import fields_of
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +119,7 @@ def test_the_package_is_typed() -> None:
     assert (ROOT / "trtspec" / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) -> None:
     from tests.cli.test_matrix import record_of
 
@@ -132,7 +132,7 @@ def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) ->
 
 
 def test_the_names_of_the_package_are_those_of_the_api() -> None:
-    assert sorted(trtspec.VERBS) == sorted([*VERBS, "lint"])
+    assert set(trtspec.__all__) == {*COMMANDS, "lint", "Engine", "Result", "TrtspecError", "__version__"}
     assert trtspec.__version__ == metadata.version("trtspec")
     assert callable(lint)
 

@@ -39,6 +39,7 @@ BAD = {
     "no truth value": "a: !!bool maybe\n",
     "no base64": "a: !!binary a\n",
     "no list of pairs": "a: !!omap 3\n",
+    "a set": "a: !!set {x, y}\n",
     "an object of Python": "a: !!python/object/apply:os.system [x]\n",
     "a number of 5,000 digits": f"a: {'9' * 5000}\n",
     "a number to the base 60": f"a: 1{':1' * 50_000}\n",
@@ -72,8 +73,8 @@ def test_every_malformed_text_is_a_named_error_at_once(text: str) -> None:
 
 GOOD = [
     "", "# only a comment\n", "a: 1e400\n", "a: 1.0e+400\n", "a: &x {b: 1}\nc: {<<: *x, d: 2, b: 3}\n",
-    "<<: [{a: 1}, {a: 2, b: 3}]\nc: 1\n", "a: !!set {x, y}\n", "~: 1\ntrue: 2\n1: 3\n1.5: 4\n", "=: 3\n", "a: 0x1F\n",
-    "a: !!omap [{a: 1}]\n", "%YAML 1.1\n---\na: 1\n...\n", "&k a: &v b\nc: *v\n*k : 3\n", "a: 190:20:30\n",
+    "<<: [{a: 1}, {a: 2, b: 3}]\nc: 1\n", "~: 1\ntrue: 2\n1: 3\n1.5: 4\n", "=: 3\n", "a: 0x1F\n",
+    "%YAML 1.1\n---\na: 1\n...\n", "&k a: &v b\nc: *v\n*k : 3\n", "a: 190:20:30\n",
     "é: \"ü\" # 𝒳\nb: 𝒳\n", "a: b\u2028c: 2\n", "a: |\n  text\n\n# c\nb: >-\n  x\n  y\n",
     "a:\nb: ''\n", "{a, b: [c]}\n",
 ]  # fmt: skip

@@ -36,13 +36,14 @@ class Options:
     spread: Annotated[bool | None, typer.Option("--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")] = (
         None
     )
-    settings: Annotated[tuple[str, ...], typer.Option("--set"), Excludes("ranks=1", why="which has none")] = ()
+    settings: Annotated[tuple[str, ...], typer.Option("--set"), Excludes("ranks=1")] = ()
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write."), Modes(FAR)] = None
-    json_: Annotated[bool, typer.Option("--json"), Excludes("named_x", where="by targets called x")] = False
+    json_: Annotated[bool, typer.Option("--json"), Excludes("named_x")] = False
     format: Annotated[Literal["text", "page"], typer.Option(), Excludes("output", value="page")] = "text"
 
     @property
     def named_x(self) -> bool:
+        """a target called x"""
         return self.target == "x"
 
 
@@ -68,8 +69,8 @@ def run(arguments: list[str]) -> Options:
             "pass --set or --tp-size 8, or leave it out",
         ),
         ("x --mode far --attention-dp", "--attention-dp is not used without --set", "pass --set, or leave it out"),
-        ("x --tp 1 --set a=1", "--set is not used with --tp-size 1, which has none", "leave one of the two out"),
-        ("x --json", "--json is not used by targets called x", "leave it out"),
+        ("x --tp 1 --set a=1", "--set is not used with --tp-size 1", "leave one of the two out"),
+        ("x --json", "--json is not used with a target called x", "leave one of the two out"),
         ("y --mode far -o z --format page", "--format page is not used with --output", "leave one of the two out"),
     ],
 )

@@ -102,7 +102,7 @@ def row(label: str, param: Any) -> str:
 
 def stub() -> str:
     """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and mypy."""
-    from trtspec.api import VERBS, lint
+    from trtspec import COMMANDS, lint
     from trtspec.records import fields_of, record_of
 
     lines = [
@@ -117,7 +117,7 @@ def stub() -> str:
         "",
         "__version__: str",
     ]
-    for name in VERBS:
+    for name in COMMANDS:
         function = getattr(import_module(f"trtspec.cli.{name}"), name)
         found = [field for field in fields_of(record_of(function)).values() if field.name != "json_"]
         needed = [f"{field.keyword}: {python_type(field)}" for field in found if field.default is field.empty]

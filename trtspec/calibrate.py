@@ -39,10 +39,10 @@ from trtspec.quant.policy import METADATA_KEY, Policy, source_name
 from trtspec.report import (
     OutputOptions,
     file_sha256,
-    package_versions,
     peak_rss,
     provenance,
     refuse_overwrite,
+    versions,
     write_json,
 )
 
@@ -405,7 +405,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     checkpoint = calibration.stream.checkpoint
     about |= {"source": source_name(checkpoint.path), "fingerprint": calibration.header["source"]}
     about["model"] = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
-    about["modelopt"] = package_versions().get("nvidia-modelopt")
+    about["modelopt"] = versions().get("nvidia-modelopt")
     source = {"path": str(calibration.stream.checkpoint.path), **calibration.header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     text = {"name": calibration.data.name, "sha256": calibration.header["data"]}

@@ -1,4 +1,4 @@
-"""The package's own data files, and the records of what several of them state."""
+"""The package's own data files."""
 
 from __future__ import annotations
 

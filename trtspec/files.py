@@ -204,16 +204,6 @@ class Composed:
     scalars: list[tuple[int, int]]
 
 
-@dataclass(slots=True)
-class _Open:
-    """A collection that has not ended: the count of values before it, its anchor, a key that waits for its value."""
-
-    node: Node
-    before: int
-    anchor: str | None
-    key: Node | None = None
-
-
 def read_yaml_text(path: str | Path, remedy: str = REMEDY) -> str:
     """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
     text of at most MOST_BYTES; never waits for a pipe or a device."""
@@ -272,37 +262,46 @@ def _syntax(text: str, error: Exception) -> YamlError:
 
 
 class _Composer:
-    """Nodes from events, iteratively, with the count of values that the whole would have without aliases."""
+    """Nodes from events, with the count of values that the whole would have without aliases."""
 
     def __init__(self, text: str, loader: Any) -> None:
         self.text, self.loader = text, loader
-        self.open: list[_Open] = []
         self.anchors: dict[str, tuple[Node, int] | None] = {}  # with its count; None: the value has not ended
         self.count = 0
-        self.root: Node | None = None
         self.scalars: list[tuple[int, int]] = []
 
     def compose(self) -> Composed:
-        documents = 0
-        while not isinstance(event := self.loader.get_event(), yaml.StreamEndEvent):
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    raise self._error(event, "a second YAML document begins here, and the engine reads one")
-            elif isinstance(event, yaml.ScalarEvent):
-                self._scalar(event)
-            elif isinstance(event, yaml.CollectionStartEvent):
-                self._begin(event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._end(event)
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(event)
-        return Composed(self.root, self.scalars)
+        self.loader.get_event()  # the stream begins
+        if self.loader.check_event(yaml.StreamEndEvent):
+            return Composed(None, [])
+        self.loader.get_event()  # the document begins
+        root = self._node(0)
+        self.loader.get_event()
+        if not self.loader.check_event(yaml.StreamEndEvent):
+            second = self.loader.get_event()
+            raise self._error(second, "a second YAML document begins here, and the engine reads one")
+        return Composed(root, self.scalars)
 
     def _error(self, event: Any, message: str, beyond: bool = False) -> YamlError:
         return YamlError(message, event.start_mark.line + 1, event.start_mark.column + 1, beyond)
 
-    def _scalar(self, event: Any) -> None:
+    def _node(self, level: int) -> Node:
+        """The value that begins at the next event, below `level` collections."""
+        event = self.loader.get_event()
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event)
+        if event.anchor in self.anchors:
+            raise self._error(event, f"the anchor {event.anchor!r} is defined twice")
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None
+        before = self.count
+        self._add(event, 1)
+        node = self._scalar(event) if isinstance(event, yaml.ScalarEvent) else self._collection(event, level)
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node, self.count - before
+        return node
+
+    def _scalar(self, event: Any) -> Node:
         tag = event.tag
         if tag is None or tag == "!":
             tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
@@ -313,11 +312,10 @@ class _Composer:
             begin = self.text.find("\n", node.start, node.end) + 1 or node.end
             node.end = node.start + len(self.text[node.start : node.end].rstrip())
         self.scalars.append((begin, node.end))
-        self._define(event, event.anchor, (node, 1))
-        self._add(event, node, 1)
+        return node
 
-    def _begin(self, event: Any) -> None:
-        if len(self.open) >= MOST_LEVELS:
+    def _collection(self, event: Any, level: int) -> Node:
+        if level >= MOST_LEVELS:
             raise self._error(event, f"nested deeper than {MOST_LEVELS} levels", beyond=True)
         mapping = isinstance(event, yaml.MappingStartEvent)
         tag = event.tag
@@ -326,24 +324,18 @@ class _Composer:
         mark = event.start_mark
         style = "flow" if event.flow_style else ""
         node = Node("mapping" if mapping else "sequence", tag, mark.index, mark.index, mark.line, mark.column, style)
-        self._define(event, event.anchor, None)
-        self.open.append(_Open(node, self.count, event.anchor))
+        last = None
+        while not self.loader.check_event(yaml.MappingEndEvent, yaml.SequenceEndEvent):
+            item = last = self._node(level + 1)
+            if mapping:
+                last = self._node(level + 1)
+            node.items.append((item, last) if mapping else item)
+        end = self.loader.get_event().end_mark.index
+        # the parser's own mark of a block collection is at the next key, behind comments
+        node.end = end if style else last.end if last else node.start
+        return node
 
-    def _end(self, event: Any) -> None:
-        ended = self.open.pop()
-        node = ended.node
-        node.end = event.end_mark.index if node.style == "flow" else _last(node)
-        if ended.anchor is not None:
-            self.anchors[ended.anchor] = (node, self.count - ended.before + 1)
-        self._add(event, node, 1)
-
-    def _define(self, event: Any, anchor: str | None, found: tuple[Node, int] | None) -> None:
-        if anchor is not None and anchor in self.anchors:
-            raise self._error(event, f"the anchor {anchor!r} is defined twice")
-        if anchor is not None:
-            self.anchors[anchor] = found
-
-    def _alias(self, event: Any) -> None:
+    def _alias(self, event: Any) -> Node:
         if event.anchor not in self.anchors:
             raise self._error(event, f"the alias {event.anchor!r} is not defined above")
         found = self.anchors[event.anchor]
@@ -352,32 +344,13 @@ class _Composer:
         node, weight = found
         first, last = event.start_mark, event.end_mark
         self.scalars.append((first.index, last.index))
-        here = replace(node, start=first.index, end=last.index, line=first.line, column=first.column, alias=True)
-        self._add(event, here, weight)
+        self._add(event, weight)
+        return replace(node, start=first.index, end=last.index, line=first.line, column=first.column, alias=True)
 
-    def _add(self, event: Any, node: Node, weight: int) -> None:
+    def _add(self, event: Any, weight: int) -> None:
         self.count += weight
         if self.count > MOST_VALUES:
             raise self._error(event, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
-        if not self.open:
-            self.root = node
-            return
-        parent = self.open[-1]
-        if parent.node.kind == "sequence":
-            parent.node.items.append(node)
-        elif parent.key is None:
-            parent.key = node
-        else:
-            parent.node.items.append((parent.key, node))
-            parent.key = None
-
-
-def _last(node: Node) -> int:
-    """Where the last value of a block collection ends; the parser's own mark is at the next key, behind comments."""
-    if not node.items:
-        return node.start
-    item = node.items[-1]
-    return item[1].end if isinstance(item, tuple) else item.end
 
 
 def construct(root: Node | None) -> Any:
@@ -388,17 +361,17 @@ def construct(root: Node | None) -> Any:
 def _construct(node: Node, constructor: Any) -> Any:
     if node.kind == "scalar":
         node.value = _scalar_value(node, constructor)
-    elif node.kind == "sequence" and node.tag == SEQUENCE:
+    elif node.tag not in (SEQUENCE, MAPPING) or (node.tag == MAPPING) != (node.kind == "mapping"):
+        raise _wrong(node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}")
+    elif node.kind == "sequence":
         node.value = [_construct(item, constructor) for item in node.items]
-    elif node.kind == "mapping" and node.tag == MAPPING:
+    else:
         node.pairs, node.value = _pairs(node, constructor), {}
         for pair in node.pairs:
             try:
                 node.value[pair.key] = pair.value_node.value
             except TypeError:
                 raise _wrong(pair.key_node, "a key cannot be a list or a mapping") from None
-    else:
-        node.value = _checked(node, constructor, _as_yaml(node))
     return node.value
 
 
@@ -415,7 +388,7 @@ def _pairs(node: Node, constructor: Any) -> list[Pair]:
                 merged += [replace(pair, merged=True) for pair in _pairs(source, constructor)]
             continue
         if len(key_node.text) > MOST_KEY:
-            raise YamlError(f"a key of more than {MOST_KEY} characters", key_node.line + 1, key_node.column + 1, True)
+            raise _wrong(key_node, f"a key of more than {MOST_KEY} characters", beyond=True)
         key = key_node.text if key_node.tag == VALUE else _construct(key_node, constructor)
         _construct(value_node, constructor)
         own.append(Pair(key, key_node, value_node, False))
@@ -424,17 +397,13 @@ def _pairs(node: Node, constructor: Any) -> list[Pair]:
 
 def _scalar_value(node: Node, constructor: Any) -> Any:
     if any("\ud800" <= character <= "\udfff" for character in node.text):
-        raise YamlError("half a character (a lone surrogate), which no text can hold", node.line + 1, node.column + 1)
+        raise _wrong(node, "half a character (a lone surrogate), which no text can hold")
     if node.tag == STRING:
         return node.text
     if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
-        raise YamlError(f"a number of more than {MOST_DIGITS} characters", node.line + 1, node.column + 1, True)
-    return _checked(node, constructor, yaml.ScalarNode(node.tag, node.text))
-
-
-def _checked(node: Node, constructor: Any, made: yaml.Node) -> Any:
+        raise _wrong(node, f"a number of more than {MOST_DIGITS} characters", beyond=True)
     try:
-        return constructor.construct_object(made, deep=True)
+        return constructor.construct_object(yaml.ScalarNode(node.tag, node.text), deep=True)
     except yaml.YAMLError as error:
         raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
@@ -442,13 +411,5 @@ def _checked(node: Node, constructor: Any, made: yaml.Node) -> Any:
         raise _wrong(node, f"{node.text[:40]!r} is not a value of the type !!{kind}") from None
 
 
-def _as_yaml(node: Node) -> yaml.Node:
-    if node.kind == "scalar":
-        return yaml.ScalarNode(node.tag, node.text)
-    if node.kind == "sequence":
-        return yaml.SequenceNode(node.tag, [_as_yaml(item) for item in node.items])
-    return yaml.MappingNode(node.tag, [(_as_yaml(key), _as_yaml(value)) for key, value in node.items])
-
-
-def _wrong(node: Node, message: str) -> YamlError:
-    return YamlError(message, node.line + 1, node.column + 1)
+def _wrong(node: Node, message: str, beyond: bool = False) -> YamlError:
+    return YamlError(message, node.line + 1, node.column + 1, beyond)

@@ -42,13 +42,6 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     return max(0, free)
 
 
-def total_memory() -> int:
-    """Bytes of the machine, without cgroup limits."""
-    import psutil
-
-    return int(psutil.virtual_memory().total)
-
-
 def existing(path: Path) -> Path:
     """`path`, else the nearest directory above it that exists: where its free space is."""
     path = path.resolve()

@@ -101,38 +101,32 @@ class Modes:
 
 
 class Needs:
-    """The option is used beside one of these: the name of a field or property that is set, or `field=PATTERN`.
-    `where` says it in words where the conditions are no options."""
+    """The option is used beside one of these: the name of a field that is set, `field=PATTERN`, or a property whose
+    docstring names what it asks for."""
 
     value = "*"
 
-    def __init__(self, *conditions: str, where: str = "") -> None:
-        self.conditions, self.where = conditions, where
+    def __init__(self, *conditions: str) -> None:
+        self.conditions = conditions
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
         if any(_holds(options, condition) for condition in self.conditions):
             return None
-        if self.where:
-            return self.where, "leave it out"
         record = type(options)
         usable = [one for one in self.conditions if uses(record, one.partition("=")[0], mode)] or self.conditions
-        wanted = _listed([_as_field(record, one) for one in usable])
+        wanted = _listed([_named(record, one) for one in usable])
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
 
 class Excludes:
-    """The option is not used beside any of these, written as in `Needs`. `why` follows the flag of the other one."""
+    """The option is not used beside any of these, written as in `Needs`. `value` is as in `Modes`."""
 
-    def __init__(self, *conditions: str, value: str = "*", why: str = "", where: str = "") -> None:
-        self.conditions, self.value, self.why, self.where = conditions, value, why, where
+    def __init__(self, *conditions: str, value: str = "*") -> None:
+        self.conditions, self.value = conditions, value
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
         found = next((condition for condition in self.conditions if _holds(options, condition)), None)
-        if found is None:
-            return None
-        if self.where:
-            return self.where, "leave it out"
-        return f"with {_as_field(type(options), found)}{self.why and ', ' + self.why}", "leave one of the two out"
+        return found and (f"with {_named(type(options), found)}", "leave one of the two out")
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -143,8 +137,10 @@ def _holds(options: Any, condition: str) -> bool:
     return any(fnmatchcase(str(item), pattern) for item in (value if isinstance(value, tuple) else (value,)))
 
 
-def _as_field(record: type, condition: str) -> str:
+def _named(record: type, condition: str) -> str:
     name, _, value = condition.partition("=")
+    if name not in fields_of(record):
+        return str(getattr(record, name).__doc__)
     return f"`{fields_of(record)[name].keyword}` {value}".rstrip()
 
 
@@ -182,14 +178,9 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-def fields_of(record: type) -> dict[str, Field]:
-    """The fields of a record by name."""
-    return _read(record)
-
-
 @functools.cache
-def _read(record: Any) -> dict[str, Field]:
-    """Once: annotations are text until then, and each calls typer."""
+def fields_of(record: Any) -> dict[str, Field]:
+    """The fields of a record by name; read once, because annotations are text until then."""
     hints = typing.get_type_hints(record, include_extras=True)
     panels, panel = getattr(record, "panels", {}), None
     found: dict[str, Field] = {}
@@ -234,7 +225,7 @@ def _field(field: Any, kind: Any, info: Any, rules: tuple[Any, ...], panel: str 
 
 def uses(record: type, name: str, mode: Mode | None) -> bool:
     """Whether the mode uses the field, beside whatever else."""
-    rules = fields_of(record)[name].rules
+    rules = fields_of(record)[name].rules if name in fields_of(record) else ()
     return mode is None or all(mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*")
 
 
@@ -261,7 +252,7 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
         where, remedy = refused
         if origins.get(name) != "variable":
             raise UsageError(
-                f"{_as_field(record, name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
+                f"{_named(record, name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
             )
         note(f"{variable(command, fields[name].typed)} is not used {errors.as_typed(where)}")
         options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]

@@ -104,21 +104,15 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that decide results, without importing them."""
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide results, without importing them."""
     from importlib import metadata  # here, because it takes as long to import as a torch-free command to answer
 
-    found = {}
+    found = {"python": platform.python_version()}
     for name in VERSIONED_PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
-
-
-def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **package_versions()}
 
 
 def now() -> str:
@@ -129,13 +123,7 @@ def now() -> str:
 def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The record written as provenance.json beside everything a command makes: without a time, because a run that was
     killed and resumed leaves the same bytes as one that was not."""
-    return {
-        "command": command,
-        "source": source,
-        "options": options,
-        "versions": versions(),
-        **more,
-    }
+    return {"command": command, "source": source, "options": options, "versions": versions(), **more}
 
 
 def print_json(value: Any) -> None:

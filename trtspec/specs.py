@@ -7,6 +7,7 @@ A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_confi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,15 +20,8 @@ REMEDY = "correct config.json, or download it again"
 CODE = "TS-CONFIG-KEY"
 SHOWN = 60
 NESTED = ("text_config", "transformer_layer_config", "eagle_config", "quantization_config", "quantization")
-MAPPINGS = (
-    *NESTED,
-    "vision_config",
-    "speculators_config",
-    "rope_scaling",
-    "rope_parameters",
-    "auto_map",
-    "config_groups",
-)
+MAPPINGS = (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters", "auto_map",
+            "config_groups")  # fmt: skip
 TEXTS = ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format")
 LISTS_OF_TEXT = ("architectures", "ignore", "exclude_modules")
 LISTS_OF_WHOLES = ("eagle_aux_hidden_state_layer_ids", "weight_block_size")
@@ -57,11 +51,9 @@ class Values:
 
     def text(self, key: str, default: str) -> str:
         value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
+        if value is not None and not isinstance(value, str):
             raise self._wrong(key, "a string", value)
-        return value
+        return default if value is None else value
 
     def mapping(self, key: str) -> Values:
         """The mapping at a key; an empty one where it is absent or null."""
@@ -70,22 +62,18 @@ class Values:
 
     def wholes(self, key: str, *, or_one: bool = False) -> tuple[int, ...]:
         """A list of integers, with `or_one` also an integer alone; () where it is absent or null."""
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        listed = [value] if or_one and not isinstance(value, list) else value
-        if not isinstance(listed, list) or not all(map(_is_whole, listed)):
-            raise self._wrong(key, "a list of integers", value)
-        return tuple(listed)
+        alone = or_one and _is_whole(self.values.get(key))
+        return (self.values[key],) if alone else self._list(key, "a list of integers", _is_whole)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; () where it is absent or null."""
+        return self._list(key, "a list of strings", lambda item: isinstance(item, str))
+
+    def _list(self, key: str, what: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:
         value = self.values.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, "a list of strings", value)
-        return tuple(value)
+        if value is not None and not (isinstance(value, list) and all(map(is_item, value))):
+            raise self._wrong(key, what, value)
+        return tuple(value or ())
 
     def _value(self, key: str, default: Any) -> Any:
         if default is REQUIRED:
@@ -215,23 +203,19 @@ class QuantSpec:
             where = "hf_quant_config.json"
         if not block:
             return QuantSpec()
-        return _quant_from_block(block, where)
-
-
-def _quant_from_block(block: dict[str, Any], where: str) -> QuantSpec:
-    method = block.get("quant_method", "")
-    exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
-    kv_cache = "fp8" if block.get("kv_cache_scheme") else None
-    known = format_of_config(block)
-    if known is not None:
+        if (known := format_of_config(block)) is None:
+            raise TrtspecError(
+                f"quantization_config in {where} (quant_method {block.get('quant_method', '')!r}, format "
+                f"{block.get('format')!r}, quant_algo {block.get('quant_algo')!r}) is not a format that Kimi "
+                "checkpoints are published in",
+                SUPPORTED,
+                "TS-TARGET-FORMAT-UNKNOWN",
+            )
         format, group_size, block_size = known
-        return QuantSpec(format, group_size, exclude, kv_cache, block_size, where)
-    raise TrtspecError(
-        f"quantization_config in {where} (quant_method {method!r}, format {block.get('format')!r}, "
-        f"quant_algo {block.get('quant_algo')!r}) is not a format that Kimi checkpoints are published in",
-        SUPPORTED,
-        "TS-TARGET-FORMAT-UNKNOWN",
-    )
+        exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
+        return QuantSpec(
+            format, group_size, exclude, "fp8" if block.get("kv_cache_scheme") else None, block_size, where
+        )
 
 
 @dataclass(frozen=True)
@@ -287,52 +271,40 @@ class ModelSpec:
 
     @staticmethod
     def from_config(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> ModelSpec:
-        """Parses a target's config.json.
-
-        Raises TrtspecError for Kimi-K3 and every other model type, naming it, and for a config that lacks a key.
-        """
+        """Parses a target's config.json. Raises TrtspecError for a model type that is no Kimi-K2, naming it, and for a
+        config that lacks a key."""
         model_type = config.get("model_type", "")
-        if model_type in ("kimi_k3", "kimi_linear"):
-            raise TrtspecError(
-                f"model_type {model_type!r} is Kimi-K3, another architecture (KDA + gated MLA, MXFP4)",
-                "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code",
-                "TS-TARGET-MODEL-TYPE",
-            )
         if model_type not in KIMI_MODEL_TYPES:
             raise TrtspecError(
                 f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
                 "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint",
                 "TS-TARGET-MODEL-TYPE",
             )
-        return _model_spec(config, QuantSpec.from_configs(config, hf_quant_config))
-
-
-def _model_spec(config: dict[str, Any], quant: QuantSpec) -> ModelSpec:
-    top = Values(config)
-    nested = bool(config.get("text_config"))
-    text = top.mapping("text_config") if nested else top
-    sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
-    ids = {name: (text if name in text.values else top).wholes(name, or_one=True) for name in TOKEN_IDS}
-    return ModelSpec(
-        model_type=config["model_type"],
-        architecture=(top.texts("architectures") or ("DeepseekV3ForCausalLM",))[0],
-        **sizes,
-        n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
-        first_k_dense_replace=text.whole("first_k_dense_replace"),
-        n_group=text.whole("n_group", 1),
-        topk_group=text.whole("topk_group", 1),
-        norm_topk_prob=bool(text.values.get("norm_topk_prob", True)),
-        routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
-        rms_norm_eps=text.number("rms_norm_eps"),
-        rope=RopeSpec.from_config(text.values),
-        quant=quant,
-        bos_token_id=next(iter(ids["bos_token_id"]), None),
-        eos_token_ids=ids["eos_token_id"],
-        pad_token_id=next(iter(ids["pad_token_id"]), None),
-        name_prefix="language_model." if nested else "",
-        has_vision="vision_config" in config,
-        remote_code="auto_map" in config,
-    )
+        top = Values(config)
+        nested = bool(config.get("text_config"))
+        text = top.mapping("text_config") if nested else top
+        sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
+        ids = {name: (text if name in text.values else top).wholes(name, or_one=True) for name in TOKEN_IDS}
+        return ModelSpec(
+            model_type=model_type,
+            architecture=(top.texts("architectures") or ("DeepseekV3ForCausalLM",))[0],
+            **sizes,
+            n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
+            first_k_dense_replace=text.whole("first_k_dense_replace"),
+            n_group=text.whole("n_group", 1),
+            topk_group=text.whole("topk_group", 1),
+            norm_topk_prob=bool(text.values.get("norm_topk_prob", True)),
+            routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
+            rms_norm_eps=text.number("rms_norm_eps"),
+            rope=RopeSpec.from_config(text.values),
+            quant=QuantSpec.from_configs(config, hf_quant_config),
+            bos_token_id=next(iter(ids["bos_token_id"]), None),
+            eos_token_ids=ids["eos_token_id"],
+            pad_token_id=next(iter(ids["pad_token_id"]), None),
+            name_prefix="language_model." if nested else "",
+            has_vision="vision_config" in config,
+            remote_code="auto_map" in config,
+        )
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     path = make_target(tmp_path, nested=False)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k3"}))
-    with pytest.raises(TrtspecError, match="Kimi-K3"):
+    with pytest.raises(TrtspecError, match="'kimi_k3' is not a Kimi-K2 model"):
         describe(resolve(str(path)))
 
 

@@ -8,25 +8,26 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from trtspec.cli.demo import STAGES, prepare
-from trtspec.cli.demo_first_answer import StreamedAnswer, question, verdict
+from trtspec.cli.demo_first_answer import figures, question, verdict
+from trtspec.client.client import Answer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.processes import require_free_ports
 
 
 def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
-    plain = StreamedAnswer("plain", "a b c", 97, 96, 24.0)
-    eagle = StreamedAnswer("eagle", "a b c", 97, 32, 48.0)
+    plain = Answer("first", "demo", 0, 0.0, text="a b c", completion_tokens=97, chunks=[(0.0, 1), (4.0, 4)])
+    eagle = replace(plain, chunks=[(0.0, 1), (2.0, 4)], spec_decode={"steps": 32})
     assert verdict([plain, eagle]) == "24 and 48 tokens/s: the same text, 2.0 times as fast"
-    assert eagle.figures == "97 tokens, 48 tokens/s, 3.00 tokens per pass"
-    eagle.text = "a b d"
-    assert "DIFFERENT" in verdict([plain, eagle])
-    assert question()["messages"][-1]["role"] == "user"
+    assert figures(eagle) == "97 tokens, 48 tokens/s, 3.00 tokens per pass"
+    assert "DIFFERENT" in verdict([plain, replace(eagle, text="a b d")])
+    assert question()[-1]["role"] == "user"
 
 
 def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:

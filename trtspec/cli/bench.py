@@ -45,7 +45,7 @@ class BenchOptions:
     concurrency: Annotated[
         IntList,
         option("Numbers of parallel conversations; each is measured separately."),
-        Excludes("rate", why="which does not limit how many are in flight"),
+        Excludes("rate"),
     ] = IntList((1, 4, 16))
     rate: Annotated[
         RateList | None,
@@ -89,7 +89,7 @@ class BenchOptions:
     choose_draft: Annotated[
         bool,
         option("Propose one of the measured draft lengths. A number as NAME is the draft length of a server."),
-        Excludes("rate", why="at which the load is no setting"),
+        Excludes("rate"),
     ] = False
     at: Annotated[
         tuple[str, ...],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
@@ -120,6 +121,28 @@ def lint(options: LintOptions) -> Result:
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
     return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
                   failure=_failure(judged, options.strict))  # fmt: skip
+
+
+def lint_configuration(config: Mapping[str, Any] | str | Path, served_with: tuple[str, ...], **options: Any) -> Result:
+    """`trtspec.lint`: the judgement of a mapping, YAML text or the path of a file."""
+    from trtspec.trtllm.carriers import Carried
+    from trtspec.trtllm.document import Document
+
+    if isinstance(config, Mapping):
+        import yaml
+
+        try:
+            document = Document.parse(yaml.safe_dump(dict(config), sort_keys=False), "(dict)")
+        except yaml.YAMLError as error:
+            raise UsageError(f"the configuration cannot be written as YAML: {error}", "use plain values") from None
+    elif isinstance(config, str) and ("\n" in config or ": " in config):
+        document = Document.parse(config, "(text)")
+    else:
+        document = Document.read(config)
+    asked = LintOptions(files=(document.name,), **options)
+    judged = judge_part(document, Carried(""), list(served_with) or None, asked)
+    problems = [finding.problem(document.name) for finding in judged.findings]
+    return Result({"version": judged.version, "version_reason": judged.reason}, problems)
 
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
@@ -251,8 +274,6 @@ def _diff(before: Document, after: Document) -> str:
 
 def _write(file: str, text: str) -> None:
     """Behind a link the file itself is written, and keeps its permissions."""
-    from pathlib import Path
-
     from trtspec.report import write_atomic
 
     place = Path(file).resolve()

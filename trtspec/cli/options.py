@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
 
-CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")  # Slurm's [days-]hours:minutes:seconds
-PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
-SECONDS = (86400, 3600, 60, 1)
 MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
 PolicyOption = Annotated[
@@ -80,28 +77,6 @@ def _numbers(text: str, kind: type, above: int) -> tuple[Any, ...]:
     if not all(above < number < MOST for number in found):
         raise ValueError
     return found
-
-
-@dataclass(frozen=True)
-class Duration:
-    """Of `90m`, `1h30m`, `3600`, `2d` or Slurm's `1-12:00:00`."""
-
-    text: str
-    seconds: float
-    what: ClassVar = "a time"
-    example: ClassVar = "3h30m"
-
-    @classmethod
-    def parse(cls, text: str) -> Duration:
-        found = CLOCK.fullmatch(text.strip()) or PARTS.fullmatch(text.strip().lower())
-        parts = found.groups() if found else ()
-        seconds = sum(float(part or 0) * unit for part, unit in zip(parts, SECONDS, strict=False))
-        if seconds <= 0:
-            raise ValueError("it may be 90m, 3h30m, 7200 or 1-12:00:00")
-        return cls(text, seconds)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)

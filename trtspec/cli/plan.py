@@ -62,7 +62,7 @@ class PlanOptions:
     verbose: Annotated[
         bool,
         option("Also print the assumptions and the sources.", "-v"),
-        Excludes("json_", why="which holds everything"),
+        Excludes("json_"),
     ] = False
     json_: JsonOption = False
 

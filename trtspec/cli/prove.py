@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from trtspec.cli.options import Gpu, IntList
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, option
-from trtspec.report import Result, package_versions
+from trtspec.report import Result, versions
 
 if TYPE_CHECKING:
     from trtspec.bench.prove.script import ProveSetup, Step
@@ -131,7 +131,7 @@ def _engine(backend: str) -> str | None:
         (PROGRAM if backend == "trtllm" else VLLM).require()
         return engine_version() if backend == "trtllm" else VLLM.version()
     require_packages("torch", "fastapi", "uvicorn")
-    return package_versions()["trtspec"]
+    return versions()["trtspec"]
 
 
 def _absolute(name: str) -> str:

@@ -34,7 +34,7 @@ class SynthesizeOptions:
     split: Annotated[
         str | None,
         option("Split of a hub data set, or several: a,b,c give equal shares.", default="train"),
-        Needs("from_hub", where="by prompts that are no hub data set"),
+        Needs("from_hub"),
     ] = None
     samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 512
@@ -43,7 +43,7 @@ class SynthesizeOptions:
     thinking: Annotated[
         Literal["keep", "drop"],
         option("Whether the reasoning before each answer goes into the data set."),
-        Excludes("raw", why="which has no chat template"),
+        Excludes("raw"),
     ] = "keep"
     raw: Annotated[bool, option("Send prompts to /completions as plain text, without the chat template.")] = False
     extra_body: Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")] = (
@@ -58,6 +58,7 @@ class SynthesizeOptions:
 
     @property
     def from_hub(self) -> bool:
+        """a hub data set"""
         from trtspec.checkpoint.rows import from_hub
 
         return from_hub(self.prompts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from trtspec.cli.options import CountList, Duration, Gpu, directory_of
+from trtspec.cli.options import CountList, Gpu, directory_of
 from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
@@ -65,7 +65,7 @@ DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
 WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
-NO_DUMPS = Excludes("dumps", where="by a directory of dumps, which holds the hidden states")
+NO_DUMPS = Excludes("dumps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class TrainCommand:
     epochs: Annotated[
         int,
         option("Passes over the data; more than a finished run had extend it.", min=1),
-        Excludes("steps", why="which replaces it"),
+        Excludes("steps"),
     ] = CURVE.epochs
     steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
     batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = CURVE.batch_size
@@ -135,7 +135,9 @@ class TrainCommand:
     ] = None
     save_every: Annotated[int, option("Steps between saved states.", min=1)] = RUN.save_every
     keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = RUN.keep
-    max_time: Annotated[Duration | None, option("Stop in time and leave a usable head: 90m, 3h30m, 1-12:00:00.")] = None
+    max_time: Annotated[
+        float | None, option("Hours in which the run must end; it leaves a usable head.", metavar="HOURS", min=0.01)
+    ] = None
     device: Annotated[str, option("cpu or cuda.")] = RUN.device
     acceptance_prompts: Annotated[
         int,
@@ -150,7 +152,7 @@ class TrainCommand:
 
     @property
     def dumps(self) -> Path | None:
-        """The directory that DATA is, if it holds hidden states."""
+        """a directory of dumps"""
         return dump_directory(self.data)
 
 
@@ -289,7 +291,7 @@ def _run(command: TrainCommand) -> TrainingRun:
         import psutil
 
         began = time.monotonic() - (time.time() - psutil.Process().create_time())
-        deadline = began + command.max_time.seconds
+        deadline = began + 3600 * command.max_time
     values = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
     return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, **values)
 

@@ -80,7 +80,7 @@ class ServeOptions:
         int | None,
         option("Tokens drafted per step. Default: 3.", min=1),
         SERVERS,
-        Excludes("config", why="which decides it"),
+        Excludes("config"),
         Needs("head"),
     ] = None
     draft_sampling: Annotated[

@@ -89,7 +89,7 @@ class Intent:
     role: Annotated[
         Role | None,
         option("One part of a disaggregated deployment."),
-        Excludes("disaggregated", why="which writes every part into a directory"),
+        Excludes("disaggregated"),
     ] = None
     experts_over: Annotated[
         int | None, option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1), NOT_FRONT

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
 from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.cli.options import Duration
-from trtspec.errors import UsageError
 from trtspec.heads.training.loop import (
     Gradients,
     Objective,
@@ -37,7 +35,6 @@ from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import Sample, read_files, split_data
 from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
-from trtspec.records import parsed
 
 LAYERS = (1, 3, 4)
 
@@ -224,18 +221,3 @@ def test_a_walk_along_an_answer():
     assert simulate_acceptance([[True] * 10] * 2, answer) == (2, 4)
     assert simulate_acceptance([[True] * 10] * 2, [0] * 10) == (0, 0)
     assert simulate_acceptance([[True] * 6] * 3, [0, 1, 1, 0, 1, 1]) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90m", 5400), ("3h30m", 12600), ("7200", 7200), ("45s", 45), ("1-12:00:00", 129600), ("00:30:00", 1800)],
-)
-def test_times(text, seconds):
-    assert Duration.parse(text).seconds == seconds
-    assert str(Duration.parse(text)) == text
-
-
-@pytest.mark.parametrize("text", ["0", "soon", "-5m", "1:2", "5x"])
-def test_no_times(text):
-    with pytest.raises(UsageError, match="--max-time .* is not a time"):
-        parsed(Duration, text, "--max-time")
