@@ -85,7 +85,7 @@ def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Pa
     table, _, remedies = done.stdout.partition("\nfor ")
     assert max(map(len, table.splitlines())) <= 80, table
     assert "trtllm-serve, an NVIDIA GPU" in table and "nvidia-smi is missing" in table
-    assert "serve --backend trtllm, prove:\n    run trtspec in the image" in remedies
+    assert "serve --backend trtllm, prove --backend trtllm:\n    run trtspec in the image" in remedies
     for raw in ("Errno", "pydantic.dev", "Traceback"):
         assert raw not in done.stdout + done.stderr
 

@@ -58,11 +58,6 @@ EXTRAS = {
     "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
     "requests": "modelopt",
 }  # fmt: skip
-# words of a model card's trtllm-serve command, and what to type in their place
-PASTED = {
-    "--extra-llm-api-options": "pass the file as --config FILE",
-    "'--backend': 'pytorch'": "leave --backend out: trtspec serve starts TensorRT-LLM with its pytorch backend",
-}
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
@@ -152,8 +147,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "trtspec"
         message = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
-        remedy = next((remedy for words, remedy in PASTED.items() if words in message), f"see `{command} --help`")
-        _fail(UsageError(message, remedy))
+        _fail(UsageError(message, f"see `{command} --help`"))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):

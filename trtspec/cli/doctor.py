@@ -36,7 +36,9 @@ NEEDS = {
     "bench": (),
     "bench --dataset HUB_ID": ("modelopt",),  # parquet and .zst too, and wherever data sets are read
     "check": (),
-    "prove": ("trtllm-serve", GPU),
+    "prove --backend reference": ("reference",),
+    "prove --backend trtllm": ("trtllm-serve", GPU),
+    "prove --backend vllm": ("vllm",),
     "watch": (),
 }
 # engines are programs in an installation of their own
@@ -45,9 +47,6 @@ PROGRAMS = {
     "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
     GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
 }
-# commands that do part of their work without what they lack
-WITHOUT = {"prove": "only --backend vllm and --backend reference"}
-PLACES = {"here": "here", "hub_cache": "in the hub cache", "shared_memory": "in shared memory"}
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -152,14 +151,16 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """The commands, then the machine."""
-    rows = [command_row(command, state) for command, state in report["commands"].items()]
-    styles = {"ready": "green", "missing": "yellow", "partly": "yellow"}
-    gpus = [", ".join(gpu.values()) for gpu in report["gpus"]]
+    rows = [
+        (command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]))
+        for command, state in report["commands"].items()
+    ]
     machine = {key: value for key, value in report.items() if key != "commands"} | {
-        "gpus": gpus or "nvidia-smi is missing or reports no GPU",
+        "gpus": [", ".join(gpu.values()) for gpu in report["gpus"]] or "nvidia-smi is missing or reports no GPU",
         "packages": ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version),
-        "disk": ", ".join(f"{size / 1e9:,.0f} GB {PLACES[place]}" for place, size in report["disk"].items()),
+        "disk": ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB" for name, size in report["disk"].items()),
     }
+    styles = {"ready": "green", "missing": "yellow"}
     text = frozenset(range(3))
     return [
         Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False, styles=styles),
@@ -174,9 +175,3 @@ def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
         names = [name for name, state in report["commands"].items() if state["install"] == install]
         found += [f"for {', '.join(names)}:", f"    {install}"]
     return found if problems else [*found, "no problems found"]
-
-
-def command_row(command: str, state: dict[str, Any]) -> list[str]:
-    without = f"; without it: {WITHOUT[command]}" if command in WITHOUT and state["missing"] else ""
-    word = "ready" if state["ready"] else "partly" if without else "missing"
-    return [command, word, ", ".join(state["missing"]) + without]
