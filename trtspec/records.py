@@ -126,7 +126,7 @@ class Excludes:
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
         found = next((condition for condition in self.conditions if _holds(options, condition)), None)
-        return found and (f"with {_named(type(options), found)}", "leave one of the two out")
+        return None if found is None else (f"with {_named(type(options), found)}", "leave one of the two out")
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -178,9 +178,14 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
+def fields_of(record: type) -> dict[str, Field]:
+    """The fields of a record by name."""
+    return _read(record)
+
+
 @functools.cache
-def fields_of(record: Any) -> dict[str, Field]:
-    """The fields of a record by name; read once, because annotations are text until then."""
+def _read(record: Any) -> dict[str, Field]:
+    """Once: annotations are text until then, and each calls typer."""
     hints = typing.get_type_hints(record, include_extras=True)
     panels, panel = getattr(record, "panels", {}), None
     found: dict[str, Field] = {}
