@@ -34,7 +34,9 @@ VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "sa
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Writes to a temporary name beside `path`, fsyncs, renames: a reader sees the old file or the whole new one."""
+    """Writes to a temporary name beside `path`, fsyncs, renames: a reader sees the old file or the whole new one. An
+    existing file keeps its permissions."""
+    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
     payload = data.encode("utf-8") if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -43,7 +45,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             stream.write(payload)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

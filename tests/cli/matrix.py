@@ -193,7 +193,7 @@ def _steady(text: str, floats: bool) -> str:
     text = re.sub(r"(in|took|about) +[\d.,]+ (s|min)\b", r"\1 0 s", text)
     text = re.sub(r"peak memory [\d,]+|[\d,]+ free", "0", text)
     text = re.sub(r"^((?:\w+ )*(?:seconds|free bytes|estimate|rss bytes)) +[\d.,]+ *$", r"\1 0", text, flags=re.M)
-    text = re.sub(r"\d+ GB (?=here|in the hub cache|in shared memory)", "", text)  # free now, on a disk of others
+    text = re.sub(r"(here|hub cache|shared memory) [\d,]+ GB", r"\1", text)  # free now, on a disk of others
     if floats:
         return text
     text = re.sub(r"\d[\d,]*\.\d+(e-?\d+)?|\b\d+ %", "#", text)

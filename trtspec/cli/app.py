@@ -193,16 +193,9 @@ def _fail(error: TrtspecError) -> None:
 
         traceback.print_exc()
     _answer(error)
-    title = TITLES.get(error.exit_code, "Error")
-    body = f"{error.message}\n-> {error.remedy}" if error.remedy else error.message
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.panel import Panel
-        from rich.text import Text
-
-        Console(stderr=True).print(Panel(Text(body), title=title, title_align="left", border_style="red"))
-    else:  # logs and pipes: no frame, so that paths are never wrapped
-        report.write_stderr(f"{title}: {body}\n")
+    remedy = f"\n-> {error.remedy}" if error.remedy else ""
+    # no frame, so that paths and commands are never wrapped
+    report.write_stderr(f"{TITLES.get(error.exit_code, 'Error')}: {error.message}{remedy}\n")
     sys.exit(error.exit_code)
 
 

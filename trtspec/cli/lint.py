@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import JsonOption, argument, option
-from trtspec.report import Result, problem_lines, write_stderr
+from trtspec.report import Result, problem_lines, write_atomic, write_stderr
 
 if TYPE_CHECKING:
     from trtspec.errors import Severity
@@ -196,7 +196,11 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         return Judged(document.name, document, error=error)
     better = document if text == document.text else Document.parse(text, document.name)
     if options.fix and better is not document:
-        _write(file, text)
+        try:
+            write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
+        except OSError as error:
+            message = f"{file} cannot be written: {error.strerror}"
+            raise TrtspecError(message, "print the corrections with --diff") from None
     return Judged(
         document.name,
         better if options.fix else document,
@@ -270,19 +274,6 @@ def _diff(before: Document, after: Document) -> str:
     for line in difflib.unified_diff(old, new, before.name, before.name):
         lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(lines)
-
-
-def _write(file: str, text: str) -> None:
-    """Behind a link the file itself is written, and keeps its permissions."""
-    from trtspec.report import write_atomic
-
-    place = Path(file).resolve()
-    try:
-        mode = place.stat().st_mode & 0o7777
-        write_atomic(place, text)
-        place.chmod(mode)
-    except OSError as error:
-        raise TrtspecError(f"{file} cannot be written: {error.strerror}", "print the corrections with --diff") from None
 
 
 def _lines(judged: Judged) -> Iterator[str]:

@@ -83,20 +83,15 @@ def prove(options: ProveOptions) -> Result:
 def _setup(options: ProveOptions) -> ProveSetup:
     from trtspec.bench.prove.script import ProveSetup
 
+    same = ("backend", "draft_len", "gpus", "samples", "max_tokens", "port", "accept_unmeasured")
     return ProveSetup(
         target=_absolute(options.target),
         head=_absolute(str(options.head)),
-        backend=options.backend,
-        draft_len=options.draft_len,
-        gpu=options.gpu or _installed_gpu(),
-        gpus=options.gpus,
         dataset=_absolute(options.dataset),
-        samples=options.samples,
-        max_tokens=options.max_tokens,
+        gpu=options.gpu or _installed_gpu(),
         concurrency=options.concurrency.values,
-        port=options.port,
-        accept_unmeasured=options.accept_unmeasured,
         serve_words=options.passed,
+        **{name: getattr(options, name) for name in same},
     )
 
 

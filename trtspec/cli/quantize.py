@@ -15,7 +15,6 @@ from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Res
 from trtspec.report import OutputOptions, Result, Table, progress_bar, value_table
 
 if TYPE_CHECKING:
-    from trtspec.checkpoint.headers import Checkpoint
     from trtspec.quant.run import Quantized
 
 KvCache = Literal["fp8", "none"]
@@ -64,12 +63,14 @@ def quantize(options: QuantizeOptions) -> Result:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
+    from trtspec.checkpoint.remote import open_headers
     from trtspec.quant.plan import ConversionOptions
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     if options.dry_run and (estimate := _from_shapes(options)) is not None:
         return estimate
-    source = _source(options)
+    # of a dry run what the headers say, which are read from the hub if need be
+    source = open_headers(options.source) if options.dry_run else directory_of(options.source)
     policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
     settings = ConversionOptions(
         kv_cache=None if options.kv_cache == "none" else options.kv_cache,
@@ -116,21 +117,12 @@ def _from_shapes(options: QuantizeOptions) -> Result | None:
     return Result(about | sizes, [absent], (), [line])
 
 
-def _source(options: QuantizeOptions) -> Path | Checkpoint:
-    """The directory with the weights; for a dry run what the headers tell, which are read from the hub if need be."""
-    if not options.dry_run:
-        return directory_of(options.source)
-    from trtspec.checkpoint.remote import open_headers
-
-    return open_headers(options.source)
-
-
 def _done(result: Quantized, source: str) -> list[str]:
     """What was written, and the next command."""
-    lines = [
+    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
+    return [
         f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
-        f"{result.shards_resumed} shards resumed"
+        f"{result.shards_resumed} shards resumed",
+        f"next: {inspect}",
     ]
-    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
-    return [*lines, f"next: {inspect}"]

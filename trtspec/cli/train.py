@@ -15,7 +15,6 @@ from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
     EagleVersion,
-    FeatureSource,
     Precision,
     Schedule,
     TrainingRecipe,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trtspec.heads.training.curve import CurvePoint
-    from trtspec.heads.training.options import TrainingRecipe, TrainOptions
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
     from trtspec.heads.training.samples import Sample
@@ -206,13 +204,17 @@ def train(command: TrainCommand) -> Result | None:
     typed, (command, recipe, from_file) = command, with_file(command)
     command = like_initial(command, given(typed) | from_file)
     features = feature_source(command.features)
-    mode = _mode(command, features)
+    mode = DRY_RUN if command.dry_run else WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
     command = checked(command, mode)
     refuse_from_file(command, mode, from_file)
     options = curve_options(command)
+    if not command.target or not command.data:
+        name = "DATA" if command.target else "TARGET"
+        remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
+        raise UsageError(f"{name} is missing", remedy)
     request = TrainRequest(
-        target=_needed(command.target, "TARGET"),
-        data=_needed(command.data, "DATA"),
+        target=command.target,
+        data=command.data,
         features=features,
         run=_run(command),
         acceptance_prompts=command.acceptance_prompts,
@@ -272,26 +274,8 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
     return replace(command, **{name: value for name, value in theirs.items() if name not in chosen})
 
 
-def _mode(command: TrainCommand, features: FeatureSource) -> Mode:
-    if command.dry_run:
-        return DRY_RUN
-    return WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
-
-
-def _needed(value: Any, name: str) -> Any:
-    if not value:
-        raise UsageError(f"{name} is missing", f"give it as an argument, or as `{name.lower()}:` in the --config file")
-    return value
-
-
 def _run(command: TrainCommand) -> TrainingRun:
-    """`--max-time` counts from the start of this process, its imports included."""
-    deadline = None
-    if command.max_time is not None:
-        import psutil
-
-        began = time.monotonic() - (time.time() - psutil.Process().create_time())
-        deadline = began + 3600 * command.max_time
+    deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
     values = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
     return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, **values)
 
