@@ -88,12 +88,6 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-class Unexpected(TrtspecError):
-    """A defect of trtspec, or something that it did not foresee (exit status 1)."""
-
-    default_code = "TS-ERROR-UNEXPECTED"
-
-
 @dataclass(frozen=True)
 class Problem:
     """One finding. `code` is stable and documented in docs/problems.md; `where` names a file, key or tensor."""

@@ -349,11 +349,8 @@ class Bar:
             self.progress.update(self.task, completed=done, total=total)
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
-        if self.progress is not None:
-            self.progress.console.print(text, markup=False, highlight=False)
-        else:
-            say(text)
+        """A line above the bar, which rich keeps below what stderr gets."""
+        say(text)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import trtspec.report as report
-from trtspec.errors import Interrupted, MissingDependency, TrtspecError, Unexpected, UsageError
+from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
 from trtspec.records import (
     CLICK_ERROR,
     click_command,
@@ -154,7 +154,8 @@ def main() -> None:
         _fail(Interrupted("stopped by Ctrl-C"))
     except Exception as error:  # the last resort: a user never sees a traceback unasked
         reason = f"unexpected {type(error).__name__}: {error}"
-        _fail(Unexpected(reason, "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug"))
+        remedy = "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug"
+        _fail(TrtspecError(reason, remedy, "TS-ERROR-UNEXPECTED"))
     if status == Interrupted.exit_code:
         _answer(Interrupted("stopped by Ctrl-C"))
     sys.exit(status if isinstance(status, int) else 0)
