@@ -41,6 +41,8 @@ def answers(plain_url: str, eagle_url: str, quiet: bool) -> list[Answer]:
                 live.update(_beside([*found, so_far]))
 
             found.append(asyncio.run(_ask(url, messages, draw)))
+    if not console.is_terminal:
+        console.line()
     return found
 
 
