@@ -54,8 +54,8 @@ def passed_options(words: Sequence[str]) -> dict[str, str]:
     return {SHORT.get(name, name): flag for name, flag in named.items()}
 
 
-def _meant(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry of an option, also of one that is abbreviated (`--hos`), as vLLM's parser accepts it."""
+def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
+    """The entry in `options` of one that was passed, also abbreviated (`--hos`), as vLLM's parser accepts it."""
     short = flag.startswith("--")
     return next((options[key] for key in options if key == name or (short and key.startswith(name))), None)
 
@@ -65,7 +65,7 @@ def _ranks(options: ServeOptions) -> int:
 
 
 def _speculation(options: ServeOptions) -> dict[str, Any]:
-    """What --speculative-config says; {} without a head."""
+    """The value of --speculative-config; {} without a head."""
     if options.head is None:
         return {}
     drawn = {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
@@ -80,9 +80,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head = load_head(options.head, values=launching) if options.head else None
     version, reason, problems = _version(options.vllm_version, launching)
     for name, flag in passed_options(options.passed).items():
-        if own := _meant(name, flag, _releases()["own_options"]):
+        if own := _entry_of(name, flag, _releases()["own_options"]):
             raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if remedy := _meant(name, flag, _releases()["refused_options"]):
+        if remedy := _entry_of(name, flag, _releases()["refused_options"]):
             raise UsageError(f"{flag} is not used after --", remedy)
     problems += _target_problems(options, target.spec)
     problems += _head_problems(options, head, target) if head is not None else ()
@@ -97,7 +97,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         argv=vllm_command(options, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
         config={"speculative_config": _speculation(options)} if options.head else {},
-        problems=problems if launching else [preflight.mentioned(problem) for problem in problems],
+        problems=problems if launching else [preflight.as_in_dry_run(problem) for problem in problems],
         version=(str(version), reason),
         endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
         limits=options.limits,
@@ -197,7 +197,7 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
-    """The version to judge for, why, and what is doubtful about it."""
+    """The vLLM version to judge for, why this one, and problems with it."""
     installed = PROGRAM.version()
     oldest, newest = _releases()["oldest"], _releases()["newest"]
     try:

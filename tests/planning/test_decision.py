@@ -17,7 +17,7 @@ from trtspec.cli.app import app
 from trtspec.cli.plan import PlanOptions, choose_layout
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.planning.decision import Decision, command
-from trtspec.planning.report import shown
+from trtspec.planning.report import tables_and_lines
 from trtspec.records import parse
 from trtspec.report import print_tables
 
@@ -36,7 +36,7 @@ def decided(*words: str) -> tuple[Decision, str]:
     model, head = load_target(options.target).spec, load_head(options.head).spec if options.head else None
     decision, setting = choose_layout(options, model, head)
     with redirect_stdout(StringIO()) as output:
-        print_tables(*shown(decision, model, (options.target, options.head), setting))
+        print_tables(*tables_and_lines(decision, model, (options.target, options.head), setting))
     return decision, output.getvalue()
 
 
@@ -102,7 +102,7 @@ def test_a_head_of_another_target_is_never_recommended() -> None:
     head = replace(load_head(HEAD).spec, target_hidden_size=4096)
     decision, setting = choose_layout(options, load_target(NVFP4).spec, head)
     assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
-    _, lines = shown(decision, load_target(NVFP4).spec, (NVFP4, HEAD), setting)
+    _, lines = tables_and_lines(decision, load_target(NVFP4).spec, (NVFP4, HEAD), setting)
     assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
 
 

@@ -341,7 +341,7 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
     "value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"]
 )
 def test_a_set_value_that_is_not_yaml_is_a_usage_error(value: str) -> None:
-    from trtspec.trtllm.build import _own
+    from trtspec.trtllm.build import _asked_setting
 
     with pytest.raises(UsageError, match="is not YAML"):
-        _own(f"stream_interval={value}")
+        _asked_setting(f"stream_interval={value}")

@@ -11,12 +11,12 @@ import pytest
 from trtspec.checkpoint.hub import load_target, resolve
 from trtspec.launch.preflight import (
     InstalledGpu,
+    as_in_dry_run,
     check_files,
     check_gpus,
     check_modules_cache,
     check_port,
     check_shared_memory,
-    mentioned,
     read_gpus,
     remote_code_problem,
 )
@@ -123,7 +123,7 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
         *command.PROGRAM.check(), remote_code_problem(target),
         *check_environment({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "2"}),
     ]  # fmt: skip
-    dry = {problem.code: mentioned(problem).severity for problem in found}
+    dry = {problem.code: as_in_dry_run(problem).severity for problem in found}
     assert {problem.severity for problem in found} == {"error"}
     assert dry["TS-SERVE-NO-ENGINE"] == dry["TS-SERVE-REMOTE-CODE"] == "warning"
     assert dry["TS-SERVE-FORCED-ACCEPTANCE"] == "error"

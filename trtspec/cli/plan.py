@@ -71,13 +71,13 @@ def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.planning.report import shown, to_dict
+    from trtspec.planning.report import tables_and_lines, to_dict
 
     model = load_target(options.target).spec
     head = load_head(options.head).spec if options.head else None
     decision, setting = choose_layout(options, model, head)
     names = (options.target, options.head)
-    tables, lines = shown(decision, model, names, setting, options.verbose)
+    tables, lines = tables_and_lines(decision, model, names, setting, options.verbose)
     values, problems = to_dict(decision, model, names, setting), _warnings(options, model, head, setting)
     return Result(values, problems, tables, lines, _failure(decision, setting, options))
 

@@ -57,8 +57,8 @@ def read_gpus() -> list[InstalledGpu] | None:
     return found
 
 
-def visible(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; names other than numbers are counted, not looked up."""
+def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; names other than numbers are counted, not looked up."""
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus)
@@ -145,19 +145,19 @@ def check_start(
     yield from program.check()
 
 
-def mentioned(problem: Problem) -> Problem:
-    """As a dry run tells it, which may be made on another machine than the launch."""
+def as_in_dry_run(problem: Problem) -> Problem:
+    """The problem as a dry run reports it: a warning where it is about this machine, as the launch may be elsewhere."""
     return replace(problem, severity="warning") if problem.code in OF_THIS_MACHINE else problem
 
 
 def check_port(host: str, port: int) -> Iterator[Problem]:
-    if why := taken(host, port):
+    if why := port_fault(host, port):
         message = f"port {port} on {host} cannot be taken ({why})"
         yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass `port`")
 
 
-def taken(host: str, port: int) -> str | None:
-    """Why nobody can listen there; None for a free port."""
+def port_fault(host: str, port: int) -> str | None:
+    """Why no server can listen on this port; None for a free one."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -175,7 +175,7 @@ def check_gpus(
         message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message, "")
         return
-    seen = visible(gpus, environ)
+    seen = visible_gpus(gpus, environ)
     if len(seen) < needed:
         hidden = f" (CUDA_VISIBLE_DEVICES hides {len(gpus) - len(seen)})" if len(seen) < len(gpus) else ""
         message = f"{needed} GPUs are needed and {len(seen)} are here{hidden}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from trtspec.client.client import RequestFailed, generate_once, wait_ready
 from trtspec.errors import TrtspecError
-from trtspec.launch.preflight import taken
+from trtspec.launch.preflight import port_fault
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 
 STOP_SECONDS = 60.0  # for a server to end before it is killed
@@ -125,7 +125,7 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
     for port in range(first, first + count):
-        while error := taken("127.0.0.1", port):
+        while error := port_fault("127.0.0.1", port):
             if time.monotonic() > deadline:
                 remedy = f"pass `port` N, with {count} free ports from N on"
                 raise TrtspecError(f"port {port} is taken: {error}", remedy)

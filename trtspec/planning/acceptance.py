@@ -25,9 +25,7 @@ from trtspec.checkpoint.hub import known, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 
-EXAMPLE = (
-    "for example `acceptance` 2.62@3 (tokens per step, measured with 3 drafts), or results.json of `trtspec bench`"
-)
+EXAMPLE = "for example `acceptance` 2.62@3 (tokens per step with 3 drafts), or results.json of `trtspec bench`"
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
 
 

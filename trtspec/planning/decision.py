@@ -50,6 +50,7 @@ class Row:
 
     @property
     def held(self) -> bool:
+        """Whether the cache holds this many requests."""
         return self.plan.memory.sequences(self.plan.workload.tokens) >= self.concurrency
 
     @property

@@ -96,7 +96,7 @@ def sources(plan: LayoutPlan, setting: Setting) -> list[str]:
     return [setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
 
 
-def shown(
+def tables_and_lines(
     decision: Decision, model: ModelSpec, names: Names, setting: Setting, verbose: bool = False
 ) -> tuple[list[Table], list[str]]:
     """For people: the ranked table, the memory in a line, the command; everything with `verbose`."""
@@ -137,17 +137,19 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
             row.plan.trust(row.point),
         ])  # fmt: skip
         if targets.any:
-            cells[-1] += [mark(row.ttft_ms, targets.ttft_ms), mark(row.tpot_ms, targets.tpot_ms)]
+            cells[-1] += [against_target(row.ttft_ms, targets.ttft_ms), against_target(row.tpot_ms, targets.tpot_ms)]
     columns = (*HEADINGS, "TTFT ms", "TPOT ms") if targets.any else HEADINGS
     return Table(title, columns, cells, text_columns=frozenset(range(len(columns))), ruled=False)
 
 
 def speedup(plan: LayoutPlan, point: Any) -> str:
+    """Over plain decoding, with its range, for a cell of the table."""
     spread = plan.speedup_range(point)
     return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
 
 
-def mark(value: float | None, target: float | None) -> str:
+def against_target(value: float | None, target: float | None) -> str:
+    """Milliseconds for a cell of the table, marked where they exceed the target."""
     if value is None:
         return "-"
     return f"{value:,.1f}{' too long' if target is not None and value > target else ''}"

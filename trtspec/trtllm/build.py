@@ -74,7 +74,7 @@ def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path:
     )  # fmt: skip
     if refused:
         raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
-    text = compose(intent, target, head)
+    text = engine_yaml(intent, target, head)
     findings = _judged(intent, target, head, text)
     command = build_command(intent, target, Document.parse(text), config_path)
     return EngineConfig(intent, text, command.argv, findings)
@@ -103,7 +103,7 @@ def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str)
     release newer than any known one."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
-    plain = lint(compose(replace(intent, settings=()), target, head), deployment) if intent.settings else findings
+    plain = lint(engine_yaml(replace(intent, settings=()), target, head), deployment) if intent.settings else findings
     ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
     refused = [
         finding.problem("(generated)")
@@ -123,20 +123,20 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
     )  # fmt: skip
 
 
-def compose(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
-    """The text alone, not yet judged; raises UsageError for a `--set` that is no setting."""
+def engine_yaml(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
+    """The text of the engine file, not judged yet. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
     named = [replace(item, path=schema.current(item.path)) for item in engine_settings(intent, schema, target, head)]
     found = {item.path: item for item in named}
     for item in intent.settings:
-        _replace(found, _own(item))
+        _override(found, _asked_setting(item))
     chosen = found.get(schema.current(FRACTION))
     told = _header(intent) + _capacity(intent, target, head, chosen)
-    return f"{intent.first_line()}\n{told}{_emit(found)}"
+    return f"{intent.first_line()}\n{told}{_render(found)}"
 
 
-def _replace(found: dict[str, EngineSetting], own: EngineSetting) -> None:
-    """A user's value takes the place of ours, and of the whole that ours turns off (`cuda_graph_config: null`)."""
+def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:
+    """Puts a user's value in place of ours, also where ours turns the whole object off (`cuda_graph_config: null`)."""
     parent = own.path.rpartition(".")[0]
     if parent in found and found[parent].value is None:
         del found[parent]
@@ -167,8 +167,8 @@ def front(intent: Intent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _own(item: str) -> EngineSetting:
-    """A `--set key=value`; raises UsageError for what has an option of its own."""
+def _asked_setting(item: str) -> EngineSetting:
+    """The setting of one `--set key=value`. Raises UsageError for a key that has an option of its own."""
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
         raise UsageError(f"`set` {item!r} is not key=value", "for example `set` kv_cache_config.dtype=fp8")
@@ -222,7 +222,7 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
     return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
 
 
-def _emit(found: dict[str, EngineSetting]) -> str:
+def _render(found: dict[str, EngineSetting]) -> str:
     """YAML in the order of the choices, grouped by top-level key, each value with its reason behind it."""
     tree: dict[str, Any] = {}
     for setting in found.values():
@@ -283,7 +283,8 @@ def _rows() -> list[dict[str, Any]]:
 
 def _facts(intent: Intent, schema: Schema, target: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the rows of settings.yaml ask, and the values that they name with $."""
-    asked = [own.value for own in map(_own, intent.settings) if own.path == BLOCK and isinstance(own.value, int)]
+    own = [item.value for item in map(_asked_setting, intent.settings) if item.path == BLOCK]
+    asked = [value for value in own if isinstance(value, int)]
     block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
     buffer = -(-intent.seq_len // block) * block
     known = {

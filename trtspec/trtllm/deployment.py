@@ -171,7 +171,7 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Pr
         option = schema.option(flag) if flag.startswith("-") else None
         if option is None:
             message = f"trtllm-serve {schema.version} has no option {flag}"
-            refuse("TS-SERVE-UNKNOWN-OPTION", flag, message, _near(schema, flag))
+            refuse("TS-SERVE-UNKNOWN-OPTION", flag, message, _nearest_flag(schema, flag))
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
         elif option.is_flag and has_value:
@@ -196,7 +196,8 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Pr
     return passed, problems
 
 
-def _near(schema: Schema, flag: str) -> str:
+def _nearest_flag(schema: Schema, flag: str) -> str:
+    """The remedy for an unknown option."""
     by_plain = {known.replace("-", "_"): known for option in schema.options.values() for known in option.flags}
     near = difflib.get_close_matches(flag.replace("-", "_"), list(by_plain), n=1)
     return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"

@@ -196,7 +196,7 @@ class Edit:
 
 
 def rename_key(document: Document, path: str, name: str) -> Edit:
-    entry = _own(document, path)
+    entry = _own_entry(document, path)
     *parents, last = entry.keys
     value = copy.deepcopy(document.value)
     place = _inside(value, parents)
@@ -210,7 +210,7 @@ def rename_key(document: Document, path: str, name: str) -> Edit:
 
 
 def set_value(document: Document, path: str, value: Any) -> Edit:
-    entry = _own(document, path)
+    entry = _own_entry(document, path)
     meaning = copy.deepcopy(document.value)
     _inside(meaning, entry.keys[:-1])[entry.keys[-1]] = value
     return Edit(_with_value(document, entry, scalar(value)), meaning)
@@ -218,7 +218,7 @@ def set_value(document: Document, path: str, value: Any) -> Edit:
 
 def delete_key(document: Document, path: str) -> Edit:
     """Takes the key out with its value. Comments stay where they are, on lines of their own."""
-    entry = _own(document, path)
+    entry = _own_entry(document, path)
     meaning = copy.deepcopy(document.value)
     parent = _inside(meaning, entry.keys[:-1])
     del parent[entry.keys[-1]]
@@ -244,7 +244,7 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
             raise CannotEdit("the file is not a mapping")
         meaning[names[0]] = nested
         return Edit(_with_pair(document, document.root, names, value, comment), meaning, path)
-    owner = _own(document, ".".join(names[:depth]))
+    owner = _own_entry(document, ".".join(names[:depth]))
     place, last = _inside(meaning, owner.keys[:-1]), owner.keys[-1]
     if not isinstance(owner.value, dict):  # null turns some of them off
         raise CannotEdit(f"{owner.path} is not a mapping")
@@ -256,7 +256,7 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
 
 def move_key(document: Document, path: str, to: str) -> Edit:
     """Renames in place where the parent stays, else takes the key out and adds it with its comment where it belongs."""
-    entry = _own(document, path)
+    entry = _own_entry(document, path)
     if entry.parent == to.rpartition(".")[0]:
         return rename_key(document, path, to.rpartition(".")[2])
     along, cut = "", document
@@ -274,7 +274,7 @@ def move_key(document: Document, path: str, to: str) -> Edit:
     return Edit(edit.text, edit.value)
 
 
-def _own(document: Document, path: str) -> Entry:
+def _own_entry(document: Document, path: str) -> Entry:
     """The entry, when its text belongs to it alone."""
     entry = document.entries.get(path)
     if entry is None:

@@ -77,7 +77,7 @@ def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[
 
 
 class Doubt:
-    """The findings of every possibility of a version, laid beside each other."""
+    """The findings about a file before and after the changes that are in doubt for its version."""
 
     def __init__(self, document: Document, deployment: Deployment) -> None:
         self.schema = deployment.schema
@@ -85,19 +85,19 @@ class Doubt:
         self.before, self.after = (self.judged(self.schema.possibilities[at]) for at in (0, -1))
 
     def findings(self) -> Iterator[Finding]:
-        both = {_said(f) for f in self.before} & {_said(f) for f in self.after}
-        yield from (f for f in self.after if _said(f) in both and f.code != MEANING)
-        old, new = ([f for f in side if _said(f) not in both] for side in (self.before, self.after))
+        both = {_signature(f) for f in self.before} & {_signature(f) for f in self.after}
+        yield from (f for f in self.after if _signature(f) in both and f.code != MEANING)
+        old, new = ([f for f in side if _signature(f) not in both] for side in (self.before, self.after))
         for finding in [*new]:
             other = next((f for f in old if (f.code, f.key) == (finding.code, finding.key)), None)
             if other is not None:
                 old.remove(other)
                 new.remove(finding)
-                yield self._told(other, finding)
+                yield self._in_doubt(other, finding)
         certain = [f for f in new if self._either_way(f, old, new=True)]
         certain += [f for f in old if self._either_way(f, new, new=False)]
-        yield from (self._told(None, f) for f in new if f not in certain)
-        yield from (self._told(f, None) for f in old if f not in certain)
+        yield from (self._in_doubt(None, f) for f in new if f not in certain)
+        yield from (self._in_doubt(f, None) for f in old if f not in certain)
         told = {f.key for f in certain if f.code not in UNSETTLED}  # one error for a key that both refuse
         yield from (f for f in certain if f.code not in UNSETTLED or f.key not in told)
 
@@ -114,8 +114,8 @@ class Doubt:
                 return (finding.code, finding.key) in found
         return False
 
-    def _told(self, old: Finding | None, new: Finding | None) -> Finding:
-        """One finding for what the possibilities say differently, with the change that decides."""
+    def _in_doubt(self, old: Finding | None, new: Finding | None) -> Finding:
+        """One finding where the two possibilities differ, naming the change of the release that decides."""
         change, version = self._change(old, new), self.schema.version
         words = {change.after or "an earlier release": old, change.by or "a later release": new}
         said = [f"{finding.message}, if {version} is like {end}" for end, finding in words.items() if finding]
@@ -135,8 +135,8 @@ class Doubt:
         """The one that alone brings `new` or takes `old` away; where only several together do, all as one."""
         doubts = sorted(self.schema.doubts, key=lambda change: change.interval)
         for change in doubts:
-            found = {_said(f) for f in self.judged(self.schema.assuming(change))}
-            if all(f is None or (_said(f) in found) == (f is new) for f in (old, new)):
+            found = {_signature(f) for f in self.judged(self.schema.assuming(change))}
+            if all(f is None or (_signature(f) in found) == (f is new) for f in (old, new)):
                 return change
         after = max((change.after for change in doubts if change.after), key=Version, default=None)
         return Change(after, min((change.by for change in doubts if change.by), key=Version, default=None))
@@ -149,7 +149,8 @@ def _touches(finding: Finding, key: str, refused: str) -> bool:
     return bool(key) and finding.code not in ABOUT_KEYS and refused.startswith(f"{key}.")
 
 
-def _said(finding: Finding) -> tuple[str, str, str]:
+def _signature(finding: Finding) -> tuple[str, str, str]:
+    """What makes two findings the same."""
     return finding.code, finding.key, finding.message
 
 

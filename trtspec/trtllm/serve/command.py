@@ -14,7 +14,7 @@ from packaging.version import Version
 from trtspec.checkpoint.hub import engine_name
 from trtspec.data_files import gpu_spec
 from trtspec.errors import Problem, Severity, UsageError
-from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible
+from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec
@@ -80,6 +80,7 @@ def build_command(
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:
+    """Whether every possibility of the release has this option with this choice."""
     options = [one.options.get(name) for one in schema.possibilities]
     return all(option is not None and value in option.choices for option in options)
 
@@ -105,7 +106,7 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
 
-def wrap(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
+def with_launcher(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
     """The command that starts `argv` on every node; `argv` itself for one node without a launcher."""
     if cluster.launcher == "direct":
         return argv
@@ -116,13 +117,13 @@ def wrap(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mappin
     return [*words, RANK_WRAPPER, *argv]
 
 
-def environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on several nodes need and the user has not set."""
+def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks on several nodes that the user has not set."""
     return {} if cluster.nodes == 1 else {name: path for name, path in NODE_LOCAL.items() if name not in environ}
 
 
 def lws_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Leader first: the pods of a LeaderWorkerSet group are `<leader>` and `<leader>-<i>` in one headless service."""
+    """Addresses of the pods of a LeaderWorkerSet group, leader first: `<leader>` and `<leader>-<i>` in one service."""
     address = environ.get("LWS_LEADER_ADDRESS", "LWS_LEADER_ADDRESS")
     leader, dot, domain = address.partition(".")
     size = environ.get("LWS_GROUP_SIZE", "")
@@ -188,8 +189,8 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Problem]:
 def check_hardware(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, environ: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Driver and fit, on GPUs that could be read."""
-    if seen := visible(gpus, environ):
+    """Whether the driver is new enough and the deployment fits, on the GPUs of nvidia-smi."""
+    if seen := visible_gpus(gpus, environ):
         yield from check_driver(seen[0].driver, deployment.schema.version)
         yield from check_fit(seen, deployment, document)
 

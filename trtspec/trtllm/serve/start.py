@@ -21,13 +21,13 @@ from trtspec.files import STDIN, read_yaml_text
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import (
     ServerPlan,
+    as_in_dry_run,
     check_port,
     check_start,
-    mentioned,
     read_gpus,
 )
 from trtspec.launch.server import LogPatterns, ServerAddress
-from trtspec.trtllm.build import compose
+from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
     choose_version,
@@ -50,9 +50,9 @@ from trtspec.trtllm.serve.command import (
     check_cluster,
     check_environment,
     check_hardware,
+    cluster_environment,
     engine_version,
-    environment,
-    wrap,
+    with_launcher,
 )
 
 # the engine's log shows a phase when it begins, not when a buffer is full
@@ -81,7 +81,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head = _head(options, given, launching)
     version, problems = _version(options, given, written, launching)
     intent = _intent(options, given, written, version[0], target)
-    file = given or Document.parse(compose(intent, target.spec, head.spec if head else None), CONFIG_NAME)
+    file = given or Document.parse(engine_yaml(intent, target.spec, head.spec if head else None), CONFIG_NAME)
 
     role = options.role or intent.role
     command = _command(options, intent, target, file, role)
@@ -111,17 +111,17 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
         problems += engine_problems(file.text, file.name)
     problems += check_cluster(cluster, command.argv, world, given is None, os.environ, launching)
-    env = {**ENVIRONMENT, **environment(cluster, os.environ)}
+    env = {**ENVIRONMENT, **cluster_environment(cluster, os.environ)}
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
-        argv=wrap(command.argv, env, cluster, os.environ),
+        argv=with_launcher(command.argv, env, cluster, os.environ),
         env=env,
         config=file.value or {},
         config_text=file.text,
         config_path=file.name,
         writes_config=given is None,
-        problems=problems if launching else [mentioned(problem) for problem in problems],
+        problems=problems if launching else [as_in_dry_run(problem) for problem in problems],
         version=version,
         endpoint=ServerAddress(options.host, options.port, generates=role is None),
         limits=options.limits,
@@ -222,8 +222,8 @@ def _intent(
     return intent.fitted(target.spec.max_position_embeddings)
 
 
-def _sizes(options: ServeOptions) -> dict[str, int]:
-    """What was given, by YAML path."""
+def _given_sizes(options: ServeOptions) -> dict[str, int]:
+    """Sizes among the options, by YAML path."""
     sizes = {
         "tensor_parallel_size": options.tp_size,
         "max_batch_size": options.max_batch_size,
@@ -235,7 +235,7 @@ def _sizes(options: ServeOptions) -> dict[str, int]:
 
 def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
     """Raises UsageError for an option after `--` that this command has itself."""
-    schema, sizes = schema_for(intent.version), _sizes(options)
+    schema, sizes = schema_for(intent.version), _given_sizes(options)
     for item in parse_passed(schema, options.passed)[0]:
         own = OWN_OPTIONS.get(item.option.name)
         if own is not None:
@@ -251,7 +251,7 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
 
 
 def _ranks(deployment: Deployment, document: Document) -> int:
-    """How many the parallel sizes make."""
+    """Number of ranks: the product of the parallel sizes."""
     product = 1
     for key in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
         size = deployment.setting(document, key, 1)
