@@ -63,10 +63,10 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
-            grace = launch.limits.stop_grace
-            moment = min(grace, LOADING_GRACE) if asked and not ready else 0.0
-            killed = _end(process, grace, moment)
+            moment = min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
+            killed = _end(process, launch.limits.stop_grace, moment)
             _kill_adopted(others)
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if process.returncode < 0 and not killed:
