@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec import report
-from trtspec.cli.options import (
-    CountList,
-    IntList,
-    JsonObject,
-    NamedUrl,
-    RateList,
-    request_limits_of,
-)
+from trtspec.cli.options import IntList, JsonObject, NamedUrl, RateList, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
@@ -39,9 +32,7 @@ class BenchOptions:
         ),
     ] = "nano"
     split: Annotated[str | None, option("Split of a hub data set.", default="the data set's own, or train")] = None
-    samples: Annotated[CountList, option("Questions to ask: one number, or one per load; 0 asks all of them.")] = (
-        CountList((0,))
-    )
+    samples: Annotated[int, option("Questions to ask at each load; 0 asks all of them.", min=0)] = 0
     concurrency: Annotated[
         IntList,
         option("Numbers of parallel conversations; each is measured separately."),
@@ -181,7 +172,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         dataset=dataset,
         sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
         concurrency=levels,
-        samples=samples_per_level(options.samples, len(rates or levels)),
+        samples=(options.samples or None,) * len(rates or levels),
         rounds=options.rounds or (1 if len(urls) == 1 else 3),
         extra_body=options.extra_body.value,
         rates=rates,
@@ -277,11 +268,3 @@ def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int], di
             raise UsageError(f"--at {entry}: {digits} drafts are given twice", "name each length once")
         stored[int(digits)] = read_results(Path(place))
     return found, lengths, stored
-
-
-def samples_per_level(samples: CountList, levels: int) -> tuple[int | None, ...]:
-    """`0` = all questions everywhere; one number for all concurrencies, or one for each."""
-    found = samples.values
-    if len(found) not in (1, levels):
-        raise UsageError(f"--samples {samples} does not fit {levels} loads", "give one number, or one for each load")
-    return tuple((value or None) for value in (found * levels if len(found) == 1 else found))
