@@ -38,7 +38,7 @@ def answers(plain_url: str, eagle_url: str, quiet: bool) -> list[Answer]:
         for url in (plain_url, eagle_url):
 
             def draw(so_far: Answer) -> None:
-                live.update(_beside([*found, so_far]))
+                live.update(panels([*found, so_far]))
 
             found.append(asyncio.run(_ask(url, messages, draw)))
     if not console.is_terminal:
@@ -80,7 +80,7 @@ def verdict(pair: list[Answer]) -> str:
     return f"{rates[0]:.0f} and {rates[1]:.0f} tokens/s: {same}, {rates[1] / rates[0]:.1f} times as fast"
 
 
-def _beside(so_far: list[Answer]) -> Any:
+def panels(so_far: list[Answer]) -> Any:
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -88,6 +88,8 @@ def _beside(so_far: list[Answer]) -> Any:
     grid = Table.grid(expand=True)
     for _ in TITLES:
         grid.add_column(ratio=1)
-    shown = zip(TITLES, so_far, strict=False)
-    grid.add_row(*(Panel(Text(answer.text), title=title, subtitle=figures(answer)) for title, answer in shown))
+    cells = list[Panel]()
+    for title, answer in zip(TITLES, so_far, strict=False):
+        cells.append(Panel(Text(answer.text), title=title, title_align="left", subtitle=figures(answer)))
+    grid.add_row(*cells)
     return grid
