@@ -47,17 +47,25 @@ def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
 
 def _what(spec: HeadSpec, provenance: dict[str, Any]) -> str:
     rows = [
-        ("version", f"EAGLE-{spec.eagle}"),
-        ("attention", spec.attention.upper()),
-        ("parameters", f"{provenance['parameters']:,}"),
+        *_shape_rows(spec, f"{provenance['parameters']:,}"),
         ("hidden size", spec.hidden_size),
-        ("captured layer outputs (0-based)", ", ".join(map(str, spec.aux_layers or ()))),
-        ("draft vocabulary", f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}"),
-        ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
         ("layout", "ModelOpt (`layers.0.` names), BF16"),
         ("trained with", f"trtspec train, ModelOpt {provenance['versions'].get('nvidia-modelopt', '')}"),
     ]
     return table(("", ""), rows)
+
+
+def _shape_rows(spec: HeadSpec, parameters: str) -> list[tuple[str, Any]]:
+    """The rows that the cards of a trained and of a converted head share."""
+    layers = ", ".join(map(str, spec.aux_layers)) if spec.aux_layers else "the engine's default"
+    return [
+        ("version", f"EAGLE-{spec.eagle}"),
+        ("attention", spec.attention.upper()),
+        ("parameters", parameters),
+        ("captured layer outputs (0-based)", layers),
+        ("draft vocabulary", f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}"),
+        ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
+    ]
 
 
 def _serving(spec: HeadSpec, target: str) -> str:
@@ -146,16 +154,10 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     """Markdown from the result and the provenance record; a measurement of the source is repeated with its origin."""
     source = record["source"]
     target = source["target"] or "its target"
-    layers = ", ".join(map(str, spec.aux_layers)) if spec.aux_layers else "the engine's default"
     rows = [
         ("converted from", f"{source['head']} ({DIALECTS[source['dialect']].title})"),
         ("layout", DIALECTS[spec.dialect].title),
-        ("version", f"EAGLE-{spec.eagle}"),
-        ("attention", spec.attention.upper()),
-        ("parameters", f"{result['parameters']:,} in {result['tensors']} tensors, {result['bytes_out']:,} bytes"),
-        ("captured layer outputs (0-based)", layers),
-        ("draft vocabulary", f"{spec.draft_vocab_size:,} of {spec.vocab_size:,}"),
-        ("rope", f"{spec.rope.rope_type}, theta {spec.rope.theta:g}"),
+        *_shape_rows(spec, f"{result['parameters']:,} in {result['tensors']} tensors, {result['bytes_out']:,} bytes"),
         ("embedding", "its own" if spec.has_embed_tokens else "the target's"),
         ("lm_head", "its own" if spec.has_lm_head else "the target's"),
     ]

@@ -12,7 +12,7 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.cli.train import TrainCommand, curve_options, with_file
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.heads.training.needs import decoded_layer_bytes, forward_flops, needs
+from trtspec.heads.training.needs import decoded_layer_bytes, needs
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
 
@@ -37,7 +37,6 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
     assert (
         training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8
     )  # a batch has 8 rows
-    assert training["flops"] > 6 * plan["parameters"] * plan["tokens"]
     assert ways["online"]["why"].startswith("one GPU would have to hold") and not ways["online"]["possible"]
     assert all(ways[name]["possible"] for name in ("stream", "dumps", "server"))
     assert ways["dumps"]["disk_bytes"] == plan["feature_bytes"]
@@ -57,12 +56,6 @@ def test_a_decoded_layer_is_34_gigabytes():
     spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
     assert decoded_layer_bytes(spec) == pytest.approx(384 * 3 * 7168 * 2048 * 2, rel=0.02)
     assert 34e9 < decoded_layer_bytes(spec) < 34.2e9
-
-
-def test_the_active_weights_are_the_published_32_billion():
-    """Kimi-K2's card: 32 B activated parameters, embeddings and lm_head (2.3 B) among them."""
-    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
-    assert forward_flops(spec, 0) / 2 == pytest.approx(32e9 - 1.17e9, rel=0.03)
 
 
 def test_without_counts_a_target_elsewhere_cannot_be_reckoned():

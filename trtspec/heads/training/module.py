@@ -343,21 +343,3 @@ def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> 
         name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
         for name, value in state.items()
     }
-
-
-def load_head_tensors(model: TrainingModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Puts exported tensors (`layers.0.` names) back into the head; TrtspecError names every misfit."""
-    state = model.eagle_module.state_dict()
-    wrong = [f"{name} missing" for name in state if name not in tensors]
-    wrong += [f"{name} unexpected" for name in tensors if name not in state]
-    wrong += [
-        f"{name} is {tuple(tensors[name].shape)}, the head wants {tuple(state[name].shape)}"
-        for name in state
-        if name in tensors and tensors[name].shape != state[name].shape
-    ]
-    if wrong:
-        raise TrtspecError(
-            f"the initial head does not fit the head to train: {'; '.join(wrong)}",
-            "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
-        )
-    model.eagle_module.load_state_dict(tensors)

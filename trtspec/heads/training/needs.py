@@ -1,10 +1,9 @@
-"""What a training run needs, before it runs: bytes, peak memory and multiplications. There are four ways of getting the
-target's states:
+"""What a training run needs, before it runs: bytes and peak memory. There are four ways of getting the target's states:
 
-    online   the target in GPU memory beside the head: only where one GPU holds both
-    stream   each GPU runs the target one decoder layer at a time, over its part of a chunk of samples
-    dumps    states written by an engine at tensor parallel N, read again in every epoch
-    server   a live engine hands over the states while the head trains; nothing is stored
+online   the target in GPU memory beside the head: only where one GPU holds both
+stream   each GPU runs the target one decoder layer at a time, over its part of a chunk of samples
+dumps    states written by an engine at tensor parallel N, read again in every epoch
+server   a live engine hands over the states while the head trains; nothing is stored
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def needs(
     parallel = _power_of_two(stored / memory * 1.15)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    training = plan.tokens * epochs * training_flops(plan, target, options)
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
@@ -96,10 +94,7 @@ def needs(
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
             "head_bytes": 2 * plan.parameters,
         },
-        "phases": {
-            "states": {"flops": round(plan.tokens * forward_flops(target, options.seq_len))},
-            "training": {"flops": round(training), "least_gpus": trainers, "peak_bytes": round(peak)},
-        },
+        "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
         "ways": ways(plan, stored, layer, parallel, trainers, peak, memory),
         "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
@@ -154,23 +149,6 @@ def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memo
 
 def _power_of_two(ratio: float) -> int:
     return 2 ** max(0, math.ceil(math.log2(max(ratio, 1e-9))))
-
-
-def forward_flops(target: ModelSpec, seq_len: int) -> float:
-    """Of the target's layers per token: 2 per active weight, and attention over half of `seq_len`."""
-    share = target.num_experts_per_tok / max(1, target.n_routed_experts)
-    active = 0.0
-    for module, (rows, columns) in linear_shapes(target):
-        if "embed_tokens" not in module and "lm_head" not in module:
-            active += rows * columns * (share if ".experts." in module else 1.0)
-    width = target.num_attention_heads * (target.qk_head_dim + target.v_head_dim)
-    return 2 * active + 2 * target.num_hidden_layers * width * seq_len / 2
-
-
-def training_flops(plan: TrainingPlan, target: ModelSpec, options: TrainOptions) -> float:
-    """Per token and epoch: forward and backward of the head in every training-time-test step, and the target's own
-    lm_head once, for the distribution to learn."""
-    return 6 * plan.parameters * options.ttt_steps + 2 * target.vocab_size * target.hidden_size
 
 
 def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int) -> float:

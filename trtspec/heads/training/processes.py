@@ -58,15 +58,11 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def broadcast(self, values: Tensor, source: int) -> None:
-        """Overwrites `values` with those of process `source`."""
-        if self.size > 1:
-            dist.broadcast(values, source)
-
     def agree(self, value: float) -> float:
         """The main process's value."""
         held = torch.tensor([value], dtype=torch.float64)
-        self.broadcast(held, 0)
+        if self.size > 1:
+            dist.broadcast(held, 0)
         return held.item()
 
     def wait(self) -> None:

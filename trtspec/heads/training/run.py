@@ -28,9 +28,8 @@ from trtspec.heads.training.plan import (
     STATE_NAME,
     KeptState,
     TrainingPlan,
-    check_saved,
+    check_initial,
     run_fingerprint,
-    saved_run,
 )
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.producers import open_states
@@ -61,11 +60,10 @@ def run_training(
     require_shared(run.work, world, "resumes from the state that the main one saved there")
     options = options.for_device(run.device)
     fingerprint = run_fingerprint(run, plan.samples, options)
-    if saved := saved_run(run.work):
-        check_saved(saved, fingerprint, split_data(plan.samples, options).total, run.output)
     module = _fresh_module(plan, model, options)
     if run.init is not None:
-        train.load_head_tensors(module, initial_tensors(run.init))
+        check_initial(run.init, plan.spec)
+        module.eagle_module.load_state_dict(initial_tensors(run.init))
     source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")} | {"target_config": fingerprint["target"]}
     writer = HeadWriter(run, plan, options, model.spec, module, world, source)
     kept = KeptState(run.work, run.curve, fingerprint, run.save_every)

@@ -106,7 +106,7 @@ def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
 def _cut(sample: Sample, seq_len: int) -> Sample:
     if len(sample.tokens) <= seq_len:
         return sample
-    return Sample(sample.id, sample.tokens[:seq_len], sample.answer[:seq_len], sample.prompt, sample.category)
+    return replace(sample, tokens=sample.tokens[:seq_len], answer=sample.answer[:seq_len])
 
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
