@@ -47,7 +47,7 @@ def main() -> None:
     found = kept(arguments.output / "settings.json", lambda: settings)
     if found != json.loads(json.dumps(settings)):
         raise SystemExit(f"{arguments.output} was made with {found}: pass those, or another directory")
-    shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len, keep=arguments.output / "states")
+    shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len)
     contexts = prompt_sets(shop, arguments)
     rows = []
     for kind in kinds(arguments.draft_vocab_size):

@@ -18,11 +18,11 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint
-from trtspec.heads.training.features import Features, compute_features, dumps_of, write_dumps
-from trtspec.heads.training.loop import Result, Way, train_head
+from trtspec.heads.training.loop import Result, RunControls, train_head
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.plan import KeptState
 from trtspec.heads.training.samples import draft_vocabulary, read_samples
+from trtspec.heads.training.states import Features, compute_features
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
@@ -42,22 +42,14 @@ class Workshop:
     features: Features
 
     @classmethod
-    def open(
-        cls, directory: Path, answers: Path, seq_len: int, *, whole: bool = False, keep: Path | None = None
-    ) -> Workshop:
-        """`whole`: only samples of exactly `seq_len` tokens, for trainers that want one length. `keep`: where the
-        states are kept as dumps, and found again by another run."""
+    def open(cls, directory: Path, answers: Path, seq_len: int, *, whole: bool = False) -> Workshop:
+        """`whole`: only samples of exactly `seq_len` tokens, for trainers that want one length."""
         target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
         samples, layers = (
             read_samples(answers, tokenizer, seq_len, seq_len if whole else 8),
             target.spec.default_aux_layers,
         )
-        features = dumps_of(samples, keep, target.spec, len(layers)) if keep else None
-        if features is None:
-            features = compute_features(target, samples, layers)
-            if keep:
-                write_dumps(features, keep)
-        return cls(directory, target, tokenizer, features)
+        return cls(directory, target, tokenizer, compute_features(target, samples, layers))
 
     def spec(self, options: TrainOptions) -> HeadSpec:
         return new_head_spec(self.target.spec, options)
@@ -79,7 +71,7 @@ class Workshop:
         """Trains in place on the shared states; resumes a killed run in `work`, refuses other options."""
         fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
         kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
-        return train_head(module, self.features, options, kept, way=Way(on_step))
+        return train_head(module, self.features, options, kept, controls=RunControls(on_step))
 
     def acceptance(
         self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int

@@ -72,7 +72,7 @@ def main() -> None:
     arguments.at = sorted({step for step in arguments.at or () if step < arguments.steps} | {arguments.steps})
     torch.set_num_threads(1)
     shop = Workshop.open(  # ModelOpt's masks know one length: whole samples
-        arguments.target, arguments.answers, arguments.seq_len, whole=True, keep=arguments.output / "states"
+        arguments.target, arguments.answers, arguments.seq_len, whole=True
     )
     options = TrainOptions(
         attention="mha", eagle="3", steps=arguments.steps, batch_size=arguments.batch_size, lr=arguments.lr,

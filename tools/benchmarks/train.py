@@ -138,9 +138,9 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
 
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
-    from trtspec.heads.training.features import compute_features
     from trtspec.heads.training.loop import Stepper
-    from trtspec.heads.training.run import World
+    from trtspec.heads.training.processes import World
+    from trtspec.heads.training.states import compute_features
 
     before = peak_memory()
     target, module, options = our_head(arguments)
