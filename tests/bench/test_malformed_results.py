@@ -111,3 +111,9 @@ def test_the_ci_step_bench_fails_with_its_summary(stand_in: Callable[..., str], 
     assert done.returncode == 3, done.stderr
     assert "TS-BENCH-ERRORS" in summary.read_text() and "Output tokens per second" in summary.read_text()
     assert steps["record"]["if"] == "${{ !cancelled() }}", "it judges the server whatever bench found"
+    (tmp_path / "baseline").mkdir()
+    (tmp_path / "results").rename(tmp_path / "baseline" / "1")
+    again = subprocess.run(
+        ["bash", "-ec", steps["bench"]["run"]], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert again.returncode == 3 and "Usage error" not in again.stderr, again.stderr

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from trtspec import report
 from trtspec.cli.options import request_limits_of
 from trtspec.client.addresses import server_url
-from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.errors import CheckFailed, Problem, UsageError, as_typed
 from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
 from trtspec.report import Result
 
@@ -114,7 +114,7 @@ async def _check(options: CheckOptions) -> Result:
     results = [asdict(row) for row in verdict.rows]
     values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
-    remedy = problems[0].remedy if problems else "make the named rows measurable, or pass --accept-unmeasured ROW"
+    remedy = problems[0].remedy if problems else "record again with more --samples, or pass --accept-unmeasured ROW"
     failure = None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
     return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
 
@@ -203,7 +203,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
         mark = "-" if row.status == "unmeasured" and row.name in verdict.accepted else MARKS[row.status]
-        yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {row.why}".rstrip()
+        yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""

@@ -177,7 +177,8 @@ def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:
     if width % split or width // split % group:
         message = f"an expert of width {width} does not divide into {split} equal parts"
         message += f" of whole groups of {group}" if group > 1 else ""
-        yield Problem(code, "error", where, message, f"use `ep_size` {tp_size}, which keeps every expert whole")
+        remedy = f"use `ep_size` {tp_size}, which keeps every expert whole; `trtspec build-config` writes it"
+        yield Problem(code, "error", where, message, remedy)
 
 
 def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[Problem]:
