@@ -78,7 +78,7 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: body[:40].decode("latin-1"))
 def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
-    # Grammars compile at the lowest priority: on a busy machine the server may ask to come again first.
+    # Grammars compile at a low priority: on a busy machine the server may ask to come again first.
     for _ in range(10):
         answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30)
         if answer.status_code != 503:
@@ -154,16 +154,6 @@ def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
     assert told.status_code == 413
     pieces = (b" " * 65536 for _ in range(limit // 65536 + 2))  # chunked: no length is told
     assert httpx.post(f"{server.url}/v1/completions", content=pieces).status_code == 413
-
-
-def test_a_large_body_without_an_end_closes_the_connection(server: Running) -> None:
-    address = httpx.URL(server.url)
-    with socket.create_connection((address.host, address.port), timeout=30) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _ in range(body_limit(MAX_SEQ_LEN) // 65536 + 1):
-            client.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
-        answer = b"".join(iter(lambda: client.recv(65536), b""))  # until the server closes
-    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
 
 
 def test_request_ids(server: Running) -> None:

@@ -141,6 +141,7 @@ async def _guided(job: ApiCall, grammars: Grammars) -> ApiCall:
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
     """The result of `work`; it is cancelled when the client goes away, with an ApiError that nobody reads."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -121,10 +121,8 @@ class Boundary:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The answer to a request that is refused. What may be tried again says when. A body that is too large is not read
-    to its end, so the connection closes."""
-    headers = {**(error.headers or {}), **({"Connection": "close"} if error.status == 413 else {})}
-    return JSONResponse(error.to_dict(), status_code=error.status, headers=headers)
+    """The answer to a request that is refused. What may be tried again says when."""
+    return JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
 
 
 def log_exception(what: str, error: BaseException) -> None:

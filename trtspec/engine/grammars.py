@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
-ANSWER_SECONDS = 1.5  # on the clock, with the wait for a turn; later the client is asked to come again
+TURN_SECONDS = 1.0  # that a grammar waits for its turn, before its client is asked to come again
+ANSWER_SECONDS = 10.0  # on the clock: a busy machine gives a low priority little
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
-KEPT_BYTES = 4 << 20  # of compiled grammars
+KEPT_BYTES = 8 << 20  # of compiled grammars
 # processor time of all masks of a request, its choices together
 REQUEST_SECONDS, REQUEST_SECONDS_PER_TOKEN = 0.25, 0.005
 LOW = 5  # nice(2): where processors lack, a third of what the engine gets
-LIBC = ctypes.CDLL(None)
 
 
 class GrammarsBusy(Exception):
@@ -114,7 +114,8 @@ class Grammars:
             size = await self._tried(kind, text)
             matcher = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
             found = matcher, size + len(text)
-        self._kept[kind, text] = found
+        if found[1] <= KEPT_BYTES // 8:  # a large one would push out those that others use
+            self._kept[kind, text] = found
         while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return Grammar(found[0].deep_copy())
@@ -127,8 +128,11 @@ class Grammars:
         self._waiting += 1
         try:
             control = await self._started()
-            async with asyncio.timeout(ANSWER_SECONDS), self._turn:
-                reply = await self._ask(control, json.dumps([kind, text]).encode())
+            await asyncio.wait_for(self._turn.acquire(), TURN_SECONDS)
+            try:
+                reply = await asyncio.wait_for(self._ask(control, json.dumps([kind, text]).encode()), ANSWER_SECONDS)
+            finally:
+                self._turn.release()
         except (TimeoutError, BlockingIOError):
             raise GrammarsBusy from None
         except OSError as error:
@@ -182,8 +186,7 @@ class Grammars:
         matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
-        if hasattr(LIBC, "malloc_trim"):  # what earlier grammars took goes back to the system
-            LIBC.malloc_trim(0)
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)  # what earlier grammars took goes back to the system
         return matcher
 
     def close(self) -> None:

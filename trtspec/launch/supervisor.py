@@ -33,6 +33,7 @@ FIRST_GENERATION = 600.0  # seconds, within those of the whole startup
 HEALTH_LOOKS = 8  # looks at /health without an answer until a server counts as hung
 LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
+DYING = 2.0  # a server that dies closes its connections before it has ended
 TAIL_LINES = 400
 CHUNK = 65536  # characters: a longer line is passed on in chunks, so that memory stays bounded
 KEPT_LINE = 2000  # characters of a line that an error message may repeat
@@ -157,6 +158,9 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
     if endpoint.generates and not other:
         seconds = min(FIRST_GENERATION, max(left(), 1.0))
         failure = _failure(endpoint.url, generate_once, seconds, bearer(endpoint.api_key))
+    patience = time.monotonic() + (DYING if failure else 0.0)
+    while not ended() and time.monotonic() < patience:
+        time.sleep(POLL)
     if ended():
         return False
     if other:
