@@ -205,3 +205,17 @@ def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path)
     assert 0 < len(kept) < 8 and results.acceptance_length == server.truth(rest)
     assert codes(results) == {"TS-BENCH-NO-ACCEPTANCE"} and results.concurrency[0].throughput.requests == 8
     assert f"{len(kept)} answers of concurrency 2, round 1 were read before" in results.problems[0].message
+
+
+def test_a_resumed_rate_reports_how_many_were_in_flight(tmp_path: Path) -> None:
+    server, path = CountingServer(), tmp_path / "answers.jsonl"
+
+    async def stopped_and_resumed(url: str) -> BenchResults:
+        with RunJournal(path, {}) as raw:
+            await bench(url, raw, rates=(200.0,))
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+        with RunJournal(path, {}) as raw:
+            return await bench(url, raw, rates=(200.0,))
+
+    (level,) = server.run(stopped_and_resumed).concurrency
+    assert 1 <= level.concurrency <= 8 and level.throughput.requests == 8

@@ -40,7 +40,6 @@ TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
 # moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
 POLL_S = 0.2  # between two requests to a server that is not ready
-HEALTH_S = 2.0  # limit for /health
 
 
 class RequestFailed(TrtspecError):
@@ -138,7 +137,7 @@ async def fetch(client: httpx.AsyncClient, path: str, body: Any = None, timeout:
     return response.content
 
 
-async def health(client: httpx.AsyncClient, timeout: float = HEALTH_S) -> None:
+async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
     """Raises RequestFailed unless GET /health answers 200."""
     await fetch(client, "/health", timeout=timeout)
 
@@ -321,7 +320,10 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
             answer.counted.append(len(answer.token_ids))
         if text or reasoning or called or ids:
             answer.chunks.append((now, len(text) + len(reasoning) + called))
-        answer.finish_reason = _word(choice.get("finish_reason")) or answer.finish_reason
+        reason = choice.get("finish_reason")
+        if reason is not None and not isinstance(reason, str):
+            raise ValueError(f"{str(reason)[:40]!r} is not a finish_reason")
+        answer.finish_reason = reason or answer.finish_reason
         answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
@@ -338,12 +340,6 @@ def token_count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
     return int(value)
-
-
-def _word(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]!r} is not a finish_reason")
-    return value
 
 
 def finite(value: Any) -> float | None:

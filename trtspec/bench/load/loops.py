@@ -22,8 +22,8 @@ Converse = Callable[[int, Question], Awaitable[None]]  # asks a question to its 
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One load: so many conversations in flight, or with `rate` so many new ones per second. `category`: its questions
-    are those of one category."""
+    """One load: `concurrency` conversations in flight, or with `rate` so many new ones per second and no `concurrency`.
+    `category`: its questions are those of one category."""
 
     concurrency: int
     rate: float | None = None
@@ -68,6 +68,7 @@ async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int
 async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed: tuple[int, int]) -> int:
     """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`. Returns the most
     that were in flight."""
+    # a Poisson process has exponential gaps
     gaps = np.random.default_rng(seed).exponential(1 / rate, size=len(asked))
     due = time.perf_counter() + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
     in_flight = most = 0

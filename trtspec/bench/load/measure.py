@@ -67,7 +67,7 @@ class BenchWorkload:
     @property
     def levels(self) -> list[LoadLevel]:
         if self.rates:
-            return [LoadLevel(OPEN_CONNECTIONS, rate) for rate in self.rates]
+            return [LoadLevel(0, rate) for rate in self.rates]
         return [LoadLevel(concurrency) for concurrency in self.concurrency]
 
     @property
@@ -158,7 +158,7 @@ async def measure(
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
             run.journal.served_by(name, server)
             found = MeasuredEndpoint(name, url, client, server, limits=limits(server))
-            found.restless = run.journal.segment > 0
+            found.restless = run.journal.segment > 0  # a killed run may have left requests behind
             refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
         again = sum(question.requests for question in workload.questions(0))  # of servers that keep only totals
@@ -234,6 +234,7 @@ class LoadRun:
             for answer in sorted(stored.answers, key=lambda answer: answer.turn):
                 said.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
+        # a conversation resumes behind its last recorded answer
         left = [(place, question) for place, question in asked if len(said.get(question.id, ())) < question.requests]
         return [*found, await self.ask(target, level, number, left, said)] if left else found
 
