@@ -108,3 +108,5 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
     found = list(assemble.underfilled([run(4, 80), run(256, 80), run(100, 80)]))
     assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0][2]
     assert not codes(assemble.underfilled([run(80, 80), run(256, 80, rate=2.0)]))
+    parts = [replace(run(8, 8), answers=run(8, 8).answers[half]) for half in (slice(5), slice(5, 8))]
+    assert not codes(assemble.underfilled(parts)), "a round that was resumed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 from statistics import median
@@ -99,7 +99,7 @@ def describe_level(rounds: Sequence[Round], workload: BenchWorkload) -> LevelRes
 
 
 def quality_of(answers: Sequence[Answer]) -> OutputQuality:
-    return judge_run([answer.written for answer in good(list(answers))])
+    return judge_run([answer.written for answer in good(answers)])
 
 
 def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> Throughput:
@@ -213,7 +213,7 @@ def failed_requests(answers: Sequence[Answer]) -> Findings:
 
 
 def degenerate_output(answers: Sequence[Answer]) -> Findings:
-    verdict = judge_run([answer.written for answer in answers if not answer.error])
+    verdict = quality_of(answers)
     if verdict.degenerate:
         message = (
             f"{verdict.loop} loops, {verdict.empty} empty, {verdict.noise} noise among {verdict.answers} answers "
@@ -251,7 +251,7 @@ def forced_acceptance(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -
     """Acceptance that a server makes up, which no drafter yields but on a loop."""
     histogram = add_histograms(count.histogram for count in counts) or []
     sizes = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
-    if sizes and not judge_run([answer.text for answer in answers if not answer.error]).degenerate:
+    if sizes and not quality_of(answers).degenerate:
         message = f"every step brought {sizes} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
         remedy = "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent), restart the server"
         yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message, remedy
@@ -320,10 +320,13 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
 
 def underfilled(rounds: Sequence[Round]) -> Findings:
     """The highest load that a round had too few conversations to reach; one finding is enough."""
-    closed = [run for run in rounds if run.level.rate is None]
-    held = [(run.level.concurrency, len({answer.question for answer in run.answers})) for run in closed]
-    if missed := max(((load, count) for load, count in held if count < load), default=None):
-        message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*missed)
+    asked: dict[tuple[int, int], set[str]] = defaultdict(set)  # by load and round: a resumed round has several parts
+    for run in rounds:
+        if run.level.rate is None:
+            asked[run.level.concurrency, run.number] |= {answer.question for answer in run.answers}
+    missed = [(load, len(questions)) for (load, _), questions in asked.items() if len(questions) < load]
+    if missed:
+        message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*max(missed))
         remedy = "ask more questions (`dataset`, `samples`), or fewer `rounds`"
         yield "TS-BENCH-FEW-QUESTIONS", "info", message, remedy
 

@@ -6,7 +6,7 @@ A thread writes an answer as soon as it is complete, so that a slow disk delays 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -123,6 +123,6 @@ class RunJournal:
             self._written.append(self._thread.submit(self.journal.record, key, **fields))
 
 
-def good(answers: list[Answer]) -> list[Answer]:
+def good(answers: Sequence[Answer]) -> list[Answer]:
     """Those without an error; `--resume` asks the others again."""
     return [answer for answer in answers if not answer.error]
