@@ -68,7 +68,7 @@ def figures(answer: Answer) -> str:
     # passes of the target after the prompt's
     steps = (answer.spec_decode or {}).get("steps")
     passes = f", {(tokens - 1) / steps:.2f} tokens per pass" if steps else ""
-    return f"{tokens} tokens, {rate:.0f} tokens/s{passes}"
+    return f"{rate:.0f} tokens/s{passes}"
 
 
 def verdict(pair: list[Answer]) -> str:
