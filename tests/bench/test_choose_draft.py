@@ -13,7 +13,7 @@ import pytest
 
 from tests.bench.test_statistics import NO_RATES, SERVER, WORKLOAD
 from tests.command_line import trtspec
-from trtspec.bench.choose_draft import choose, refuse_stored, served_by, served_length
+from trtspec.bench.choose_draft import by_draft_len, choose, refuse_stored, served_length
 from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed
 from trtspec.bench.statistics import summarize
 from trtspec.client.servers import TurnCounts
@@ -103,12 +103,12 @@ def test_results_that_cannot_stand_beside_the_run_are_refused_before_it(
 def test_lengths_come_from_what_was_drafted_or_given() -> None:
     assert [served_length(served(drafts)) for drafts in (0, 3)] == [0, 3]
     mute = replace(served(3), drafted=None)
-    assert set(served_by([mute, served(1)], {"k3": 3}, {6: served(6)})) == {1, 3, 6}
+    assert set(by_draft_len([mute, served(1)], {"k3": 3}, {6: served(6)})) == {1, 3, 6}
     with pytest.raises(UsageError, match="does not report its draft length") as refused:
-        served_by([mute], {}, {})
+        by_draft_len([mute], {}, {})
     assert "write K=u" in refused.value.remedy
     with pytest.raises(UsageError, match="it drafts 3 tokens per step"):
-        served_by([served(3)], {"k3": 5}, {})
+        by_draft_len([served(3)], {"k3": 5}, {})
 
 
 @pytest.mark.slow

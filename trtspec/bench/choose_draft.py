@@ -99,16 +99,17 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
             raise UsageError(message, "measure all lengths at the same `concurrency`")
 
 
-def served_by(
-    endpoints: Sequence[EndpointResult], named: Mapping[str, int], stored: Mapping[int, EndpointResult]
+def by_draft_len(
+    endpoints: Sequence[EndpointResult], given_lengths: Mapping[str, int], earlier: Mapping[int, EndpointResult]
 ) -> dict[int, EndpointResult]:
-    """Endpoints by draft length: measured ones by what they drafted, those of `named` and `stored` as they were given.
+    """The endpoint of each draft length, to choose the best from: those of `earlier` runs, then the measured ones.
 
-    Of two with one length the first counts, and the other is named. Raises UsageError where the first does not report
-    its length, or one reports another than was given."""
-    found: dict[int, EndpointResult] = dict(stored)
+    A length is what the server reports, else what the user gave for the endpoint's name. A second endpoint of one
+    length is left out with a note, one of unknown length without. Raises UsageError where the first endpoint, the one
+    under test, has no known length, or where the two differ."""
+    found: dict[int, EndpointResult] = dict(earlier)
     for place, endpoint in enumerate(endpoints):
-        reported, given = served_length(endpoint), named.get(endpoint.name)
+        reported, given = served_length(endpoint), given_lengths.get(endpoint.name)
         if given is None and reported is None and place == 0:
             remedy = f"write K={endpoint.url}, K being the number of drafts it serves; with -o DIR also give `resume`"
             raise UsageError(f"{endpoint.name} does not report its draft length", remedy)

@@ -124,7 +124,7 @@ def bench(options: BenchOptions) -> report.Result:
     failure: TrtspecError | None = None
     if options.choose_draft:
         try:
-            served = choose_draft.served_by(results.all, lengths, stored)
+            served = choose_draft.by_draft_len(results.all, lengths, stored)
             results = replace(results, draft_choice=choose_draft.choose(served))
         except UsageError as error:
             failure = error  # what was measured is written and shown before

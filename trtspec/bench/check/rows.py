@@ -440,7 +440,9 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
         return judged("acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
     sizes = Counter(b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False))
     faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
-    compared = [fall for run in ("warm", "crowd", "later") for fall in _fallen(got, run)] + _collapsed(got, length)
+    compared = [fall for run in ("warm", "crowd", "later") for fall in _acceptance_fell(got, run)] + _collapsed(
+        got, length
+    )
     faults += [fault for fault in compared if fault]
     return judged(
         "acceptance", seen=len(stepped), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
@@ -467,13 +469,14 @@ def forced_sizes(sizes: Counter[int]) -> str:
     return " or ".join(map(str, sorted(common))) if forced else ""
 
 
-def _fallen(got: Sequence[Exchange], run: str) -> list[str]:
-    """A fault where the same texts took more steps in this run than at first: by FALL at least, and beyond chance."""
+def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
+    """A fault where texts that came out the same saved fewer steps in this run than in the first one, "ids": less than
+    FALL of them, and beyond chance. A step that brings two tokens saves one."""
     first = {one.key: one for one in got if one.run == "ids" and one.steps}
     pairs = [(first[one.key], one) for one in got if one.run == run and one.steps and one.key in first]
     pairs = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
     before, now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
-    tokens = sum(_size(a) - 1 for a, _ in pairs)
+    tokens = sum(_size(a) - 1 for a, _ in pairs)  # the first one comes from the prompt's own pass
     if before < MIN_STEPS / 2 or tokens - now >= FALL * (tokens - before):
         return []
     if not more_often(now, tokens, before, tokens):

@@ -128,6 +128,7 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
 
 
 def goodput(answers: Sequence[Answer], wall: float, promise: ServiceLevel) -> Goodput:
+    """Rate and share of the answers, failed ones among them, that kept the service level; `wall` is in seconds."""
     kept = sum(promise.met(answer) for answer in answers)
     return Goodput(
         promise=promise.words(),

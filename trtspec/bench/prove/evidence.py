@@ -90,7 +90,9 @@ def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
 
 
 def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults, more: Sequence[Section] = ()) -> str:
-    """The page: its sentence, three figures, then speed, acceptance, the rows of check, and `more`."""
+    """The page of a proof: its sentence, up to three figures (speed-up at the lowest and the highest load, acceptance),
+    then speed, acceptance, the rows of check, and `more`. `spec` and `plain` are what bench measured of either server.
+    """
     ups, length, ends = evidence.speedups, evidence.acceptance_length, evidence.acceptance_interval
     both = replace(spec, endpoints={plain.name: plain}, speedups=ups)
     speed, acceptance = bench.sections(both)[:2]
@@ -102,7 +104,7 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
     figures = [Figure(f"{up.ratio:.2f}x", up.words, f"as fast as the target alone, {up.level}") for up in ups]
     if length and ends:
         accepted = Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
-        figures = [*figures[:1], *figures[1:][-1:], accepted]
+        figures = [*figures[:1], *figures[1:][-1:], accepted]  # the section has those of the loads in between
     drawn = DRAWN.get(evidence.draft_sampling or "", "")
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
