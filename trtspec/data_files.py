@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,23 +38,6 @@ def gpu_names() -> list[str]:
 def policy_names() -> list[str]:
     """The shipped ways to quantize, oldest model first."""
     return list(load_yaml("policies.yaml")["policies"])
-
-
-def completion(name: str) -> Callable[[str], list[str]]:
-    """What a shell asks with the beginning of a word: the words of a catalogue."""
-    return lambda incomplete: [word for word in catalogue(name) if word.startswith(incomplete)]
-
-
-def catalogue(name: str) -> list[str]:
-    """Of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
-    if name == "codes":
-        return list(problem_codes())
-    if name == "releases":
-        return sorted({str(gate["since"]["by"]) for gate in load_yaml("../trtllm/releases.yaml")["gates"].values()})
-    if name == "datasets":
-        return ["nano", *load_yaml("datasets.yaml")["datasets"]]
-    own = {"targets": "kimi-nano", "heads": "kimi-nano-eagle3"}[name]
-    return [own, *load_yaml("models.yaml")[name]]
 
 
 def gpu_spec(name: str) -> GpuSpec:

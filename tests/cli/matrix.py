@@ -17,7 +17,7 @@ from tests.command_line import trtspec
 
 MEASURED = (
     "seconds", "created", "peak_rss_bytes", "free_bytes", "free_memory_bytes", "sha256",
-    "packing_seconds_estimate", "memory_bytes_estimate",
+    "memory_bytes_estimate",
 )  # fmt: skip
 CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')
 

@@ -98,13 +98,13 @@ class RopeOffByOne(Engine):
     """Generated tokens are rotated as if they stood one position later; the prompt is right."""
 
     def _round(self, outputs: list[Output]) -> None:
-        right = self.target.rope(self.cache.max_len)
+        right = self.target.rope.of(self.cache.max_len, "cpu")
         cos, sin = (table.roll(-1, 0) for table in right)
-        self.target.tables = cos, sin
+        self.target.rope.tables = cos, sin
         try:
             super()._round(outputs)
         finally:
-            self.target.tables = right
+            self.target.rope.tables = right
 
 
 class WrongDraftAccepted(Engine):

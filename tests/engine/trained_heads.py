@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.head_weights import assemble, layout, open_head, read_tensors
+from trtspec.models.head_weights import assemble, layout, open_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
 from trtspec.specs import HeadSpec
@@ -54,7 +55,9 @@ def trained(attention: str, eagle: str, pruned: bool) -> Head:
         return prune(*trained(attention, eagle, False))
     if (attention, eagle) == ("mla", "3.1"):
         checkpoint, spec = open_head(SHIPPED, nano().spec)
-        return spec, read_tensors(checkpoint, torch.float32, "cpu")
+        with LazyTensors(checkpoint) as stored:
+            tensors = {name: stored[name] for name in stored.names()}
+        return spec, {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     spec = new_head_spec(nano().spec, TrainOptions(attention=attention, eagle=eagle, intermediate_size=1024))  # type: ignore[arg-type]
     return spec, train(spec)
 

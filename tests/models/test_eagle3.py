@@ -231,7 +231,7 @@ def _compare_attention(head: Eagle3Head, oracle: torch.nn.Module, rope: torch.nn
     with torch.no_grad():
         want = oracle(hidden_states=u, position_embeddings=rope(u, torch.arange(LENGTH)[None]), attention_mask=mask)[0]
         mla = head.spec.attention == "mla"
-        step = AttentionStep(2, LENGTH, None, head._rope(LENGTH), mla, torch.float64)
+        step = AttentionStep(2, LENGTH, None, head.rope.of(LENGTH, "cpu"), mla, torch.float64)
         got = head.self_attn(u, step)
     assert (got - want).abs().max() < 1e-6  # both rotate by float32 angles
 

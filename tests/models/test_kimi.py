@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import KimiModel
-from trtspec.models.weights import checkpoint_tensors, load_target, prepare_for_decoding
+from trtspec.models.weights import load_target, prepare_for_decoding
 
 TOKENS = 48
 
@@ -72,6 +72,7 @@ def test_logits_equal_transformers(tmp_path: Path, nested: bool) -> None:
 def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, format: str) -> None:
     from safetensors.torch import save_file
 
+    from tools.nano.train import checkpoint_tensors
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.target_problems import target_spec
 

@@ -41,7 +41,7 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.precision import default_dtype
-from trtspec.models.weights import checkpoint_tensors, load_target
+from trtspec.models.weights import layout, load_target, rows_of
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -322,6 +322,19 @@ def keep(
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
     torch.save(state | {"options": asdict(options), "done": done}, output / "state.pt.new")
     os.replace(output / "state.pt.new", output / "state.pt")
+
+
+def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
+    """The model's parameters under their published names and shapes: the inverse of loading a BF16 checkpoint."""
+    state = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for source in layout(model.spec):
+        value = state[source.parameter]
+        if value.dim() == 3:
+            value = value.flatten(0, 1)
+        rows = rows_of(model.spec, source, len(value))
+        tensors.update(zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True))
+    return tensors
 
 
 def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:

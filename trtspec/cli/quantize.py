@@ -77,13 +77,12 @@ def quantize(options: QuantizeOptions) -> Result:
         input_scales=None if options.input_scales == "one" else Path(options.input_scales),
         weight_scales=options.weight_scales,
         accept_input_scales=options.accept_input_scales,
+        workers=options.workers,
+        device=options.device,
+        by_modelopt=options.engine == "modelopt",
     )
-    if options.engine != "stream":
-        settings = replace(settings, by_modelopt=True)
-    elif options.device != "cpu" and not re.fullmatch(r"cuda(:\d+)?", options.device):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
         raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
-    else:
-        settings = replace(settings, workers=options.workers, device=options.device)
     again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("quantizing") as bar:
         result = quantize_checkpoint(source, options.output, policy, settings, again, bar.show)

@@ -26,10 +26,10 @@ from trtspec.models.layers import (
     Linear,
     PackedStep,
     RMSNorm,
+    RopeTables,
     TextPiece,
     cached_rows,
     embedding,
-    rope_tables,
 )
 from trtspec.specs import HeadSpec
 
@@ -93,7 +93,8 @@ class Eagle3Head(nn.Module):
         self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
         self.embed: nn.Module = embedding(spec.vocab_size, hidden)
         self.register_buffer("target_ids", None, persistent=False)
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.mla = spec.attention == "mla"
+        self.rope = RopeTables(spec.rope, spec.qk_rope_head_dim if self.mla else spec.head_dim, interleaved=self.mla)
 
     def set_draft_vocabulary(self, d2t: Tensor) -> None:
         """d2t int64 [Vd] is an offset in every Eagle3 format: target id = draft id + d2t[draft id]."""
@@ -135,8 +136,8 @@ class Eagle3Head(nn.Module):
             batch,
             count,
             start if cache is not None else None,
-            self._rope(cache.max_len if cache else count),
-            self.spec.attention == "mla",
+            self.rope.of(cache.max_len if cache else count, x.device),
+            self.mla,
             x.dtype,
             cached_rows(cache, row, start, count, length),
         )
@@ -147,7 +148,7 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [1, N, H] with tokens int64 [1, N], of pieces of texts one behind the other -> (feedback, normed) of each
         one's last position, [1, pieces, H]."""
-        step = PackedStep(pieces, cache, self._rope(cache.max_len), self.spec.attention == "mla", x.dtype)
+        step = PackedStep(pieces, cache, self.rope.of(cache.max_len, x.device), self.mla, x.dtype)
         last = torch.tensor([span.stop - 1 for span in step.spans]).to(x.device, non_blocking=True)
         feedback, normed = self._run(x, tokens, step, (torch.zeros_like(last), last))
         return feedback.transpose(0, 1), normed.transpose(0, 1)
@@ -171,15 +172,6 @@ class Eagle3Head(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> ids of the target's vocabulary."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
-
-    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
-        if self.tables is None or len(self.tables[0]) < length:
-            mla = self.spec.attention == "mla"
-            dim = self.spec.qk_rope_head_dim if mla else self.spec.head_dim
-            cos, sin = rope_tables(self.spec.rope, dim, max(length, 2048), interleaved=mla)
-            device = self.fc.weight.device
-            self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
-        return self.tables
 
 
 def _latent_attention(spec: HeadSpec) -> LatentAttention:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,7 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
-
-class Tensors(Protocol):
-    """Tensors by name: a dict, or LazyTensors."""
-
-    def __contains__(self, name: str, /) -> bool: ...
-
-    def __getitem__(self, name: str, /) -> Tensor: ...
+Tensors = LazyTensors | dict[str, Tensor]  # by their checkpoint names
 
 
 def load_head(
@@ -38,10 +31,8 @@ def load_head(
     """
     checkpoint, spec = open_head(path, target.spec)
     _refuse(path, _embedding(checkpoint, target))
-    tensors = LazyTensors(checkpoint)
-    head = assemble(spec, tensors, target, dtype=dtype, device=device)
-    tensors.close()
-    return head
+    with LazyTensors(checkpoint) as tensors:
+        return assemble(spec, tensors, target, dtype=dtype, device=device)
 
 
 def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
@@ -59,17 +50,6 @@ def _refuse(path: Path | str, found: list[Problem]) -> None:
         raise TrtspecError(f"{path} cannot draft for this target: {told}", found[0].remedy)
 
 
-def read_tensors(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """All tensors of a head by their names; those of real numbers in `dtype` on `device`, the others as stored."""
-    tensors = LazyTensors(checkpoint)
-    whole = {name: tensors[name] for name in tensors.names()}
-    tensors.close()
-    return {
-        name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
-        for name, value in whole.items()
-    }
-
-
 def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
     """What is wrong with the head's own embedding, which this engine would draft with."""
     name = "embed_tokens.weight"
@@ -85,7 +65,7 @@ def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
 def assemble(
     spec: HeadSpec, tensors: Tensors, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Eagle3Head:
-    """The head of shape `spec` from tensors by their checkpoint names (a dict, or LazyTensors)."""
+    """The head of shape `spec` from its tensors."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():

@@ -16,10 +16,10 @@ from trtspec.models.layers import (
     Linear,
     PackedStep,
     RMSNorm,
+    RopeTables,
     TextPiece,
     cached_rows,
     embedding,
-    rope_tables,
 )
 from trtspec.models.moe import MoE
 from trtspec.specs import ModelSpec
@@ -64,7 +64,7 @@ class KimiModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
-        self.tables: tuple[Tensor, Tensor] | None = None
+        self.rope = RopeTables(spec.rope, spec.qk_rope_head_dim, interleaved=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,15 +75,6 @@ class KimiModel(nn.Module):
         width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
         dtype = self.kv_dtype or self.dtype
         return LatentCache(len(self.layers), rows, max_len, width, dtype, self.embed.weight.device)
-
-    def rope(self, length: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables for at least `length` positions, float32, grown on demand."""
-        if self.tables is None or len(self.tables[0]) < length:
-            size = max(length, 2048)
-            cos, sin = rope_tables(self.spec.rope, self.spec.qk_rope_head_dim, size, interleaved=True)
-            device = self.embed.weight.device
-            self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
-        return self.tables
 
     def forward(
         self,
@@ -103,7 +94,7 @@ class KimiModel(nn.Module):
         `aux_layers` are 0-based layer outputs, concatenated in ascending order; `last_only` keeps one row of logits.
         """
         batch, count = tokens.shape
-        tables = self.rope(cache.max_len if cache else count)
+        tables = self.rope.of(cache.max_len if cache else count, tokens.device)
         step = AttentionStep(
             batch, count, start, tables, True, self.dtype, cached_rows(cache, row, start, count, length)
         )
@@ -122,7 +113,7 @@ class KimiModel(nn.Module):
     ) -> TargetOutput:
         """Runs tokens int64 [1, N]: pieces of texts, one behind the other, each in its cache row and seeing its own
         text only. `logits` and `hidden` are those of the positions `kept` alone, `aux` that of all."""
-        step = PackedStep(pieces, cache, self.rope(cache.max_len), True, self.dtype)
+        step = PackedStep(pieces, cache, self.rope.of(cache.max_len, tokens.device), True, self.dtype)
         wanted = torch.tensor(kept).to(tokens.device, non_blocking=True)
         x, aux = self._run(tokens, step, aux_layers, wanted)
         hidden = self.norm(x)

@@ -19,6 +19,7 @@ from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
+FEWEST_POSITIONS = 2048  # of a rotary table
 PACKED_ROWS = 64  # with more rows a float32 product is bound by arithmetic and the packed weight gains nothing
 
 
@@ -120,6 +121,20 @@ def rope_tables(rope: RopeSpec, dim: int, max_len: int, interleaved: bool) -> tu
     if interleaved:
         return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+class RopeTables:
+    """`rope_tables` of a model, for at least as many positions as were ever asked for."""
+
+    def __init__(self, rope: RopeSpec, dim: int, interleaved: bool) -> None:
+        self.rope, self.dim, self.interleaved = rope, dim, interleaved
+        self.tables: tuple[Tensor, Tensor] | None = None
+
+    def of(self, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        if self.tables is None or len(self.tables[0]) < length:
+            cos, sin = rope_tables(self.rope, self.dim, max(length, FEWEST_POSITIONS), self.interleaved)
+            self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
+        return self.tables
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -25,15 +25,14 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import DecoderLayer, KimiModel
-from trtspec.models.layers import AttentionStep, RMSNorm, rope_tables
-from trtspec.models.weights import NVFP4Form, Source, install, install_nvfp4, is_nvfp4, layer_layout, layout
+from trtspec.models.layers import AttentionStep, RMSNorm, RopeTables
+from trtspec.models.weights import install, layer_layout, layout
 from trtspec.report import file_sha256, fsync_directory
 
 Activation = Literal["w4a4", "weight-only", "decoded"]
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
 ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
 FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
-ROPE_POSITIONS = 2048  # the smallest table that KimiModel makes
 
 
 class LayerStream:
@@ -62,7 +61,7 @@ class LayerStream:
         if load_ahead is None:
             load_ahead = machine.free_memory() > ROOM * self.layer_bytes(self.num_layers - 1)
         self.load_ahead = load_ahead
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._rope = RopeTables(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
         self._step: tuple[tuple[int, ...], AttentionStep] | None = None
 
     @property
@@ -90,25 +89,18 @@ class LayerStream:
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:
             for source in layer_layout(self.spec, index):
-                if self.activation != "decoded" and is_nvfp4(self._tensors, source.names[0]):
-                    how = NVFP4Form(self.activation, self.dtype, "cpu")
-                    install_nvfp4(layer, source, self._tensors, how)
-                else:
-                    install(layer, source, self._tensors, self.spec, dtype=self.dtype, pool=pool)
+                how, spec = self.activation, self.spec
+                install(layer, source, self._tensors, spec, dtype=self.dtype, activation=how, pool=pool)
         return layer.eval().requires_grad_(False)
 
     def ends(self) -> KimiModel:
         """The model without its layers: embeddings, final norm and lm_head, on the device; `spec` is the whole one."""
-        with torch.device("meta"):
-            model = KimiModel(self.spec, layers=0)
-        for source in self._end_sources():
-            install(model, source, self._tensors, self.spec, dtype=self.dtype, device=self.device)
-        return model.eval().requires_grad_(False)
+        return self._ends(*ENDS)
 
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
         """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
-        weight = self._end("embed.weight").to(self.device)
+        weight = self._ends("embed.weight").embed.weight
         states.begin(0)
         for number, tokens in enumerate(batches):
             states.put(number, F.embedding(tokens.to(self.device), weight))
@@ -116,13 +108,11 @@ class LayerStream:
 
     def norm(self) -> RMSNorm:
         """The final norm, on the device."""
-        norm = RMSNorm(self.spec.hidden_size, self.spec.rms_norm_eps)
-        norm.weight = torch.nn.Parameter(self._end("norm.weight").to(self.device), requires_grad=False)
-        return norm
+        return self._ends("norm.weight").norm
 
     def lm_head(self) -> Tensor:
         """The output matrix [V, H] in the compute type, on the device."""
-        return self._end("lm_head.weight").to(self.device)
+        return self._ends("lm_head.weight").lm_head.weight
 
     def run(
         self,
@@ -171,25 +161,19 @@ class LayerStream:
         """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
         if self._step is None or self._step[0] != shape:
             batch, length = shape
-            self._step = shape, AttentionStep(batch, length, None, self._rope(length), True, self.dtype)
+            tables = self._rope.of(length, self.device)
+            self._step = shape, AttentionStep(batch, length, None, tables, True, self.dtype)
         return self._step[1]
 
-    def _rope(self, length: int) -> tuple[Tensor, Tensor]:
-        if self._tables is None or len(self._tables[0]) < length:
-            size = max(length, ROPE_POSITIONS)
-            cos, sin = rope_tables(self.spec.rope, self.spec.qk_rope_head_dim, size, interleaved=True)
-            self._tables = cos.to(self.device), sin.to(self.device)
-        return self._tables
-
-    def _end(self, parameter: str) -> Tensor:
+    def _ends(self, *parameters: str) -> KimiModel:
+        """A model without layers that has these parameters alone; the others are on the meta device."""
         with torch.device("meta"):
             model = KimiModel(self.spec, layers=0)
-        source = next(source for source in self._end_sources() if source.parameter == parameter)
-        install(model, source, self._tensors, self.spec, dtype=self.dtype)
-        return model.get_parameter(parameter)
-
-    def _end_sources(self) -> list[Source]:
-        return [source for source in layout(self.spec) if source.parameter in ENDS]
+        for source in layout(self.spec):
+            if source.parameter in parameters:
+                tensors, spec = self._tensors, self.spec
+                install(model, source, tensors, spec, dtype=self.dtype, device=self.device, activation="decoded")
+        return model.eval().requires_grad_(False)
 
 
 class States:

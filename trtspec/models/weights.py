@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,13 +49,9 @@ def load_target(
     fp8_kv = kv_cache == "fp8" or (kv_cache == "auto" and spec.quant.kv_cache == "fp8")
     with torch.device("meta"):
         model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None)
-    tensors = LazyTensors(checkpoint)
-    for source in layout(spec):
-        if is_nvfp4(tensors, source.names[0]):
-            install_nvfp4(model, source, tensors, NVFP4Form(activation, dtype, device))
-        else:
-            install(model, source, tensors, spec, dtype=dtype, device=device)
-    tensors.close()
+    with LazyTensors(checkpoint) as tensors:
+        for source in layout(spec):
+            install(model, source, tensors, spec, dtype=dtype, device=device, activation=activation)
     return model.eval().requires_grad_(False)
 
 
@@ -72,13 +68,19 @@ def install(
     *,
     dtype: torch.dtype,
     device: str = "cpu",
+    activation: Activation | Literal["decoded"] = "w4a4",
     pool: Executor | None = None,
 ) -> None:
     """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
 
-    Memory holds the parameter and the parts in work. Raises TrtspecError when a shape is not the config's.
+    NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory holds the parameter and
+    the parts in work. Raises TrtspecError when a shape is not the config's.
     """
     owner, _, leaf = source.parameter.rpartition(".")
+    if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
+        linear = partial(nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device)
+        install_nvfp4(module, source, linear)
+        return
     place = module.get_submodule(owner)
     shape = getattr(place, leaf).shape
     keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
@@ -118,50 +120,36 @@ def layout(spec: ModelSpec) -> Iterator[Source]:
     yield Source("norm.weight", (f"{prefix}model.norm.weight",))
     yield Source("lm_head.weight", (f"{prefix}lm_head.weight",))
     for index in range(spec.num_hidden_layers):
-        yield from _layer_layout(spec, f"layers.{index}.", f"{prefix}model.layers.{index}.")
+        for source in layer_layout(spec, index):
+            yield Source(f"layers.{index}.{source.parameter}", source.names)
 
 
 def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
     """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
-    yield from _layer_layout(spec, "", f"{spec.name_prefix}model.layers.{index}.")
 
+    def source(parameter: str, *names: str) -> Source:
+        """`names` are those beside the parameter's; without any it has the same name in a checkpoint."""
+        owner, _, leaf = parameter.rpartition(".")
+        stem = f"{spec.name_prefix}model.layers.{index}.{owner.rpartition('.')[0]}".rstrip(".")
+        return Source(parameter, tuple(f"{stem}.{name}" for name in names or (f"{owner.rpartition('.')[2]}.{leaf}",)))
 
-def _layer_layout(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Source]:
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield Source(f"{ours}{name}.weight", (f"{theirs}{name}.weight",))
-    ours_attn, attn = f"{ours}self_attn.", f"{theirs}self_attn."
-    yield Source(f"{ours_attn}qkv_a_proj.weight", (f"{attn}q_a_proj.weight", f"{attn}kv_a_proj_with_mqa.weight"))
+    yield source("input_layernorm.weight")
+    yield source("post_attention_layernorm.weight")
+    yield source("self_attn.qkv_a_proj.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
     for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj"):
-        yield Source(f"{ours_attn}{name}.weight", (f"{attn}{name}.weight",))
-    index = int(theirs.rstrip(".").rsplit(".", 1)[1])
-    if index < spec.first_k_dense_replace:
-        yield from _mlp_layout(f"{ours}mlp.", f"{theirs}mlp.")
+        yield source(f"self_attn.{name}.weight")
+    dense = index < spec.first_k_dense_replace
+    mlp = "mlp" if dense else "mlp.shared_experts"
+    yield source(f"{mlp}.gate_up_proj.weight", "gate_proj.weight", "up_proj.weight")
+    yield source(f"{mlp}.down_proj.weight")
+    if dense:
         return
-    yield Source(f"{ours}mlp.gate.weight", (f"{theirs}mlp.gate.weight",))
-    yield Source(f"{ours}mlp.gate.e_score_correction_bias", (f"{theirs}mlp.gate.e_score_correction_bias",))
-    yield from _mlp_layout(f"{ours}mlp.shared_experts.", f"{theirs}mlp.shared_experts.")
-    experts = [f"{theirs}mlp.experts.{expert}." for expert in range(spec.n_routed_experts)]
-    pairs = tuple(f"{expert}{part}_proj.weight" for expert in experts for part in ("gate", "up"))
-    yield Source(f"{ours}mlp.experts.gate_up", pairs)
-    yield Source(f"{ours}mlp.experts.down", tuple(f"{expert}down_proj.weight" for expert in experts))
-
-
-def _mlp_layout(ours: str, theirs: str) -> Iterator[Source]:
-    yield Source(f"{ours}gate_up_proj.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"))
-    yield Source(f"{ours}down_proj.weight", (f"{theirs}down_proj.weight",))
-
-
-def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
-    """The model's parameters under their published names and shapes: the inverse of loading a BF16 checkpoint."""
-    state = model.state_dict()
-    tensors: dict[str, Tensor] = {}
-    for source in layout(model.spec):
-        value = state[source.parameter]
-        if value.dim() == 3:
-            value = value.flatten(0, 1)
-        rows = rows_of(model.spec, source, len(value))
-        tensors.update(zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True))
-    return tensors
+    yield source("mlp.gate.weight")
+    yield source("mlp.gate.e_score_correction_bias")
+    experts = range(spec.n_routed_experts)
+    pairs = [f"experts.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
+    yield source("mlp.experts.gate_up", *pairs)
+    yield source("mlp.experts.down", *(f"experts.{expert}.down_proj.weight" for expert in experts))
 
 
 def rows_of(spec: ModelSpec, source: Source, total: int) -> list[int]:
@@ -200,7 +188,7 @@ class NVFP4Linear(nn.Module):
 class NVFP4Experts(nn.Module):
     """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales (see NVFP4Linear)."""
 
-    def __init__(self, gate_up: Sequence[nn.Module], down: Sequence[nn.Module]) -> None:
+    def __init__(self, gate_up: Iterable[nn.Module], down: Iterable[nn.Module]) -> None:
         super().__init__()
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
@@ -214,28 +202,21 @@ class NVFP4Experts(nn.Module):
         return self.down[expert](F.silu(gate) * up)
 
 
-class NVFP4Form(NamedTuple):
-    """How NVFP4 modules are made: `activation` as of `NVFP4Linear`, type and device."""
-
-    activation: str
-    dtype: torch.dtype
-    device: str
-
-
-def install_nvfp4(module: nn.Module, source: Source, tensors: LazyTensors, how: NVFP4Form) -> None:
-    """Replaces the linear (or the stacked experts) that owns the parameter by NVFP4 modules of the checkpoint."""
+def install_nvfp4(module: nn.Module, source: Source, linear: Callable[[Sequence[str]], NVFP4Linear]) -> None:
+    """Replaces the linear (or the stacked experts) that owns the parameter by what `linear` makes of the names."""
     owner, _, leaf = source.parameter.rpartition(".")
     if not owner.endswith(".experts"):
-        module.set_submodule(owner, nvfp4_linear(source.names, tensors, how))
+        module.set_submodule(owner, linear(source.names))
     elif leaf == "gate_up":
         pairs = zip(source.names[::2], source.names[1::2], strict=True)
-        module.set_submodule(owner, NVFP4Experts([nvfp4_linear(pair, tensors, how) for pair in pairs], []))
+        module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
     else:
-        experts = module.get_submodule(owner)
-        experts.down = nn.ModuleList(nvfp4_linear((name,), tensors, how) for name in source.names)
+        module.get_submodule(owner).down = nn.ModuleList(linear([name]) for name in source.names)
 
 
-def nvfp4_linear(names: tuple[str, ...], tensors: LazyTensors, how: NVFP4Form) -> NVFP4Linear:
+def nvfp4_linear(
+    names: Sequence[str], tensors: LazyTensors, activation: str, dtype: torch.dtype, device: str
+) -> NVFP4Linear:
     """One NVFP4 linear out of one weight, or of gate and up stacked; stacked weights must share both tensor scales."""
     stems = [name.removesuffix("weight") for name in names]
     scales = [(tensors[f"{stem}weight_scale_2"], tensors[f"{stem}input_scale"]) for stem in stems]
@@ -248,8 +229,8 @@ def nvfp4_linear(names: tuple[str, ...], tensors: LazyTensors, how: NVFP4Form) -
     packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
     scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(torch.float8_e4m3fn)
     weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
-    values = nvfp4.codes_times_scale(weight).to(how.dtype)
-    return NVFP4Linear(values, weight.scale_2, scales[0][1], how.activation).to(how.device)
+    values = nvfp4.codes_times_scale(weight).to(dtype)
+    return NVFP4Linear(values, weight.scale_2, scales[0][1], activation).to(device)
 
 
 @torch.no_grad()

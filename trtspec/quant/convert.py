@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,7 +58,7 @@ def convert_shards(
         for plan in plans:
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
-            results = []
+            times, results = plan.source_times(source), []
             for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
                 results.append(result)
                 if progress:
@@ -69,7 +69,7 @@ def convert_shards(
             whole = {
                 source / name: hashes[name] for name in plan.sources if first[name] == plan.shard and name in hashes
             }
-            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results), whole)))
+            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results, times), whole)))
         for plan, future in publishing:
             yield plan, future.result()
     finally:
@@ -88,12 +88,11 @@ def thread_count(asked: int, plans: list[ShardPlan]) -> int:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """Squared error and squared norm of a linear's first rows; its blocks, and how many of them are zero."""
+    """Squared error and squared norm of a linear's first rows, and how many of its blocks are zero."""
 
     module: str
     error: float
     norm: float
-    blocks: int
     zeros: int
 
 
@@ -199,7 +198,7 @@ def _pack(
         ("input_scale", memoryview(struct.pack("<f", input_scale))),
     ):
         file.write_chunks(f"{weight.module}.{suffix}", [data])
-    return PackedLinear(weight.module, error, norm, scale.size, zeros)
+    return PackedLinear(weight.module, error, norm, zeros)
 
 
 def _refusal(weight: Weight, index: int | None) -> TrtspecError:
@@ -213,18 +212,13 @@ def _refusal(weight: Weight, index: int | None) -> TrtspecError:
     )
 
 
-def _record(plan: ShardPlan, size: int, results: list[Converted]) -> Record:
+def _record(plan: ShardPlan, size: int, results: list[Converted], times: dict[str, int]) -> Record:
     """The journal's record of a shard, without its checksum; `classes` sums errors and blocks by class of linear."""
-    classes: dict[str, dict[str, float]] = {}
-    linears = [linear for result in results for linear in result.linears]
-    for linear in linears:
-        empty = {"tensors": 0, "error": 0.0, "norm": 0.0, "blocks": 0, "zero_blocks": 0}
-        entry = classes.setdefault(weight_class(linear.module), empty)
-        entry["tensors"] += 1
-        entry["error"] += linear.error
-        entry["norm"] += linear.norm
-        entry["blocks"] += linear.blocks
-        entry["zero_blocks"] += linear.zeros
+    errors = (
+        (weight_class(one.module), {"tensors": 1, "error": one.error, "norm": one.norm, "zero_blocks": one.zeros})
+        for result in results
+        for one in result.linears
+    )
     actions = [weight.action for weight in plan.weights]
     return {
         "bytes": size,
@@ -233,21 +227,19 @@ def _record(plan: ShardPlan, size: int, results: list[Converted]) -> Record:
         "copied": actions.count("copy"),
         "read": [result.read.hexdigest() for result in results],
         "found": list(dict.fromkeys(one for result in results for one in result.found)),
-        "classes": classes,
+        "classes": summed(errors),
+        "times": times,
     }
 
 
-def source_digests(reader: ShardReader, plan: ShardPlan) -> list[str]:
-    """A record's `read` for the source as it is now; reads all that the shard is converted from."""
-
-    def digest(group: Group) -> str:
-        found = xxhash.xxh3_128()
-        for part in (part for weight in group.members for part in weight.parts):
-            for chunk in reader.pieces(part, COPY_BYTES):
-                found.update(chunk)
-        return found.hexdigest()
-
-    return list(map(digest, plan.groups))
+def summed(entries: Iterable[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The figures of each name added up."""
+    found: dict[str, dict[str, float]] = {}
+    for name, entry in entries:
+        total = found.setdefault(name, dict.fromkeys(entry, 0))
+        for key, value in entry.items():
+            total[key] += value
+    return found
 
 
 def _publish(file: ShardFile, record: Record, sources: dict[Path, str]) -> Record:

@@ -16,14 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, float32
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -203,13 +202,8 @@ def _search_unit(amax: float) -> float:
     tensor's reciprocal. 0 for a tensor of zeros."""
     if not amax:
         return 0.0
-    reciprocal = _rounded(1.0 / _rounded(amax / 6.0))
-    return _rounded(1.0 / _rounded(reciprocal * 448.0))
-
-
-def _rounded(value: float) -> float:
-    """To float32; of one operation on float32 values in double that is the float32 result."""
-    return ctypes.c_float(value).value
+    reciprocal = float32(1.0 / float32(amax / 6.0))
+    return float32(1.0 / float32(reciprocal * 448.0))
 
 
 def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
@@ -220,7 +214,10 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
     kernel = load_kernel() if device == "cpu" and not _denormals_are_flushed() else None
     if kernel is not None:
         packer = NativePacker(kernel, weight_scales)
-        _prove(packer)
+        # a compiler that rounds differently must not decide anybody's weights
+        if proof_of(packer) != PROOFS[weight_scales]:
+            text = "the C kernel computes other bytes than torch on this machine"
+            raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
         return packer
     import torch
 
@@ -259,20 +256,3 @@ PROOFS = {
     "max": "1fad1dd66a0ee87e555a6df9579f8769410d1a256ed8fc3be2a7b748d10357ea",
     "mse": "ea22220413d9fb104a94b86bea5646ff3820f40307d8b705728af8532b8413dc",
 }
-
-
-def _prove(packer: NativePacker) -> None:
-    """A compiler that rounds differently must not decide anybody's weights."""
-    if proof_of(packer) != PROOFS[packer.weight_scales]:
-        raise TrtspecError("the C kernel computes other bytes than torch on this machine", "set TRTSPEC_KERNEL=torch")
-
-
-def seconds_per_element(weight_scales: str) -> float:
-    """Of packing one expert-like matrix; the second time, when its pages are there."""
-    weight = np.random.default_rng(0).standard_normal((512, 4096), dtype=np.float32).view(np.uint32) >> 16
-    packer, rows = choose_packer(weight_scales), Rows(WeightFormat.BF16, "BF16", weight.astype(np.uint16))
-    packed, scale = np.empty((512, 2048), dtype=np.uint8), np.empty((512, 256), dtype=np.uint8)
-    for _ in range(2):
-        begin = time.monotonic()
-        packer.pack(rows, Scaling.of(packer.amax(rows)), packed, scale)
-    return (time.monotonic() - begin) / rows.values.size

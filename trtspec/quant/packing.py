@@ -57,9 +57,13 @@ class Scaling(NamedTuple):
 
     @staticmethod
     def of(amax: float) -> Scaling:
-        """`nvfp4.scale_2_of`: of doubles, one division rounded to float32 is the float32 division."""
-        scale_2 = ctypes.c_float(amax / NVFP4_RANGE).value
-        return Scaling(amax, scale_2 or ctypes.c_float(1.0 / NVFP4_RANGE).value)
+        """As `nvfp4.scale_2_of`."""
+        return Scaling(amax, float32(amax / NVFP4_RANGE) or float32(1.0 / NVFP4_RANGE))
+
+
+def float32(value: float) -> float:
+    """Rounded to float32; for one operation on float32 values in double this is the float32 result."""
+    return ctypes.c_float(value).value
 
 
 class Packer(Protocol):

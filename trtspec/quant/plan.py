@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +102,10 @@ class ShardPlan:
         """The source shards that are read for it."""
         members = (member for group in self.groups for member in group.members)
         return sorted({part.shard for member in members for part in member.parts})
+
+    def source_times(self, source: Path) -> dict[str, int]:
+        """When those shards were last written, in nanoseconds."""
+        return {name: (source / name).stat().st_mtime_ns for name in self.sources}
 
     @property
     def bytes_in(self) -> int:
@@ -301,8 +304,3 @@ def weight_class(name: str) -> str:
     if ".mlp.shared_experts." in module:
         return f"shared experts {leaf}"
     return f"dense MLP {leaf}" if ".mlp." in module else f"attention {leaf}" if ".self_attn." in module else leaf
-
-
-def class_counts(weights: list[Weight]) -> dict[str, int]:
-    """How many weights of each class there are."""
-    return dict(sorted(Counter(weight_class(weight.name) for weight in weights).items()))

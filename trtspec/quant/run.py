@@ -3,8 +3,8 @@ that it reports, whose fields are the keys of `--json`."""
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -12,26 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.checkpoint.headers import Checkpoint, ShardReader
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
 from trtspec.errors import Problem, UsageError
 from trtspec.quant import card
 from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
-from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, source_digests, thread_count
-from trtspec.quant.native import choose_packer, seconds_per_element
-from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, class_counts, prepare
+from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, summed, thread_count
+from trtspec.quant.native import choose_packer
+from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare, weight_class
 from trtspec.quant.policy import Policy
-from trtspec.report import (
-    OutputOptions,
-    file_sha256,
-    peak_rss,
-    provenance,
-    say,
-    write_atomic,
-    write_json,
-)
+from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, write_atomic, write_json
 
 Progress = Callable[[int, int], None]
 
@@ -46,7 +38,8 @@ def quantize_checkpoint(
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
 
-    Run again after a kill it continues: shards whose size and checksum are in the journal are kept as they are.
+    Run again after a kill it continues: shards are kept whose size and checksum are in the journal, and whose sources
+    have the times at which they were read.
     `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first byte for
     everything that headers, options, disk and permissions can tell.
     """
@@ -71,7 +64,7 @@ def quantize_checkpoint(
     with directory.claim(header, again) as journal:
         kept = _kept(conversion, journal)
         todo = [plan for plan in conversion.plans if plan.shard not in kept]
-        done, times = conversion.bytes_in - sum(plan.bytes_in for plan in todo), _times(conversion)
+        done = conversion.bytes_in - sum(plan.bytes_in for plan in todo)
 
         def advance(count: int) -> None:
             nonlocal done
@@ -81,7 +74,7 @@ def quantize_checkpoint(
 
         advance(0)
         for plan, record in convert_shards(conversion, todo, thread_count(options.workers, todo), advance):
-            journal.record(plan.shard, **record, times=_of(plan, times))
+            journal.record(plan.shard, **record)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         if options.by_modelopt:
             modelopt.replace_linears(conversion)
@@ -106,44 +99,18 @@ def _header(conversion: Conversion) -> dict[str, Any]:
 
 
 def _kept(conversion: Conversion, journal: Journal) -> set[str]:
-    """Shards that need no work: recorded, present, of the recorded size and content.
-
-    Raises UsageError for a shard whose source has other times than it was read with, and other content too.
-    """
+    """Shards that need no work: recorded, present, of the recorded size and content, their source not written since."""
 
     def is_whole(plan: ShardPlan) -> bool:
         record, path = journal.done.get(plan.shard), conversion.output / plan.shard
-        if record is None or not path.is_file() or path.stat().st_size != record["bytes"]:
+        if record is None or record.get("times") != plan.source_times(conversion.checkpoint.path):
             return False
-        return bool(file_sha256(path) == record["sha256"])
+        whole = path.is_file() and path.stat().st_size == record["bytes"]
+        return whole and file_sha256(path) == record["sha256"]
 
     with ThreadPoolExecutor(machine.cores()) as pool:
-        whole = list(pool.map(is_whole, conversion.plans))
-    kept, times = list(itertools.compress(conversion.plans, whole)), _times(conversion)
-    other = [plan for plan in kept if journal.done[plan.shard].get("times") != _of(plan, times)]
-    if other:
-        count = len(other)
-        say(f"reading the source of {count} finished shards again: its files have other times than when they were read")
-    with ShardReader(conversion.checkpoint.path) as reader:
-        for plan in other:
-            record = journal.done[plan.shard]
-            if source_digests(reader, plan) != record["read"]:
-                names = ", ".join(plan.sources)
-                text = f"{plan.shard} was converted from something else than {names} of the source now hold"
-                raise UsageError(text, "pass `restart` to start over")
-            fields = {name: value for name, value in record.items() if name != "key"}
-            journal.record(plan.shard, **fields | {"times": _of(plan, times)})
-    return {plan.shard for plan in kept}
-
-
-def _times(conversion: Conversion) -> dict[str, int]:
-    """Modification times of the source's shard files, in nanoseconds."""
-    source = conversion.checkpoint.path
-    return {name: (source / name).stat().st_mtime_ns for name in conversion.checkpoint.shards}
-
-
-def _of(plan: ShardPlan, times: dict[str, int]) -> dict[str, int]:
-    return {name: times[name] for name in plan.sources}
+        whole = pool.map(is_whole, conversion.plans)
+        return {plan.shard for plan, kept in zip(conversion.plans, whole, strict=True) if kept}
 
 
 def _finish(conversion: Conversion, records: dict[str, Record], result: Quantized, header: dict[str, Any]) -> None:
@@ -158,12 +125,9 @@ def _finish(conversion: Conversion, records: dict[str, Record], result: Quantize
     facts |= {"size": f"{result.bytes_out:,}", "size_in": f"{result.bytes_in:,}", "rows": ERROR_ROWS}
     write_atomic(output / "README.md", card.model_card(conversion, facts, classes, found))
     written = {shard: record["sha256"] for shard, record in records.items()}
-    origin, more = (
-        {"path": str(source), **header["source"]},
-        {"shards": written, "carried": carried, "classes": classes},
-    )
-    more["problems"] = [one.to_dict() for one in found]
-    write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **more))
+    origin, problems = {"path": str(source), **header["source"]}, [one.to_dict() for one in found]
+    made = {"shards": written, "carried": carried, "classes": classes, "problems": problems}
+    write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **made))
     card.write_configs(conversion)
 
 
@@ -205,26 +169,21 @@ class Quantized(QuantizeSize):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePlan(QuantizeSize):
-    """What a run would write, and whether it would resume an earlier one; nothing was written. `published` is the
-    checkpoint that the policy was read from; `hub`: id, revision and bytes read of a source whose headers were read
-    there."""
+    """What a run would write, and whether it would resume an earlier one; nothing was written. `hub`: id, revision and
+    bytes read of a source whose headers were read there."""
 
-    published: str
     tensors_by_class: dict[str, int]
     exclude_modules: list[str]
     workers: int
-    packing_seconds_estimate: float
     free_bytes: int
-    device: str = "cpu"
-    resumes: bool = False
-    hub: dict[str, Any] | None = None
+    resumes: bool
+    hub: dict[str, Any] | None
     dry_run: bool = True
 
 
 def to_json(result: Quantized | QuantizePlan) -> dict[str, Any]:
     """The object of `--json`; `hub` only where the source was read there."""
-    values = {key: value for key, value in asdict(result).items() if key != "hub" or value is not None}
-    return {key: value for key, value in values.items() if key != "problems"}
+    return {key: value for key, value in asdict(result).items() if key != "problems" and value is not None}
 
 
 def _size(conversion: Conversion) -> dict[str, Any]:
@@ -245,12 +204,7 @@ def _size(conversion: Conversion) -> dict[str, Any]:
 
 def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
     """The counts and errors of all shards, from their journal records."""
-    classes: dict[str, dict[str, float]] = {}
-    for record in records.values():
-        for name, entry in record["classes"].items():
-            total = classes.setdefault(name, dict.fromkeys(entry, 0))
-            for key, value in entry.items():
-                total[key] += value
+    classes = summed(entry for record in records.values() for entry in record["classes"].items())
     summary = {
         name: LinearErrors(
             tensors=int(entry["tensors"]),
@@ -277,20 +231,16 @@ def _found(conversion: Conversion, records: dict[str, Record]) -> Found:
 
 
 def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
-    """Sizes, counts and an estimate of the time; writes nothing."""
+    """Sizes and counts; writes nothing."""
     options, hub = conversion.options, conversion.checkpoint.remote
-    threads = 1 if options.by_modelopt else thread_count(options.workers, conversion.plans)
-    quantized = [weight for plan in conversion.plans for weight in plan.weights if weight.action == "quantize"]
-    elements = sum(weight.shape[0] * weight.shape[1] for weight in quantized)
+    weights = (weight for plan in conversion.plans for weight in plan.weights)
+    classes = Counter(weight_class(weight.name) for weight in weights if weight.action == "quantize")
     return QuantizePlan(
         **_size(conversion),
-        published=conversion.policy.published_as,
-        tensors_by_class=class_counts(quantized),
+        tensors_by_class=dict(sorted(classes.items())),
         exclude_modules=conversion.policy.exclude_patterns(conversion.spec),
-        workers=threads,
-        packing_seconds_estimate=round(seconds_per_element(conversion.weight_scales) * elements / threads, 1),
+        workers=1 if options.by_modelopt else thread_count(options.workers, conversion.plans),
         free_bytes=machine.free_disk(conversion.output),
-        device=options.device,
         resumes=resumes,
         hub=hub.to_dict() if hub else None,
     )
