@@ -15,7 +15,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.plan import ConversionOptions
-from trtspec.quant.policy import InputScales, load_policy
+from trtspec.quant.policy import load_policy
 from trtspec.quant.run import QuantizePlan, quantize_checkpoint
 from trtspec.report import OutputOptions
 
@@ -114,11 +114,11 @@ def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(source,
     assert "Traceback" not in str(refused.value) and not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_not_safetensors_is_refused(tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
     path = tmp_path / "s.json"
     path.write_text('{"a.input_scale": 1.0}')
     with pytest.raises(UsageError, match="not a file of input scales"):
-        InputScales.load(path)
+        plan(source, path)
 
 
 def test_accepting_without_a_file_is_refused(source, tmp_path):

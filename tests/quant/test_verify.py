@@ -44,17 +44,8 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
     report = compare(tmp_path / "out", source, 0)
     assert report.problems == [] and report.compared == report.tensors
-    assert all(0.05 < entry.relative_error < 0.12 for entry in report.classes.values())
+    assert all(0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values())
     assert compare(tmp_path / "out", source, 10).compared == 10
-
-
-def test_error_by_layer(pair):
-    source, good = pair
-    report = compare(good, source, 0)
-    assert report.problems == []
-    assert list(report.layers) == ["0", "1"]
-    assert [entry.tensors for entry in report.layers.values()] == [3, 15]
-    assert all(0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.layers.values())
 
 
 def damage(tensors: dict[str, torch.Tensor], case: str) -> None:

@@ -139,16 +139,12 @@ def compare_derived(found: Found, kind: str, made: Path, source: Path, options: 
 
 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:
-    """What it is; then the rounding errors by class and by layer, of a checkpoint that was re-read."""
+    """What it is; then the rounding errors by class, of a checkpoint that was re-read."""
     compared = values.get("comparison", {})
-    facts = {key: value for key, value in values.items() if key != "comparison"}
-    reread = {key: value for key, value in compared.items() if key not in ("classes", "layers")}
-    tables = [value_table(facts | reread, path)]
-    for title, key in (("linears", "classes"), ("layer", "layers")):
-        rows = [
-            (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
-            for name, error in compared.get(key, {}).items()
-        ]
-        if rows:
-            tables.append(Table("", (title, "tensors", "relative error", "worst"), rows, ruled=False))
-    return tables
+    facts = {key: value for key, value in (values | compared).items() if key not in ("comparison", "classes")}
+    rows = [
+        (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
+        for name, error in compared.get("classes", {}).items()
+    ]
+    errors = Table("", ("linears", "tensors", "relative error", "worst"), rows, ruled=False)
+    return [value_table(facts, path), *([errors] if rows else [])]

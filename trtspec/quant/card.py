@@ -45,13 +45,6 @@ def write_configs(conversion: Conversion) -> None:
     write_json(conversion.output / "config.json", config)
 
 
-LICENCES = """\
-Kimi-K2 models come under the Modified MIT licence: products with more than 100 million monthly active users or
-20 million US dollars of monthly revenue must show the model's name prominently. A derived checkpoint keeps that duty;
-licence files of the source, where it has any, lie beside this card.
-"""
-
-
 def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str, Any], found: list[Problem]) -> str:
     """README.md of the output; nothing in it depends on when or how fast the conversion ran.
 
@@ -88,5 +81,4 @@ def model_card(conversion: Conversion, facts: dict[str, Any], classes: dict[str,
         layers=spec.num_hidden_layers,
         errors="\n".join(rows),
         found="\n## Found in the source\n\n" + "".join(lines) if lines else "",
-        licence=LICENCES,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trtspec.checkpoint.target_tensors import parts_of
-from trtspec.checkpoint.tensors import CODES, DTYPES, LazyTensors
+from trtspec.checkpoint.tensors import DTYPES, LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_format
 from trtspec.quant import nvfp4
@@ -108,24 +108,6 @@ def dequantize_fp8_block(
 def _e4m3_values() -> torch.Tensor:
     """float32 of each E4M3 byte; looking it up is several times faster than torch's conversion."""
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-def rows_of(
-    format: WeightFormat,
-    values: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    block: tuple[int, int] = FP8_BLOCK_SIZE,
-) -> Rows:
-    """Rows of tensors in memory, on the CPU; they share the tensors' memory."""
-    code = CODES[values.dtype]
-    if scale is None:
-        return Rows(format, code, _array(values), block=block)
-    return Rows(format, code, _array(values), _array(scale), CODES[scale.dtype], block)
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.contiguous().view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
-    return array
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:

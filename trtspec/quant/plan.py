@@ -190,9 +190,9 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
         raise UsageError("source and output are the same directory", "choose another `output`")
     if options.accept_input_scales and options.input_scales is None:
         raise UsageError(f"{ACCEPT} is given without a file of scales", "add `input_scales` FILE, or leave it out")
-    scales = InputScales.load(options.input_scales)
     names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
-    scales.check(checkpoint, [name.removesuffix(".weight") for name in names], options.accept_input_scales)
+    modules = (name.removesuffix(".weight") for name in names)
+    scales = InputScales.load(options.input_scales, checkpoint, modules, options.accept_input_scales)
     plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size)
     weight_scales = options.weight_scales or policy.weight_scales
     return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems)

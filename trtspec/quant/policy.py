@@ -6,7 +6,7 @@ every difference.
 Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale = amax / (6 * 448). NVIDIA's
 data-free recipes pin amax to 2688, so that it is 1.0; block scales are computed per token anyway, so 1.0 costs only
 where a block's amax / 6 leaves E4M3's range. A scale fits one model only, and nothing in its value tells which:
-`trtspec calibrate` writes the source's identity into the file, and `check` refuses it for any other.
+`trtspec calibrate` writes the source's identity into the file, and it is refused for any other.
 """
 
 from __future__ import annotations
@@ -153,26 +153,23 @@ def source_name(directory: Path) -> str:
     return hub_id_of(directory) or directory.resolve().name
 
 
+@dataclass(frozen=True)
 class InputScales:
-    """`scale(module)` is the float for that linear. `digest` goes into the journal: other scales, another output."""
+    """Activation scales by module, `values` None for 1.0 everywhere. `digest` goes into the journal: other scales,
+    another output. `description` is for the card: where they come from, whether they belong to the source."""
 
-    def __init__(
-        self,
-        values: dict[str, float] | None = None,
-        digest: str = "one",
-        source: str = "one",
-        about: dict[str, Any] | None = None,
-    ) -> None:
-        self._values, self.digest, self.source, self.about = values, digest, source, about or {}
-        self.bound = False  # set by `check`
+    values: dict[str, float] | None = None
+    digest: str = "one"
+    file: str = ""
+    description: str = "1.0 for every linear (uncalibrated)"
 
     @staticmethod
-    def load(path: Path | None) -> InputScales:
-        """None means 1.0 everywhere.
+    def load(path: Path | None, checkpoint: Checkpoint, modules: Iterable[str], accept: bool) -> InputScales:
+        """The scales in a file for `checkpoint`, whose linears are `modules`; None means 1.0 everywhere.
 
         A file is safetensors with `<module>.input_scale`, as in a ModelOpt export; `experts.*` in place of an expert's
-        number means all experts of the layer. Raises UsageError or TrtspecError naming an entry that is not a
-        single positive finite number.
+        number means all experts of the layer. Raises UsageError or TrtspecError naming an entry that is not a single
+        positive finite number or whose linear is not there. With `accept` the file may name another source or none.
         """
         if path is None:
             return InputScales()
@@ -189,62 +186,48 @@ class InputScales:
                 raise TrtspecError(f"{path} has two scales for {plain}", "keep one of them, or calibrate again")
         if not values:
             raise UsageError(f"{path} holds no *.input_scale", "pass the file that calibration wrote")
-        return InputScales(values, hashlib.sha256(path.read_bytes()).hexdigest(), path.name, about)
-
-    def check(self, checkpoint: Checkpoint, modules: Iterable[str], accept: bool) -> None:
-        """Raises UsageError for scales of another source than `checkpoint`, whose linears are `modules`.
-
-        With `accept` another fingerprint or none is no hindrance; a scale of a linear that is not there still is.
-        """
-        if self._values is None:
-            return
         known = {module.removeprefix(TEXT_PREFIX) for module in modules}
-        known |= {re.sub(r"\.experts\.\d+\.", ".experts.*.", module) for module in known}
-        foreign = sorted(self._values.keys() - known)
-        if foreign:
+        if foreign := sorted(values.keys() - known - set(map(_all_experts, known))):
             more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
-            text = f"{self.source} has a scale for {foreign[0]}{more}, which {checkpoint.path} does not have"
+            text = f"{path.name} has a scale for {foreign[0]}{more}, which {checkpoint.path} does not have"
             raise UsageError(text, "it is another model's: calibrate this one with `trtspec calibrate`")
-        bound: dict[str, Any] | None = self.about.get("fingerprint")
-        if bound is None and not accept:
-            raise UsageError(f"{self.source} does not say which source it was measured on", REMEDY)
-        other = []
-        if bound is not None:
-            found = identity(checkpoint)
-            other = [name for key, name in MODEL.items() if bound.get(key) != found[key]]
-        self.bound = bound is not None and not other
-        if other and not accept:
-            named = self.about.get("source", "another one")
-            text = f"{self.source} was measured on another source ({named}): {' and '.join(other)} differ"
-            raise UsageError(text, REMEDY)
-
-    @property
-    def description(self) -> str:
-        """For the card: where the scales come from and whether they are known to belong to the source."""
-        if self._values is None:
-            return "1.0 for every linear (uncalibrated)"
-        named = self.about.get("source")
-        texts, tokens = self.about.get("texts"), self.about.get("tokens")
+        why = _unbound(about, checkpoint)
+        if why and not accept:
+            raise UsageError(f"{path.name} {why}", REMEDY)
+        named, texts, tokens = (about.get(key) for key in ("source", "texts", "tokens"))
         origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
-        bound = "" if self.bound else " (not bound to this source, accepted with `accept_input_scales`)"
-        return f"{self.source}{origin}{bound}"
+        accepted = " (not bound to this source, accepted with `accept_input_scales`)" if why else ""
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return InputScales(values, digest, path.name, f"{path.name}{origin}{accepted}")
 
     def scale(self, modules: list[str]) -> float:
         """The one scale of linears that read the same input: the largest that the file gives for any of them."""
-        if self._values is None:
+        if self.values is None:
             return 1.0
-        found = [value for module in modules if (value := self._find(module)) is not None]
-        if not found:
+        plain = [module.removeprefix(TEXT_PREFIX) for module in modules]
+        found = [self.values.get(module, self.values.get(_all_experts(module))) for module in plain]
+        if not any(found):
             raise TrtspecError(
-                f"{self.source} has no input scale for {modules[0]}",
+                f"{self.file} has no input scale for {modules[0]}",
                 "calibrate with the same policy, or pass `input_scales` one",
             )
-        return max(found)
+        return max(filter(None, found))
 
-    def _find(self, module: str) -> float | None:
-        assert self._values is not None
-        plain = module.removeprefix(TEXT_PREFIX)
-        return self._values.get(plain, self._values.get(re.sub(r"\.experts\.\d+\.", ".experts.*.", plain)))
+
+def _all_experts(module: str) -> str:
+    """The name under which a file has one scale for all experts of a layer."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
+
+
+def _unbound(about: dict[str, Any], checkpoint: Checkpoint) -> str:
+    """Why scales are not known to belong to `checkpoint`, by what their file says about itself; "" where they do."""
+    bound: dict[str, Any] | None = about.get("fingerprint")
+    if bound is None:
+        return "does not say which source it was measured on"
+    found = identity(checkpoint)
+    other = [name for key, name in MODEL.items() if bound.get(key) != found[key]]
+    named = about.get("source", "another one")
+    return f"was measured on another source ({named}): {' and '.join(other)} differ" if other else ""
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:

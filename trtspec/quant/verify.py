@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,9 +22,9 @@ from trtspec.quant import nvfp4
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import plain_names, weight_class
 from trtspec.quant.policy import WEIGHT_SCALES
-from trtspec.specs import ModelSpec
 
 AGAIN = "convert the source again with `trtspec quantize`"
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
 GIVE_UP = 8  # linears that no rule gives, and none that one does: another exporter's
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
@@ -31,7 +32,7 @@ NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or ord
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Of the tensors of one class or layer together: norm of the differences over norm of the source. `worst` is the
+    """Of the tensors of one class together: norm of the differences over norm of the source. `worst` is the
     largest of a single tensor."""
 
     tensors: int
@@ -47,7 +48,6 @@ class CheckpointComparison:
     compared: int
     tensors: int
     classes: dict[str, RoundingError]
-    layers: dict[str, RoundingError]
     zero_blocks: int
     repacked_alike: int
     problems: list[Problem] = field(repr=False)
@@ -67,22 +67,17 @@ def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
     whole = not has_errors(read_target(derived).problems)  # inspect names them
     chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
-    reread = _Reread(derived, source)
-    for name in chosen:
-        reread.add(name)
-    told = {(problem.code, problem.where) for problem in reread.problems}
-    again = reread.repacked.problems(ours=_is_ours(out))
-    problems += reread.problems + [problem for problem in again if (problem.code, problem.where) not in told]
-    reread.close()
-    by_layer = dict(sorted(reread.layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(6))))
+    with LazyTensors(derived) as new, LazyTensors(source) as old:
+        reread = _Reread(new, old)
+        for name in chosen:
+            reread.add(name)
     return CheckpointComparison(
         compared=len(chosen),
         tensors=len(names),
-        classes=_errors(dict(sorted(reread.classes.items()))),
-        layers=_errors(by_layer),
+        classes={name: _rounding(tensors) for name, tensors in sorted(reread.errors.items())},
         zero_blocks=reread.zero_blocks,
-        repacked_alike=sum(reread.repacked.alike.values()),
-        problems=problems,
+        repacked_alike=sum(reread.alike.values()),
+        problems=problems + reread.found(ours=_is_ours(out)),
     )
 
 
@@ -145,17 +140,23 @@ def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
 
 
 class _Reread:
-    """Decodes tensor by tensor from both sides and gathers errors by class."""
+    """Tensors decoded from both sides, one by one, and the source packed again by each rule for block scales.
 
-    def __init__(self, derived: Checkpoint, source: Checkpoint) -> None:
-        self.derived, self.source = LazyTensors(derived), LazyTensors(source)
-        self.derived_spec = target_spec(derived)
-        self.source_spec = target_spec(source)
+    Another exporter may choose other scales (from activations, by another search). So bytes that differ are an error
+    where trtspec made the checkpoint or nearly all other linears are as the source gives them.
+    """
+
+    def __init__(self, derived: LazyTensors, source: LazyTensors) -> None:
+        self.derived, self.source = derived, source
+        self.derived_spec, self.source_spec = target_spec(derived.checkpoint), target_spec(source.checkpoint)
         self.problems: list[Problem] = []
-        self.classes: dict[str, dict[str, float]] = {}
-        self.layers: dict[str, dict[str, float]] = {}
+        self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # (error, norm) by class
         self.zero_blocks = 0
-        self.repacked = _Repacked(self.source, self.source_spec)
+        self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
+        self.exact, self.count = 0, 0
+        self.scaled_otherwise: dict[str, float] = {}
+        self.packed_otherwise: list[str] = []
+        self._amax: dict[str, float] = {}
 
     def add(self, name: str) -> None:
         new = decoded(self.derived, self.derived_spec, name)
@@ -163,97 +164,61 @@ class _Reread:
         if new.shape != old.shape:
             return
         if _format(self.derived.checkpoint, name).is_fp4:
-            self._scales(name)
-            self._error(name, new.float(), old.float())
-            self.repacked.add(name, old, self.derived)
-        elif not torch.equal(new.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)):
+            stem = name.removesuffix(".weight")
+            scales = {suffix: self.derived[f"{stem}.{suffix}"] for suffix in SCALES}
+            self._check_scales(stem, scales)
+            self._measure(name, new.float(), old.float())
+            if bool(old.isfinite().all()):
+                stored = nvfp4.NVFP4Tensor(self.derived[name], scales["weight_scale"], scales["weight_scale_2"])
+                self._pack_again(name, old, stored)
+        elif not torch.equal(_bits(new), _bits(old)):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
 
-    def _scales(self, name: str) -> None:
-        module = name.removesuffix(".weight")
-        scale, scale_2 = self.derived[f"{module}.weight_scale"], self.derived[f"{module}.weight_scale_2"]
-        input_scale = self.derived[f"{module}.input_scale"]
-        for suffix, value in (
-            ("weight_scale", scale.float()),
-            ("weight_scale_2", scale_2),
-            ("input_scale", input_scale),
-        ):
-            if not bool((value.isfinite() & (value > 0)).all()):
+    def _check_scales(self, stem: str, scales: dict[str, torch.Tensor]) -> None:
+        for suffix, value in scales.items():
+            if not bool((value.float().isfinite() & (value.float() > 0)).all()):
                 text = "holds NaN, infinity, zero or a negative number"
-                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", f"{module}.{suffix}", text, AGAIN))
-        packed = self.derived[name].view(-1, nvfp4.BLOCK // 2)
+                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", f"{stem}.{suffix}", text, AGAIN))
+        packed = self.derived[f"{stem}.weight"].view(-1, nvfp4.BLOCK // 2)
         self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
 
-    def _error(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
+    def _measure(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
         error, norm = float((new - old).norm()), float(old.norm())
+        self.errors[weight_class(name)].append((error, norm))
         relative = error / norm if norm else error
-        layer = re.search(r"\blayers\.(\d+)\.", name)
-        for table, key in ((self.classes, weight_class(name)), (self.layers, layer[1] if layer else "none")):
-            entry = table.setdefault(key, {"tensors": 0, "error": 0.0, "norm": 0.0, "worst": 0.0})
-            entry["tensors"] += 1
-            entry["error"] += error**2
-            entry["norm"] += norm**2
-            entry["worst"] = max(entry["worst"], relative)
         if not relative <= NVFP4_ERROR_LIMIT:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
 
-    def close(self) -> None:
-        self.derived.close()
-        self.source.close()
-
-
-class _Repacked:
-    """The source packed again by each rule for block scales, and compared with what is stored, byte by byte.
-
-    Another exporter may choose other scales (from activations, by another search); so what differs is an error where
-    trtspec made the checkpoint or nearly all other linears are as the source gives them, and not said otherwise.
-    """
-
-    def __init__(self, source: LazyTensors, spec: ModelSpec) -> None:
-        self.source, self.spec = source, spec
-        self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
-        self.exact, self.count = 0, 0
-        self.scaled_otherwise: dict[str, float] = {}
-        self.packed_otherwise: list[str] = []
-        self._amax: dict[str, float] = {}
-
-    def add(self, name: str, old: torch.Tensor, derived: LazyTensors) -> None:
-        if not old.isfinite().all():
-            return
-        module = name.removesuffix(".weight")
-        stored = nvfp4.NVFP4Tensor(
-            derived[name], derived[f"{module}.weight_scale"], derived[f"{module}.weight_scale_2"]
-        )
+    def _pack_again(self, name: str, old: torch.Tensor, stored: nvfp4.NVFP4Tensor) -> None:
         self.count += 1
         self._amax[name] = float(old.abs().max())
-        amax = torch.tensor(max(self._amax[name], *self._of_partners(module, derived), 0.0))
+        amax = torch.tensor(max(self._amax[name], *self._partners_amax(name), 0.0))
         expected = nvfp4.scale_2_of(amax)
         if not torch.equal(stored.scale_2.reshape(()), expected):
             self.scaled_otherwise[name] = float(stored.scale_2) / float(expected)
             return
         self.exact += 1
-        if len(self.packed_otherwise) >= GIVE_UP and not any(self.alike.values()):
-            self.packed_otherwise.append(name)
-            return
-        for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
-            again = nvfp4.quantize(old, amax, rule)
-            if torch.equal(again.packed, stored.packed) and torch.equal(_bits(again.scale), _bits(stored.scale)):
-                self.alike[rule] += 1
-                return
+        if len(self.packed_otherwise) < GIVE_UP or any(self.alike.values()):
+            for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
+                again = nvfp4.quantize(old, amax, rule)
+                if torch.equal(again.packed, stored.packed) and torch.equal(_bits(again.scale), _bits(stored.scale)):
+                    self.alike[rule] += 1
+                    return
         self.packed_otherwise.append(name)
 
-    def _of_partners(self, module: str, derived: LazyTensors) -> Iterator[float]:
+    def _partners_amax(self, name: str) -> Iterator[float]:
         """max|w| of the linears that share its scale."""
-        for name in (f"{partner}.weight" for partner in shared_partners(module)):
-            if name in derived and _format(derived.checkpoint, name).is_fp4:
-                if name not in self._amax:
-                    self._amax[name] = float(decoded(self.source, self.spec, name).abs().max())
-                yield self._amax[name]
+        for partner in (f"{module}.weight" for module in shared_partners(name.removesuffix(".weight"))):
+            if partner in self.derived and _format(self.derived.checkpoint, partner).is_fp4:
+                if partner not in self._amax:
+                    self._amax[partner] = float(decoded(self.source, self.source_spec, partner).abs().max())
+                yield self._amax[partner]
 
-    def problems(self, ours: bool) -> list[Problem]:
-        found = []
+    def found(self, ours: bool) -> list[Problem]:
+        """The problems of all tensors that were added; `ours`: trtspec made the checkpoint."""
+        found = list(self.problems)
         if ours or self.exact >= NEARLY_ALL * self.count:
             for name, ratio in self.scaled_otherwise.items():
                 text = f"is {ratio:.6g} times what the largest weight of the source gives"
@@ -265,16 +230,12 @@ class _Repacked:
         return found
 
 
-def _bits(scale: torch.Tensor) -> torch.Tensor:
-    return scale.view(torch.uint8)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
-def _errors(table: dict[str, dict[str, float]]) -> dict[str, RoundingError]:
-    return {
-        name: RoundingError(
-            tensors=int(entry["tensors"]),
-            relative_error=(entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0,
-            worst=entry["worst"],
-        )
-        for name, entry in table.items()
-    }
+def _rounding(tensors: list[tuple[float, float]]) -> RoundingError:
+    """Of (error, norm) of each tensor."""
+    error, norm = (math.hypot(*column) for column in zip(*tensors, strict=True))
+    worst = max(one / size if size else one for one, size in tensors)
+    return RoundingError(len(tensors), error / norm if norm else 0.0, worst)
