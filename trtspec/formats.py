@@ -30,8 +30,8 @@ class Storage:
     `dtypes` are the safetensors codes that each of `all_parts` may have, `kinds` what each is for: the values, a scale
     for each group of a row or block of rows and columns, one number, or the shape. `values_per_element` counts weights
     in one element of the first part, `group` those along K that share a scale; `bits` is the mean size of one weight
-    with its scales. `unquantized` are the keys of its quantization_config that list the modules left alone, `never` the
-    modules that engines leave alone unlisted.
+    with its scales. `method` is the `quant_method` of its quantization_config, `unquantized` are the keys there that
+    list the modules left alone, `never` the modules that engines leave alone unlisted.
     """
 
     title: str
@@ -95,23 +95,8 @@ class WeightFormat(StrEnum):
         return self.storage.parts
 
     @property
-    def companions(self) -> tuple[str, ...]:
-        """Suffixes of every tensor beside the values, input_scale included."""
-        return self.storage.all_parts[1:]
-
-    @property
     def values_per_element(self) -> int:
         return self.storage.values_per_element
-
-    @property
-    def bits_per_value(self) -> int:
-        """Of one weight, its scales left out."""
-        return int(self.storage.bits)
-
-    @property
-    def method(self) -> str:
-        """`quant_method` of a config.json in this format."""
-        return self.storage.method
 
     @property
     def is_plain(self) -> bool:
@@ -132,11 +117,6 @@ class WeightFormat(StrEnum):
     def has_block_scales(self) -> bool:
         """One scale for each block of rows and columns."""
         return "blocks" in self.storage.kinds
-
-    @property
-    def has_group_scales(self) -> bool:
-        """One scale for each group of values of a row."""
-        return "groups" in self.storage.kinds
 
     def part_shapes(
         self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
@@ -187,37 +167,26 @@ def _named_or_regex(pattern: str) -> str:
     return r"(?!)" if "(?P" in alternative else alternative
 
 
-SIDE_PARTS = tuple(dict.fromkeys(suffix for format in WeightFormat for suffix in format.companions))
-_PACKED = {format.parts[0]: format for format in WeightFormat if format.parts[0] != "weight"}
+SIDE_PARTS = tuple(dict.fromkeys(suffix for format in WeightFormat for suffix in format.storage.all_parts[1:]))
+# formats by the suffix of their values, where it is not `weight`; by a scale beside them; by the dtype of a `weight`
+PACKED = {format.parts[0]: format for format in WeightFormat if format.parts[0] != "weight"}
 _MARKS = {"weight_scale_inv": WeightFormat.FP8_BLOCK, "weight_scale_2": WeightFormat.NVFP4}
-_BY_DTYPE = {code: WeightFormat.BF16 for code in PLAIN_DTYPES} | {
-    "U8": WeightFormat.NVFP4,
-    "F8_E4M3": WeightFormat.FP8_BLOCK,
-}
+_NAMED_WEIGHT = [format for format in WeightFormat if format.parts[0] == "weight"]
+BY_DTYPE = {dtype: format for format in _NAMED_WEIGHT for dtype in format.storage.dtypes[0]}
 
 
 def stored_format(names: Container[str], module: str) -> WeightFormat:
     """How the weight of `module` is stored, by the tensors that exist, not by the config."""
-    for suffix, format in (*_PACKED.items(), *_MARKS.items()):
+    for suffix, format in (*PACKED.items(), *_MARKS.items()):
         if f"{module}.{suffix}" in names:
             return format
     return WeightFormat.BF16
 
 
-def format_of_dtype(code: str) -> WeightFormat | None:
-    """The format whose values, named `weight`, have this safetensors dtype."""
-    return _BY_DTYPE.get(code)
-
-
-def packed_format(suffix: str) -> WeightFormat | None:
-    """The format whose values have this suffix instead of `weight`."""
-    return _PACKED.get(suffix)
-
-
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
     """The format that a quantization_config's method announces, whatever else it says."""
     told = block.get("quant_method")
-    return next((format for format in WeightFormat if told and format.method == told), None)
+    return next((format for format in WeightFormat if told and format.storage.method == told), None)
 
 
 def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:

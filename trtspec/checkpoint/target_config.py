@@ -157,7 +157,7 @@ def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
         yield "config.json: text_config", text["quantization_config"]
     quant = (checkpoint.hf_quant_config or {}).get("quantization")
     if quant:
-        yield HF_QUANT_NAME, {"quant_method": WeightFormat.NVFP4.method, **quant}
+        yield HF_QUANT_NAME, {"quant_method": WeightFormat.NVFP4.storage.method, **quant}
 
 
 def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:

@@ -14,11 +14,11 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_config import quantization_blocks
 from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import (
+    BY_DTYPE,
+    PACKED,
     PLAIN_DTYPES,
     SIDE_PARTS,
     WeightFormat,
-    format_of_dtype,
-    packed_format,
     stored_format,
 )
 from trtspec.specs import ModelSpec
@@ -129,8 +129,8 @@ def _check_linear(
 def _stored(parts: dict[str, TensorInfo]) -> WeightFormat | str | None:
     if "weight" in parts:
         code = parts["weight"].dtype
-        return format_of_dtype(code) or code
-    return next((format for suffix in parts if (format := packed_format(suffix))), None)
+        return BY_DTYPE.get(code) or code
+    return next((format for suffix in parts if (format := PACKED.get(suffix))), None)
 
 
 def _is_kv_scale(name: str) -> bool:
@@ -176,7 +176,7 @@ def logical_parameters(info: TensorInfo) -> int:
     suffix = info.name.rsplit(".", 1)[-1]
     if suffix in SCALES:
         return 0
-    format = packed_format(suffix) or (format_of_dtype(info.dtype) if suffix == "weight" else None)
+    format = PACKED.get(suffix) or (BY_DTYPE.get(info.dtype) if suffix == "weight" else None)
     return info.numel * (format.values_per_element if format else 1)
 
 

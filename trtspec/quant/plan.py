@@ -17,10 +17,10 @@ from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 from trtspec.formats import (
     FP8_BLOCK_SIZE,
     NVFP4_BLOCK,
+    PACKED,
     PLAIN_DTYPES,
     SIDE_PARTS,
     WeightFormat,
-    packed_format,
     stored_format,
 )
 from trtspec.quant.policy import ACCEPT, InputScales, Policy
@@ -250,7 +250,7 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
         stem, _, suffix = name.rpartition(".")
         if suffix in SIDE_PARTS and f"{stem}.{stored_format(stored, stem).parts[0]}" in stored:
             continue
-        found[f"{stem}.weight" if packed_format(suffix) else name] = name
+        found[f"{stem}.weight" if suffix in PACKED else name] = name
     return found
 
 
@@ -272,7 +272,7 @@ def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: Blo
 
 def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...], block: Block) -> None:
     """Tensors that only mean something together; `inspect` has judged those that the architecture names."""
-    groups = parts[1].shape[-1] if format.has_group_scales and parts[1].shape else 0
+    groups = parts[1].shape[-1] if "groups" in format.storage.kinds and parts[1].shape else 0
     group = shape[-1] // groups if shape and groups else 0
     shapes = format.part_shapes(*shape, group, block) if len(shape) == 2 else {}
     for part, dtypes in zip(parts, format.storage.dtypes, strict=False):
