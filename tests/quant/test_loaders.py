@@ -1,5 +1,5 @@
-"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers'
-logits beside the reference model's, and what transformers cannot read by itself."""
+"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers
+logits beside the reference model's."""
 
 from __future__ import annotations
 
@@ -90,40 +90,3 @@ def write(directory: Path, config: dict, tensors: Tensors) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, directory / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.slow
-def test_transformers_reads_plain_linears_but_not_experts_under_compressed_tensors_names(tmp_path):
-    """It fuses routed experts and drops their `weight_global_scale`, so their values come out on another scale."""
-    from transformers import AutoModelForCausalLM
-
-    source = make_target(tmp_path / "in", format="int4", nested=False, layers=2)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1))
-    config, tensors = json.loads((tmp_path / "out" / "config.json").read_text()), tensors_of(tmp_path / "out")
-    modules = modules_of(tensors)
-    renamed = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in modules}
-    for module in modules:
-        renamed |= {f"{module}.{name}": tensor for name, tensor in as_compressed_tensors(tensors, module).items()}
-    config["model_type"] = "deepseek_v3"
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": preset_name_to_scheme("NVFP4A16", ["Linear"]).model_dump(mode="json")},
-        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-    }
-    write(tmp_path / "renamed", config, renamed)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "renamed", experts_implementation="eager", output_loading_info=True
-    )
-    loaded(input_ids=prompts()[:1, :4], use_cache=False)
-    plain = [module for module in modules if ".mlp.experts." not in module]
-    assert len(plain) == 6
-    for module in plain:
-        assert torch.equal(loaded.get_submodule(module).weight, ours(tensors, module, torch.bfloat16)), module
-    dropped = {key for key in report["unexpected_keys"] if key.endswith("weight_global_scale")}
-    assert dropped == {f"{module}.weight_global_scale" for module in modules if module not in plain}
-    expert = loaded.model.layers[1].mlp.experts.down_proj[0].float()
-    right = ours(tensors, "model.layers.1.mlp.experts.0.down_proj", torch.float32)
-    print(f"a routed expert: norm {float(expert.norm()):.3g}, should be {float(right.norm()):.3g}")
-    assert not torch.allclose(expert, right, rtol=0.1, atol=0)

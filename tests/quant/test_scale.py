@@ -1,14 +1,11 @@
-"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; fifty kills; memory while model and
+"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; memory while model and
 shards grow from half a gigabyte to four; slow, so not by default."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import random
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.quant.test_streaming import tensors_of, weights
+from tests.quant.test_streaming import tensors_of
 from tests.tiny import make_target
 from tools.benchmarks.full_size_layer import make_layer
 from trtspec.checkpoint.target_tensors import shared_partners
@@ -68,46 +65,6 @@ def _ours(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
 
     parts = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
     return nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts))
-
-
-def run(source: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    quantize_checkpoint(source, out, K25, ConversionOptions(workers=1))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_fifty_kills(tmp_path):
-    """Each kill is followed by the same command again; finished shards keep their time and their journal line."""
-    source = make_target(tmp_path / "in", format="int4", layers=4, hidden=256, experts=16, shards=24)
-    expected, fork = tmp_path / "expected", multiprocessing.get_context("fork")
-    begin = time.monotonic()
-    quantize_checkpoint(source, expected, K25, ConversionOptions(workers=1))
-    usual = time.monotonic() - begin
-    draw, kills, runs, amid = random.Random(0), 0, 0, 0
-    stamps: dict[str, int] = {}
-    while kills < 50:
-        out = tmp_path / f"out-{runs}"
-        process = fork.Process(target=run, args=(source, out))
-        process.start()
-        process.join(draw.uniform(0, usual / 2))
-        if process.exitcode is None:
-            os.kill(process.pid, 9)
-            kills += 1
-        process.join()
-        journal = (out / ".trtspec-quantize.jsonl").read_text() if out.exists() else ""
-        done = {json.loads(line)["key"] for line in journal.splitlines(keepends=True)[1:] if line.endswith("\n")}
-        now = {name: (out / name).stat().st_mtime_ns for name in done}
-        assert all(now[name] == stamp for name, stamp in stamps.items())
-        amid += 0 < len(done) < 24
-        stamps = now
-        assert not (out / "config.json").exists() or len(done) == 24
-        if process.exitcode == 0:
-            assert weights(out) == weights(expected) and not list(out.glob(".*.partial"))
-            runs, stamps = runs + 1, {}
-    run(source, out)
-    assert weights(out) == weights(expected)
-    print(f"{kills} kills, {amid} of them between the first and the last shard, {runs + 1} outputs, all identical")
 
 
 def measured(source: Path, out: Path, found: Any) -> None:
