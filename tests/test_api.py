@@ -47,7 +47,7 @@ except trtspec.TrtspecError as error:
 else:
     raise SystemExit("an output was overwritten")
 
-from trtspec.engine.engine import GenerationRequest
+from trtspec.engine.request import GenerationRequest
 from trtspec.models.weights import load_target
 engine = trtspec.Engine(load_target(target))
 answer = engine.generate([GenerationRequest("a", [5, 6, 7], 4)])["a"]

@@ -359,7 +359,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     for parameter in command.params:
         if isinstance(parameter, TyperOption) and parameter.name != "help":
             declared = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
-            parameter.envvar = [variable(name, long_flag(parameter)), *declared]
+            long_flag = next(flag for flag in parameter.opts if flag.startswith("--"))
+            parameter.envvar = [variable(name, long_flag), *declared]
             parameter.show_envvar = False  # the end of the page says it once
     return command  # type: ignore[return-value]
 
@@ -412,11 +413,6 @@ def _escaped(text: str | None) -> str | None:
 def variable(command: str, flag: str) -> str:
     """The environment variable of an option: TRTSPEC_BUILD_CONFIG_TP_SIZE of `--tp-size` of build-config."""
     return f"TRTSPEC_{command}_{flag.removeprefix('--')}".upper().replace("-", "_")
-
-
-def long_flag(option: TyperOption) -> str:
-    """The first spelling with two dashes, which also names the variable."""
-    return next(flag for flag in option.opts if flag.startswith("--"))
 
 
 def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str]:

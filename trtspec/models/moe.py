@@ -106,21 +106,10 @@ def dispatch(
 
     Reads the sizes of the groups back from the device, once per layer.
     """
-    order, ends = by_expert(ids, count)
+    ordered, order = ids.flatten().sort(stable=True)  # pairs of token and expert, [tokens * k]
+    ends = torch.searchsorted(ordered, torch.arange(count, device=ids.device), right=True, out_int32=True)
     inputs = x[order // ids.shape[1]].tensor_split(ends[:-1].tolist())
     outputs = torch.cat([one_expert(expert, part) for expert, part in enumerate(inputs) if len(part)])
-    return combine(outputs, weights, order)
-
-
-def by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """ids [tokens, k] -> the pairs' order by expert, int64 [tokens * k], and where each expert's end, int32 [count]."""
-    ordered, order = ids.flatten().sort(stable=True)
-    experts = torch.arange(count, device=ids.device)
-    return order, torch.searchsorted(ordered, experts, right=True, out_int32=True)
-
-
-def combine(outputs: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Sums the pairs' outputs [tokens * k, H] in `order`, each times its weight [tokens, k], per token."""
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     by_token = outputs[back].unflatten(0, weights.shape)
     return (by_token * weights.unsqueeze(-1).to(outputs.dtype)).sum(1)

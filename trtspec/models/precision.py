@@ -39,15 +39,10 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     return False
 
 
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability: (8, 6) of an RTX 3060, (7, 5) of a T4."""
-    return torch.cuda.get_device_capability(device)
-
-
 def dtype_of_capability(capability: tuple[int, int]) -> torch.dtype:
-    """bfloat16 from Ampere (8.0) on; float16 from Volta (7.0) on and on a P100 (6.0), which multiply it fast; float32
-    on older GPUs, which compute float16 at 1/64 of its speed (CUDA C++ programming guide, arithmetic throughput)."""
+    """By a GPU's compute capability: bfloat16 from Ampere (8.0) on; float16 from Volta (7.0) on and on a P100 (6.0),
+    which multiply it fast; float32 on older GPUs, which compute float16 at 1/64 of its speed (CUDA C++ programming
+    guide, arithmetic throughput)."""
     if capability >= (8, 0):
         return torch.bfloat16
     return torch.float16 if capability >= (7, 0) or capability == (6, 0) else torch.float32
@@ -61,7 +56,7 @@ def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 def serving_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """As `default_dtype`, and float16 on GPUs that multiply it fast and have no bfloat16."""
     if torch.device(device).type == "cuda":
-        return dtype_of_capability(capability(torch.device(device)))
+        return dtype_of_capability(torch.cuda.get_device_capability(device))
     return default_dtype(device)
 
 

@@ -59,12 +59,9 @@ class Weight:
         if self.action == "decode":
             return {self.name: ("BF16", self.shape)}
         rows, columns = self.shape
-        return {
-            f"{self.module}.weight": ("U8", (rows, columns // WeightFormat.NVFP4.values_per_element)),
-            f"{self.module}.weight_scale": ("F8_E4M3", (rows, columns // NVFP4_BLOCK)),
-            f"{self.module}.weight_scale_2": ("F32", ()),
-            f"{self.module}.input_scale": ("F32", ()),
-        }
+        storage, shapes = WeightFormat.NVFP4.storage, WeightFormat.NVFP4.part_shapes(rows, columns)
+        parts = zip(storage.all_parts, storage.dtypes, strict=True)
+        return {f"{self.module}.{suffix}": (dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts}
 
 
 @dataclass(frozen=True)
