@@ -79,7 +79,7 @@ def quantize(options: QuantizeOptions) -> Result:
         accept_input_scales=options.accept_input_scales,
         workers=options.workers,
         device=options.device,
-        by_modelopt=options.engine == "modelopt",
+        by_modelopt=options.engine != "stream",
     )
     if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
         raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
