@@ -48,9 +48,7 @@ def convert_shards(
     no unfinished file is left behind.
     """
     source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
-    hashes, first = recorded_hashes(source), dict[str, str]()
-    for plan in reversed(conversion.plans):
-        first |= dict.fromkeys(plan.sources, plan.shard)
+    hashes = recorded_hashes(source)  # each is compared once, after the first shard that its file is read for
     converter = Converter(reader, conversion.weight_scales, conversion.options.device)
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
     pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)
@@ -66,9 +64,7 @@ def convert_shards(
                 while publishing and publishing[0][1].done():
                     yield publishing[0][0], publishing.popleft()[1].result()
             file.close()
-            whole = {
-                source / name: hashes[name] for name in plan.sources if first[name] == plan.shard and name in hashes
-            }
+            whole = {source / name: hashes.pop(name) for name in plan.sources if name in hashes}
             publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results, times), whole)))
         for plan, future in publishing:
             yield plan, future.result()

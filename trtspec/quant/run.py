@@ -3,6 +3,8 @@ that it reports, whose fields are the keys of `--json`."""
 
 from __future__ import annotations
 
+import copy
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,20 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
+from trtspec.data_files import DATA
 from trtspec.errors import Problem, UsageError
-from trtspec.quant import card
+from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
 from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, summed, thread_count
 from trtspec.quant.native import choose_packer
 from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare, weight_class
-from trtspec.quant.policy import Policy
+from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy, source_name
 from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, write_atomic, write_json
 
 Progress = Callable[[int, int], None]
+# The layout is ModelOpt's, version for version; loaders look for this name. provenance.json says who wrote the file.
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
 def quantize_checkpoint(
@@ -120,15 +125,75 @@ def _finish(conversion: Conversion, records: dict[str, Record], result: Quantize
         weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
         write_index(output, weight_map, conversion.bytes_out)
     carried = carry_files(source, output)
-    classes, found = asdict(result)["classes"], content_problems(_found(conversion, records))
-    facts = {key: getattr(result, key) for key in ("quantized", "decoded", "copied")}
-    facts |= {"size": f"{result.bytes_out:,}", "size_in": f"{result.bytes_in:,}", "rows": ERROR_ROWS}
-    write_atomic(output / "README.md", card.model_card(conversion, facts, classes, found))
-    written = {shard: record["sha256"] for shard, record in records.items()}
-    origin, problems = {"path": str(source), **header["source"]}, [one.to_dict() for one in found]
-    made = {"shards": written, "carried": carried, "classes": classes, "problems": problems}
+    found = content_problems(_found(conversion, records))
+    write_atomic(output / "README.md", _model_card(conversion, result, found))
+    origin, shards = {"path": str(source), **header["source"]}, {shard: records[shard]["sha256"] for shard in records}
+    made = {"shards": shards, "carried": carried, "classes": asdict(result)["classes"]}
+    made["problems"] = [one.to_dict() for one in found]
     write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **made))
-    card.write_configs(conversion)
+    _write_configs(conversion)
+
+
+def _write_configs(conversion: Conversion) -> None:
+    """hf_quant_config.json, which TensorRT-LLM reads first, then the source's config.json with its own quantization
+    removed, also inside text_config, and ours on top.
+
+    config.json comes last: a directory without it is no checkpoint to any loader.
+    """
+    exclude, kv_cache = conversion.policy.exclude_patterns(conversion.spec), conversion.options.kv_cache
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,  # the scale-free cast: no scale tensors
+        "group_size": NVFP4_BLOCK,
+        "exclude_modules": exclude,
+    }
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
+    group = {"input_activations": numbers, "weights": dict(numbers), "targets": ["Linear"]}
+    block: dict[str, Any] = {"config_groups": {"group_0": group}, "ignore": exclude, "quant_algo": "NVFP4"}
+    if kv_cache == "fp8":
+        block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    config = copy.deepcopy(conversion.checkpoint.config)
+    config.pop("quantization_config", None)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"].pop("quantization_config", None)
+    config["quantization_config"] = block | {"producer": PRODUCER, "quant_method": "modelopt"}
+    write_json(conversion.output / HF_QUANT_NAME, {"producer": PRODUCER, "quantization": quantization})
+    write_json(conversion.output / "config.json", config)
+
+
+def _model_card(conversion: Conversion, result: Quantized, found: list[Problem]) -> str:
+    """README.md of the output, with what is wrong with the bytes of the source (`found`); nothing in it depends on
+    when or how fast the conversion ran."""
+    policy, name = conversion.policy, source_name(conversion.checkpoint.path)
+    rows = [
+        f"| {name} | {one.tensors:,} | {one.relative_error:.4f} | {one.zero_blocks:,} |"
+        for name, one in sorted(result.classes.items())
+    ]
+    lines = [f"- {one.message} (`{one.code}`)\n" for one in found]
+    published = [f"- the policy is that of {policy.source}"] if policy.source else []
+    if policy.recipe:
+        published.append(f"- recipe of ModelOpt: `modelopt_recipes/{policy.recipe}.yaml`")
+    if policy.modelopt:
+        same = ", ".join(policy.modelopt)
+        published.append(f"- the bytes equal those of ModelOpt's export for the same amax: {same}")
+    published += [f"- **otherwise than published**: {text}" for text in result.deviations]
+    template = (DATA / "nvfp4_card.md").read_text(encoding="utf-8")
+    return template.format(
+        base=name,
+        title=name.rpartition("/")[2],
+        output=shlex.quote(conversion.output.name),
+        spec=conversion.spec,
+        format=conversion.spec.quant.format.upper(),
+        policy=policy,
+        published="\n".join(published) or "- the policy is the user's own",
+        kv=KV_CACHES[conversion.options.kv_cache or "none"],
+        scales=conversion.scales,
+        weight_scales=WEIGHT_SCALES[conversion.weight_scales],
+        result=result,
+        rows=ERROR_ROWS,
+        errors="\n".join(rows),
+        found="\n## Found in the source\n\n" + "".join(lines) if lines else "",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
