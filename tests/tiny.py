@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
+from tests.tiny_formats import FP8_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
 
 VOCAB = 512
 RESERVED = 256
@@ -45,124 +46,32 @@ SPECIALS = {
     255: "[PAD]",
 }
 VISIBLE = (11, 12, 13, 14, 15, 22, 23)  # tool calls and think tags, which a server must see in the text
-CHAT_TEMPLATE = """\
-{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
-{%- for message in messages -%}
-{%- set role = message['role'] -%}
-{%- if role == 'user' -%}<|im_user|>user<|im_middle|>
-{%- elif role == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
-{%- else -%}<|im_system|>{{ role }}<|im_middle|>
-{%- endif -%}
-{%- if role == 'tool' -%}{{ '## Return of ' ~ message['tool_call_id'] ~ '\n' }}{%- endif -%}
-{{ message['content'] or '' }}
-{%- if message.get('tool_calls') -%}<|tool_calls_section_begin|>
-{%- for call in message['tool_calls'] -%}
-<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ call['function']['arguments'] }}<|tool_call_end|>
-{%- endfor -%}<|tool_calls_section_end|>{%- endif -%}
-<|im_end|>
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>
-{%- if thinking -%}<think>{%- else -%}<think></think>{%- endif -%}
-{%- endif -%}
-"""
+FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
+
+
+def published(name: str) -> dict[str, Any]:
+    """A file of FILES."""
+    found: dict[str, Any] = json.loads((FILES / name).read_text(encoding="utf-8"))
+    return found
 
 
 def text_config(*, layers: int, hidden: int, experts: int, vocab: int = VOCAB) -> dict[str, Any]:
     """The text part of a published config.json, scaled down; YaRN as in K2.5."""
     base = vocab - RESERVED
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "aux_loss_alpha": 0.001,
-        "bos_token_id": base,
-        "dtype": "bfloat16",
-        "eos_token_id": base + 1,
-        "ep_size": 1,
-        "first_k_dense_replace": 1,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": 2 * hidden,
-        "kv_lora_rank": 32,
-        "max_position_embeddings": 2048,
-        "model_type": "kimi_k2",
-        "moe_intermediate_size": max(32, hidden // 2),
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "n_routed_experts": experts,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "num_nextn_predict_layers": 0,
-        "pad_token_id": vocab - 1,
-        "pretraining_tp": 1,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 512,
-            "type": "yarn",
-        },
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.827,
-        "scoring_func": "sigmoid",
-        "seq_aux": True,
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "use_cache": True,
-        "v_head_dim": 16,
-        "vocab_size": vocab,
-    }
+    tokens = {"bos_token_id": base, "eos_token_id": base + 1, "pad_token_id": vocab - 1, "vocab_size": vocab}
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": max(32, hidden // 2)}
+    counts = {"n_routed_experts": experts, "num_hidden_layers": layers}
+    return published("text_config.json") | tokens | sizes | counts
 
 
 def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
     """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct does."""
     if not nested:
         return {key: value for key, value in text.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
-    return {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "bos_token_id": text["bos_token_id"],
-        "dtype": "bfloat16",
-        "eos_token_id": text["eos_token_id"],
-        "ignore_index": -100,
-        "media_placeholder_token_id": text["vocab_size"] - RESERVED + 21,
-        "model_type": "kimi_k25",
-        "pad_token_id": text["pad_token_id"],
-        "text_config": text,
-        "tie_word_embeddings": False,
-        "use_unified_vision_chunk": True,
-        "video_placeholder": "<|kimi_k25_video_placeholder|>",
-        "vision_config": {
-            "init_pos_emb_height": 8,
-            "init_pos_emb_time": 4,
-            "init_pos_emb_width": 8,
-            "merge_kernel_size": [2, 2],
-            "merge_type": "sd2_tpool",
-            "mm_hidden_size": 32,
-            "mm_projector_type": "patchmerger",
-            "patch_size": 14,
-            "pos_emb_type": "divided_fixed",
-            "projector_hidden_act": "gelu",
-            "projector_ln_eps": 1e-05,
-            "text_hidden_size": text["hidden_size"],
-            "video_attn_type": "spatial_temporal",
-            "vt_hidden_size": 32,
-            "vt_intermediate_size": 40,
-            "vt_num_attention_heads": 2,
-            "vt_num_hidden_layers": 1,
-        },
-    }
+    whole = published("kimi_k25.json") | {key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    whole |= {"media_placeholder_token_id": text["vocab_size"] - RESERVED + 21, "text_config": text}
+    whole["vision_config"]["text_hidden_size"] = text["hidden_size"]
+    return whole
 
 
 class _Random:
@@ -289,7 +198,7 @@ def make_target(
     if vision:
         tensors |= vision_tensors(config, seed)
     if format == "int4":
-        (config["text_config"] if nested else config)["quantization_config"] = INT4_CONFIG
+        (config["text_config"] if nested else config)["quantization_config"] = published("int4.json")
     elif format == "fp8-block":
         config["quantization_config"] = FP8_CONFIG
     elif format == "nvfp4":
@@ -336,7 +245,7 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
         "tokenizer_class": "TikTokenTokenizer",
     }
     write_json(directory / "tokenizer_config.json", config)
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    shutil.copy(FILES / "chat_template.jinja", directory)
     return directory
 
 

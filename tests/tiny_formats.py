@@ -6,33 +6,6 @@ from typing import Any
 
 import torch
 
-INT4_IGNORE = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-INT4_CONFIG = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
-    "format": "pack-quantized",
-    "ignore": INT4_IGNORE,
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-}
 FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

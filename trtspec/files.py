@@ -169,7 +169,7 @@ class Node:
 
     `items` are the nodes of a sequence or the (key, value) nodes of a mapping; `text` is what a scalar says. `style` is
     the quote or the `|` or `>` of a scalar, "flow" for a collection in brackets, else empty. An `alias` is a
-    value that is written elsewhere, and has its items. `value` is set by `construct`.
+    value that is written elsewhere, and has its items. `value` is what `yaml.safe_load` gives.
     """
 
     kind: Literal["scalar", "sequence", "mapping"]
@@ -196,14 +196,6 @@ class Pair:
     merged: bool
 
 
-@dataclass(frozen=True)
-class Composed:
-    """`scalars` are the offsets (start, end) in which a `#` begins no comment."""
-
-    root: Node | None
-    scalars: list[tuple[int, int]]
-
-
 def read_yaml_text(path: str | Path, remedy: str = REMEDY) -> str:
     """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
     text of at most MOST_BYTES; never waits for a pipe or a device."""
@@ -222,7 +214,8 @@ def read_yaml_text(path: str | Path, remedy: str = REMEDY) -> str:
 
 def load_text(text: str) -> Any:
     """The value of a YAML text. Raises YamlError."""
-    return construct(compose(text).root)
+    root, _ = compose(text)
+    return None if root is None else root.value
 
 
 def load_file(path: str | Path) -> Any:
@@ -235,14 +228,18 @@ def load_file(path: str | Path) -> Any:
         raise UsageError(message, "correct that line", "TS-ERROR-YAML") from None
 
 
-def compose(text: str) -> Composed:
-    """The nodes of one YAML document. Raises YamlError."""
+def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
+    """The root of one YAML document, each node with its value as `yaml.safe_load` gives it, and the offsets (start,
+    end) in which a `#` begins no comment. None for an empty text. Raises YamlError."""
     try:
         loader = (yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text)
     except (yaml.YAMLError, UnicodeError) as error:
         raise _syntax(text, error) from None
     try:
-        return _Composer(text, loader).compose()
+        composer = _Composer(text, loader)
+        if (root := composer.compose()) is not None:
+            _construct(root, yaml.constructor.SafeConstructor())
+        return root, composer.scalars
     except yaml.YAMLError as error:
         raise _syntax(text, error) from None
     finally:
@@ -270,17 +267,17 @@ class _Composer:
         self.count = 0
         self.scalars: list[tuple[int, int]] = []
 
-    def compose(self) -> Composed:
+    def compose(self) -> Node | None:
         self.loader.get_event()  # the stream begins
         if self.loader.check_event(yaml.StreamEndEvent):
-            return Composed(None, [])
+            return None
         self.loader.get_event()  # the document begins
         root = self._node(0)
         self.loader.get_event()
         if not self.loader.check_event(yaml.StreamEndEvent):
             second = self.loader.get_event()
             raise self._error(second, "a second YAML document begins here, and the engine reads one")
-        return Composed(root, self.scalars)
+        return root
 
     def _error(self, event: Any, message: str, beyond: bool = False) -> YamlError:
         return YamlError(message, event.start_mark.line + 1, event.start_mark.column + 1, beyond)
@@ -351,11 +348,6 @@ class _Composer:
         self.count += weight
         if self.count > MOST_VALUES:
             raise self._error(event, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
-
-
-def construct(root: Node | None) -> Any:
-    """The value of a document as `yaml.safe_load` gives it, kept in the nodes too. Raises YamlError."""
-    return None if root is None else _construct(root, yaml.constructor.SafeConstructor())
 
 
 def _construct(node: Node, constructor: Any) -> Any:

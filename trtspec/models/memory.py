@@ -49,15 +49,10 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     packed = 0
     if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
-        fp4 = fp4_parameters(path, spec) if spec.quant.format.is_fp4 else set()
+        stored = Checkpoint.open(path).tensors
+        fp4 = {source.parameter for source in layout(spec) if is_nvfp4(stored, source.names[0])}
         packed = sum(count for name, count in elements.items() if name not in fp4)
     return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)
-
-
-def fp4_parameters(path: Path, spec: ModelSpec) -> set[str]:
-    """Parameters of the model that the checkpoint stores as NVFP4, by its headers."""
-    stored = Checkpoint.open(path).tensors
-    return {source.parameter for source in layout(spec) if is_nvfp4(stored, source.names[0])}
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

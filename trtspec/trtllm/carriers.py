@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trtspec.errors import UsageError
-from trtspec.files import Node, YamlError, compose, construct
+from trtspec.files import Node, YamlError, compose
 from trtspec.trtllm.deployment import dynamo_releases
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.kubernetes import PARSERS, WORKER_OPTIONS
@@ -67,15 +67,14 @@ def carried(text: str) -> list[Carried]:
     found: list[Carried] = []
     for first, chunk in _chunks(text):
         try:
-            root = compose(chunk).root
-            value = construct(root)
+            root, _ = compose(chunk)
         except YamlError:
             return _script(text)
-        if not isinstance(value, dict) or root is None:
+        if root is None or not isinstance(root.value, dict):
             return _script(text)
-        if set(value) & ENGINE_KEYS:
+        if set(root.value) & ENGINE_KEYS:
             return []
-        found += [replace(item, first=item.first + first) for item in _in_yaml(root, value, chunk)]
+        found += [replace(item, first=item.first + first) for item in _in_yaml(root, chunk)]
     return _joined(found)
 
 
@@ -89,9 +88,9 @@ def _chunks(text: str) -> Iterator[tuple[int, str]]:
             yield begin, chunk
 
 
-def _in_yaml(root: Node, value: dict[str, Any], text: str) -> Iterator[Carried]:
+def _in_yaml(root: Node, text: str) -> Iterator[Carried]:
     common: dict[str, Any] = {"version": _release(text)}
-    model, image = value.get("model"), value.get("image")
+    model, image = root.value.get("model"), root.value.get("image")
     if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
         common = {
             "version": str(image.get("tag") or "") or None,

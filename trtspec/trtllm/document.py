@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.files import BLOCK, Node, YamlError, compose, construct, read_yaml_text
+from trtspec.files import BLOCK, Node, YamlError, compose, read_yaml_text
 
 INDENT = "  "
 
@@ -77,8 +77,7 @@ class Document:
     @staticmethod
     def parse(text: str, name: str = "") -> Document:
         try:
-            composed = compose(text)
-            value = construct(composed.root)
+            root, scalars = compose(text)
         except YamlError as error:
             return Document(
                 text, error=error.message, error_line=error.line, error_column=error.column,
@@ -86,11 +85,10 @@ class Document:
             )  # fmt: skip
         entries: dict[str, Entry] = {}
         duplicates: list[Entry] = []
-        if composed.root is not None:
-            _collect(composed.root, "", (), entries, duplicates)
-        return Document(
-            text, value, entries, tuple(duplicates), name=name, root=composed.root, scalars=tuple(composed.scalars)
-        )
+        if root is None:
+            return Document(text, None, name=name, scalars=tuple(scalars))
+        _collect(root, "", (), entries, duplicates)
+        return Document(text, root.value, entries, tuple(duplicates), name=name, root=root, scalars=tuple(scalars))
 
     def get(self, path: str, default: Any = None) -> Any:
         entry = self.entries.get(path)
