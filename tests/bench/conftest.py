@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from trtspec.bench.load import assemble, measure
+from trtspec.bench.questions.datasets import load_dataset
+from trtspec.bench.results import BenchResults
+from trtspec.client.client import RequestSampling
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
@@ -19,6 +26,16 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def measured(
+    urls: dict[str, str], source: Path | str, *, samples: int | None = None, max_tokens: int = 64,
+    temperature: float = 0.0, concurrency: tuple[int, ...] = (2,), **settings: Any,
+) -> BenchResults:  # fmt: skip
+    """A whole run of bench on questions of `source`."""
+    dataset, sampling = load_dataset(str(source), samples), RequestSampling(max_tokens, temperature)
+    work = measure.BenchWorkload(dataset, sampling, concurrency, **settings)
+    return assemble.assemble(asyncio.run(measure.measure(urls, work)))
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ DRAFTS = 3
 QUESTIONS = tuple(Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8))
 WORKLOAD = BenchWorkload(
     dataset=Dataset("eight", "0" * 64, QUESTIONS), sampling=RequestSampling(max_tokens=64), concurrency=(2,),
-    samples=(None,), warmup=0,
+    warmup=0,
 )  # fmt: skip
 
 
@@ -40,12 +40,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @dataclass
 class CountingServer:
     """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and drafts accepted
-    past the end of an answer too. Answers to prompts with a word of `cut` end without their last event, and their
-    steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client that counts itself
-    would have them. It says that a prompt has `fixed_prompt` tokens, where that is given."""
+    past the end of an answer too. `cut` numbers, by prompt, the requests whose answers end without their last event;
+    their steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client
+    that counts itself would have them."""
 
-    cut: set[str] = field(default_factory=set)
-    fixed_prompt: int | None = None
+    cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     received: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: int = 0
@@ -72,8 +71,7 @@ class CountingServer:
             text = " ".join(words[sum(sizes[:place]) :][:size]) + " "
             yield {"choices": [{"index": 0, "delta": {"content": text}}]}
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        counted = self.fixed_prompt or len(prompt.split())
-        yield {"choices": [], "usage": {"prompt_tokens": counted, "completion_tokens": tokens}}
+        yield {"choices": [], "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": tokens}}
 
     def metrics(self) -> str:
         name = "vllm:spec_decode_num"
@@ -92,7 +90,7 @@ class CountingServer:
         events = list(self.events(prompt, min(TOKENS, body["max_tokens"])))
         if body["max_tokens"] > 1:
             self.asked.append(prompt)
-        if self.cut.intersection(prompt.split()):
+        if self.asked.count(prompt) in self.cut.get(prompt, ()):
             self.left_over.append(asyncio.create_task(self.go_on()))
             events = events[:3]
         return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
@@ -133,7 +131,7 @@ class CountingServer:
 
 def bench(url: str, raw: RunJournal | None = None, **changes: Any) -> Awaitable[BenchResults]:
     async def measured() -> BenchResults:
-        return assemble.assemble(*await measure({"e": url}, replace(WORKLOAD, **changes), journal=raw))
+        return assemble.assemble(await measure({"e": url}, replace(WORKLOAD, **changes), journal=raw))
 
     return measured()
 
@@ -157,21 +155,20 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
     """The steps of the answer that failed are in the counters and its tokens are not; neither that part nor the one
     behind it, during which the server still works for it, may have wrong figures."""
-    server, path = CountingServer(cut={"3?"}), tmp_path / "answers.jsonl"
+    server, path = CountingServer(cut={"Question 3?": (1, 3)}), tmp_path / "answers.jsonl"
 
     async def twice(url: str) -> list[BenchResults]:
         found = []
         for _ in range(2):
             with RunJournal(path, {}) as raw:
-                found.append(await bench(url, raw, concurrency=(2, 1), samples=(None, 3)))
+                found.append(await bench(url, raw, concurrency=(2, 1)))
             server.cut.clear()
         return found
 
     failed, whole = server.run(twice)
     first, second = failed.concurrency
     assert first.acceptance_length is None and first.throughput.errors == 1
-    few = [question.turns[0] for question in spread_over(3)]
-    assert failed.acceptance_length == second.acceptance_length == server.truth(few), "its questions do not fail"
+    assert failed.acceptance_length == second.acceptance_length == server.truth(prompts()), "nothing failed in it"
     assert codes(failed) == {"TS-BENCH-ERRORS", "TS-BENCH-NO-ACCEPTANCE"}
     said = next(problem for problem in failed.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE")
     assert "1 of 8 answers of concurrency 2, round 1 failed" in said.message
@@ -179,12 +176,8 @@ def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
     told = {name: found.acceptance_length for name, found in failed.categories.items()}
     assert told == {"prose": server.truth(prompts("prose"))}
     assert whole.concurrency[0].throughput.requests == 8 and not whole.concurrency[0].throughput.errors
-    assert server.asked.count("Question 3?") == 4, "twice in the load and twice by category; no other is asked again"
+    assert server.asked.count("Question 3?") == 5, "three times in the load, twice by category; no other is asked again"
     assert all(server.asked.count(text) <= 3 for text in prompts() if text != "Question 3?")
-
-
-def spread_over(count: int) -> list[Question]:
-    return replace(WORKLOAD, samples=(count,)).questions(0)
 
 
 def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 ODD = ("NaN", "+Inf", "-Inf", "abc", "-3", "1.5", "1e400", "9" * 400, "", "0x3", "{", '"', "1 2 3", "\x00", "\ud800")
 WORKLOAD = measure.BenchWorkload(
     dataset=Dataset("two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))),
-    sampling=RequestSampling(max_tokens=8), concurrency=(1,), samples=(None,), warmup=0,
+    sampling=RequestSampling(max_tokens=8), concurrency=(1,), warmup=0,
 )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def bench(first: Pages, later: Pages) -> BenchResults:
         return page
 
     targets = asyncio.run(served(found, lambda url: measure.measure({"e": url}, WORKLOAD)))
-    results = assemble.assemble(*targets)
+    results = assemble.assemble(targets)
     assert json.loads(json.dumps(results.to_dict(), ensure_ascii=False).encode())["turns"] is not None
     return results
 

@@ -60,7 +60,7 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, whole: Path, key: str,
 def test_another_schema_and_a_workload_that_tables_cannot_state_are_refused(tmp_path: Path, whole: Path) -> None:
     found = json.loads((whole / "results.json").read_text())
     assert read_results(whole).workload.dataset == found["workload"]["dataset"]
-    with pytest.raises(UsageError, match="its schema is '99', and this release reads 2"):
+    with pytest.raises(UsageError, match="its schema is '99', and this release reads 3"):
         read_results(write(tmp_path / "b.json", {**found, "schema": 99}))
     for key in ("dataset", "dataset_sha256", "questions", "rates", "concurrency", "temperature", "template", "seed"):
         for workload in ({k: v for k, v in found["workload"].items() if k != key}, found["workload"] | {key: None}):

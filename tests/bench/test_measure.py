@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.bench.conftest import measured
 from tests.command_line import Done, trtspec
 from trtspec.bench.load import assemble, measure
-from trtspec.bench.questions.datasets import Dataset, load_dataset
+from trtspec.bench.questions.datasets import Dataset, load_dataset, spread
 from trtspec.client import servers
 from trtspec.client.client import RequestSampling
 
@@ -22,10 +23,7 @@ Start = Callable[..., str]
 
 
 def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
-    sampling = RequestSampling(max_tokens=64, temperature=options.pop("temperature", 0.0))
-    settings: dict[str, Any] = {"concurrency": (1, 4), "samples": (6, 24), **options}
-    work = measure.BenchWorkload(dataset=load_dataset(str(dataset)), sampling=sampling, **settings)
-    return assemble.assemble(*asyncio.run(measure.measure(urls, work))).to_dict()
+    return measured(urls, dataset, **{"concurrency": (1, 4), "samples": 24, **options}).to_dict()
 
 
 def codes(results: dict[str, Any]) -> set[str]:
@@ -59,7 +57,7 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
 
 
 def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, dataset: Path) -> None:
-    results = run({"e": stand_in(kind="reference")}, dataset, concurrency=(2,), samples=(36,))
+    results = run({"e": stand_in(kind="reference")}, dataset, concurrency=(2,), samples=36)
     level = results["concurrency"][0]
     # every token but the first comes out of a verification step
     assert level["tokens"] == level["steps"] + level["accepted"] + level["turns"]
@@ -72,9 +70,9 @@ def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> Non
     """Both servers sleep per step, so the speed-up is tokens per step: 25 tokens in 1 + 8 steps of 3 or in 25."""
     urls = {"spec": stand_in(kind="reference", step_s=0.05, forced=2), "plain": stand_in(kind="plain", step_s=0.05)}
     whole = load_dataset(str(dataset))
-    once = Dataset("once", "0" * 64, tuple(question.first_turn for question in whole.questions))
-    work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), (6,), rounds=2, warmup=2)
-    results = assemble.assemble(*asyncio.run(measure.measure(urls, work)))
+    once = Dataset("once", "0" * 64, tuple(question.first_turn for question in spread(list(whole.questions), 6)))
+    work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), rounds=2, warmup=2)
+    results = assemble.assemble(asyncio.run(measure.measure(urls, work)))
     (ratio,) = (found for found in results.speedups if (found.of, found.over) == ("spec", "plain"))
     assert ratio.questions == 6 and ratio.low <= ratio.ratio <= ratio.high
     assert results.per_turn_mean == pytest.approx(25 / 9, abs=1e-3)
@@ -85,8 +83,8 @@ def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> Non
 
 def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
     url = stand_in(kind="reference")
-    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(32, 1.0, seed=5), (4,), (8,))
-    first, second = (asyncio.run(measure.measure({"e": url}, work))[0][0].answers() for _ in range(2))
+    work = measure.BenchWorkload(load_dataset(str(dataset), 8), RequestSampling(32, 1.0, seed=5), (4,))
+    first, second = (asyncio.run(measure.measure({"e": url}, work))[0].answers() for _ in range(2))
     texts = [{(a.question, a.turn): a.text for a in answers} for answers in (first, second)]
     assert texts[0] == texts[1]
     assert len(set(texts[0].values())) == len(texts[0])

@@ -18,10 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.bench.conftest import measured
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
-from trtspec.bench.load import assemble, measure
 from trtspec.bench.load.loops import ServiceLevel
-from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 
@@ -49,9 +48,7 @@ def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 def run(url: str, dataset: Path, **options: Any) -> BenchResults:
-    settings: dict[str, Any] = {"concurrency": (2,), "samples": (8,), "warmup": 0, **options}
-    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(TOKENS), **settings)
-    return assemble.assemble(*asyncio.run(measure.measure({"e": url}, work)))
+    return measured({"e": url}, dataset, max_tokens=TOKENS, **{"samples": 8, "warmup": 0, **options})
 
 
 def truth(url: str) -> dict[str, float]:
@@ -138,7 +135,7 @@ def test_a_buffering_proxy_is_named(paced: Callable[..., str], dataset: Path) ->
 
 
 def test_open_loop_keeps_its_rate_whatever_the_server_does(paced: Callable[..., str], dataset: Path) -> None:
-    results = run(paced(ttft_s=0.5, gap_s=0.0, tokens=10), dataset, rates=(8.0,), samples=(36,))
+    results = run(paced(ttft_s=0.5, gap_s=0.0, tokens=10), dataset, rates=(8.0,), samples=36)
     level = results.concurrency[0]
     assert level.rate == 8.0 and level.label == "8 requests/s" and level.throughput.requests == 39
     assert level.concurrency >= 2, "a closed loop of one would have had one in flight"
@@ -150,7 +147,7 @@ def test_open_loop_keeps_its_rate_whatever_the_server_does(paced: Callable[..., 
 def test_within_3_percent_of_the_truth(paced: Callable[..., str], tmp_path: Path) -> None:
     """24 questions of one turn, so that both slots are busy to the end."""
     url = paced()
-    speed, wrote = run(url, prompts(tmp_path), samples=(24,)).concurrency[0].throughput, truth(url)
+    speed, wrote = run(url, prompts(tmp_path), samples=24).concurrency[0].throughput, truth(url)
     assert speed.ttft_s and speed.itl_s and speed.tokens_per_s
     figures = {"TTFT": (speed.ttft_s.p50, wrote["ttft_s"]), "ITL": (speed.itl_s.mean, wrote["gap_s"])}
     figures["tokens/s"] = (speed.tokens_per_s, 2 * TOKENS / wrote["request_s"])
@@ -175,7 +172,7 @@ def test_within_3_percent_of_another_load_generator(
     theirs = peer(
         Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")), tmp_path / "peer.json"
     )
-    ours = figures(run(url, questions, samples=(24,)))
+    ours = figures(run(url, questions, samples=24))
     for key, value in theirs.items():
         print(f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %")
     for key, value in theirs.items():

@@ -3,7 +3,6 @@ whole ones of kimi-nano, killed and resumed."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shlex
@@ -20,16 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bench.conftest import free_port
+from tests.bench.conftest import free_port, measured
 from tests.command_line import trtspec
-from trtspec.bench.load import assemble, measure
 from trtspec.bench.prove import run
 from trtspec.bench.prove.evidence import proof_html, sentence
 from trtspec.bench.prove.script import PLAIN, SPECULATING, ProveSetup, script, serve_words, shell_text
-from trtspec.bench.questions.datasets import load_dataset
-from trtspec.bench.results import BenchResults, SpeedUp
+from trtspec.bench.results import SpeedUp
 from trtspec.cli.prove import OWN_OPTIONS
-from trtspec.client.client import RequestSampling
 from trtspec.records import parse
 
 ROOT = Path(__file__).parents[2]
@@ -94,18 +90,14 @@ def test_the_sentence_says_verdict_and_speed() -> None:
     assert sentence("NOT SAFE", "NOT SAFE: greedy: x", []) == "NOT SAFE: greedy: x; the speed was not measured"
 
 
-def measured(url: str, name: str, dataset: Path) -> BenchResults:
-    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (9, 12))
-    return assemble.assemble(*asyncio.run(measure.measure({name: url}, work)))
-
-
 def test_the_page_and_the_bundle_hold_what_was_found(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
     """Of two real measurements: verdict, figures with ranges, the plan's step times, and a row that fails."""
+    urls = {"spec": stand_in(), "plain": stand_in(kind="plain")}
     results = {
-        "spec": measured(stand_in(), "spec", dataset),
-        "plain": measured(stand_in(kind="plain"), "plain", dataset),
+        name: measured({name: url}, dataset, samples=12, max_tokens=48, concurrency=(1, 4))
+        for name, url in urls.items()
     }
     for name, one in results.items():
         (tmp_path / name).mkdir()

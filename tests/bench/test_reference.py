@@ -18,14 +18,13 @@ import httpx
 import pytest
 import yaml
 
-from tests.bench.conftest import free_port
+from tests.bench.conftest import free_port, measured
 from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vllm_bench_serve
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
-from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.bench.results import BenchResults, EndpointResult
-from trtspec.client.client import RequestSampling, wait_ready
+from trtspec.client.client import wait_ready
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +54,7 @@ def reference() -> Iterator[Callable[..., str]]:
 
 
 def run(urls: dict[str, str], **options: Any) -> BenchResults:
-    settings: dict[str, Any] = {"concurrency": (4,), "samples": (24,), **options}
-    sampling = RequestSampling(settings.pop("max_tokens", 64), settings.pop("temperature", 1.0))
-    work = measure.BenchWorkload(load_dataset("nano"), sampling, **settings)
-    return assemble.assemble(*asyncio.run(measure.measure(urls, work)))
+    return measured(urls, "nano", **{"concurrency": (4,), "samples": 24, "temperature": 1.0, **options})
 
 
 def counters(url: str) -> dict[str, float]:
@@ -93,12 +89,9 @@ def test_other_load_generators_measure_the_same(reference: Callable[..., str], t
     asked = [question.turns[0] for question in spread(list(load_dataset("nano").questions), COUNT)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
     load = Load(url, "nano", prompts, COUNT, USERS, 64, Path(NANO))
-    work = measure.BenchWorkload(
-        load_dataset(str(prompts)), RequestSampling(64, 0.0), concurrency=(USERS,), samples=(COUNT,), warmup=0
-    )
 
     def ours() -> dict[str, float]:
-        return figures(assemble.assemble(*asyncio.run(measure.measure({"e": url}, work))))
+        return figures(measured({"e": url}, prompts, concurrency=(USERS,), warmup=0))
 
     ours()  # warms the prefixes
     ratios: dict[tuple[str, str], list[float]] = {}
@@ -117,7 +110,7 @@ def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(refere
     """Chosen on every other question of one run, judged on the questions between them, so that both see the same
     machine: a second run of the same servers is up to a quarter slower or faster."""
     urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 3, 5)}
-    found = run(urls, concurrency=(1, 4), samples=(32, 32), rounds=4, temperature=0.0, max_tokens=48)
+    found = run(urls, concurrency=(1, 4), samples=32, rounds=4, temperature=0.0, max_tokens=48)
 
     def half(odd: int) -> dict[int, EndpointResult]:
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trtspec.bench.load import assemble, measure
-from trtspec.bench.questions.datasets import load_dataset
+from tests.bench.conftest import measured
 from trtspec.bench.report.bench import (
     acceptance_table,
     all_tables,
@@ -26,7 +24,6 @@ from trtspec.bench.report.bench import (
 )
 from trtspec.bench.report.page import Figure, Plot, Point, Section, bars, curve, render
 from trtspec.bench.results import BenchResults, read_results
-from trtspec.client.client import RequestSampling
 from trtspec.errors import Problem
 from trtspec.report import Table
 
@@ -35,8 +32,7 @@ from trtspec.report import Table
 def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
     urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
-    work = measure.BenchWorkload(load_dataset(str(dataset)), RequestSampling(48), (1, 4), (9, 12), thinking="off")
-    return assemble.assemble(*asyncio.run(measure.measure(urls, work)))
+    return measured(urls, dataset, samples=12, max_tokens=48, concurrency=(1, 4), thinking="off")
 
 
 def broken(results: BenchResults) -> BenchResults:

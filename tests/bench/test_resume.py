@@ -61,22 +61,22 @@ def test_another_server_at_the_same_url_is_named(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_what_is_not_asked_again(tmp_path: Path) -> None:
     """Only the answer that failed is asked again, in the load and by category."""
-    server, path, said, asked = CountingServer(cut={"3?"}), tmp_path / "answers.jsonl", list[str](), list[int]()
-    bar = Bar()
+    server, path = CountingServer(cut={"Question 3?": (1, 3)}), tmp_path / "answers.jsonl"
+    said, asked, bar = list[str](), list[int](), Bar()
     bar.say = said.append  # type: ignore[method-assign]
 
     async def twice(url: str) -> None:
         for _ in range(2):
             with RunJournal(path, {}) as raw:
-                work = replace(COUNTED, concurrency=(2, 1), samples=(None, 3))
+                work = replace(COUNTED, concurrency=(2, 1))
                 await measure({"e": url}, work, journal=raw, bar=bar)
             asked.append(len(server.asked))
             server.cut.clear()
             server.asked.clear()
 
     server.run(twice)
-    assert asked == [19, 2]
-    assert [text for text in said if "kept" in text] == ["17 answers of the interrupted run are kept"]
+    assert asked == [24, 2]
+    assert [text for text in said if "kept" in text] == ["22 answers of the interrupted run are kept"]
 
 
 def test_resume_overwrites_only_what_it_continues(stand_in: Start, dataset: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
 
 
 SERVER = DetectedServer("reference", "m")
-WORKLOAD = Workload(dataset="d", dataset_sha256="0", questions_sha256=None, licence=None, questions=[40], turns=40,
+WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40,
                     categories=[], template="t", thinking=None, concurrency=[1, 4, 16], rates=[], rounds=1,
                     max_tokens=9, temperature=0.0, seed=0)  # fmt: skip
 NO_RATES = Throughput(

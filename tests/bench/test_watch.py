@@ -90,7 +90,7 @@ def results(path: Path, turns: bool = True, **ratios: float) -> Path:
 def of_turns(path: Path, groups: dict[str, list[TurnCounts]], turns: bool = True) -> Path:
     """A results.json with these answers by category; without `turns` they were counted together."""
     rows = [turn for group in groups.values() for turn in group] if turns else []
-    work = Workload(dataset="d", dataset_sha256="0", questions_sha256=None, licence=None, questions=[40], turns=40,
+    work = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40,
                     categories=[], template="t", thinking=None, concurrency=[1], rates=[], rounds=1, max_tokens=9,
                     temperature=0.0, seed=0)  # fmt: skip
     found = BenchResults(

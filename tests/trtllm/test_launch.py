@@ -273,7 +273,7 @@ def test_a_taken_port_and_forced_acceptance_are_refused(start: Start, tmp_path: 
         holder.listen()
         process = start(TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
         _, log = process.communicate(timeout=60)
-    assert process.returncode == 3 and "TS-SERVE-PORT" in log and "TS-SERVE-FORCED-ACCEPTANCE" in log
+    assert process.returncode == 3 and "TS-SERVE-PORT" in log and "TS-LINT-FORCED-ACCEPTANCE" in log
     assert not (tmp_path / "record").exists()
 
 

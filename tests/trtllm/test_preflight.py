@@ -126,7 +126,7 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
     dry = {problem.code: as_in_dry_run(problem).severity for problem in found}
     assert {problem.severity for problem in found} == {"error"}
     assert dry["TS-SERVE-NO-ENGINE"] == dry["TS-SERVE-REMOTE-CODE"] == "warning"
-    assert dry["TS-SERVE-FORCED-ACCEPTANCE"] == "error"
+    assert dry["TS-LINT-FORCED-ACCEPTANCE"] == "error"
 
 
 def test_a_free_port_is_free(free_port: int) -> None:

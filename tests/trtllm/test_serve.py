@@ -110,7 +110,7 @@ def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
     answer = dry(*K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
     codes = {problem["code"] for problem in answer["problems"]}
     assert answer["status"] == 3
-    assert {"TS-SERVE-UNKNOWN-OPTION", "TS-SERVE-FORCED-ACCEPTANCE"} <= codes
+    assert {"TS-SERVE-UNKNOWN-OPTION", "TS-LINT-FORCED-ACCEPTANCE"} <= codes
 
 
 def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:

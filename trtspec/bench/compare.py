@@ -14,7 +14,7 @@ from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison,
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
 from trtspec.errors import Problem, UsageError
 
-SAME = ("dataset_sha256", "questions_sha256", "temperature", "max_tokens", "thinking", "extra_body")
+SAME = ("dataset_sha256", "temperature", "max_tokens", "thinking", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "no change found", "not judged"
 RUN = "run"
@@ -45,7 +45,8 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     confidence = 1 - 2 * ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))  # one of its ends is a regression
     found = [acceptance_figure(new, earlier, ALL, confidence, allowed)]
     found += [speed_figure(new, earlier, label, confidence, allowed) for label in levels]
-    shown = [name for name in new.categories if not (new.degenerate(name) or old.degenerate(name))]
+    # a data set without categories has one that is named as the whole
+    shown = [name for name in new.categories if name != ALL and not (new.degenerate(name) or old.degenerate(name))]
     found += [acceptance_figure(new, earlier, name, confidence, allowed) for name in shown]
     figures = [figure for figure in found if figure]
     return Comparison(

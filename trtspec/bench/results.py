@@ -19,7 +19,7 @@ from trtspec.client.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 NotNegative = Annotated[float, Field(ge=0)]
-SCHEMA = 2  # of results.json
+SCHEMA = 3  # of results.json
 ALL = "all"
 
 
@@ -69,9 +69,8 @@ class Workload:
 
     dataset: str
     dataset_sha256: str
-    questions_sha256: str | None
     licence: str | None
-    questions: list[Count]
+    questions: Count
     turns: Count
     categories: list[str]
     template: str

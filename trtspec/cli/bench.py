@@ -165,14 +165,13 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         except ValueError as error:
             remedy = "write --goodput ttft:500,tpot:20,e2el:5000"
             raise UsageError(f"--goodput {options.goodput} is not a service level: {error}", remedy) from None
-    dataset = load_dataset(options.dataset, split=options.split)
+    dataset = load_dataset(options.dataset, options.samples or None, split=options.split)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
     return BenchWorkload(
         dataset=dataset,
         sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
         concurrency=levels,
-        samples=(options.samples or None,) * len(rates or levels),
         rounds=options.rounds or (1 if len(urls) == 1 else 3),
         extra_body=options.extra_body.value,
         rates=rates,
@@ -213,7 +212,7 @@ def run(
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
             again = "give the same command with --resume" if path else "give --output, which --resume continues"
             raise Interrupted(f"stopped; {kept}", again) from None
-        results = assemble.assemble(*found)
+        results = assemble.assemble(found)
     return replace(results, created=report.now(), versions=report.versions())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from trtspec.bench.check.rows import MIN_STEPS, TOKENS_PER_ARRIVAL, forced_sizes
 from trtspec.bench.load.journal import good
 from trtspec.bench.load.loops import Round, ServiceLevel, inter_token
-from trtspec.bench.load.measure import BenchWorkload, MeasuredEndpoint, RequestLimits, total_rate
+from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_rate
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
@@ -45,22 +45,22 @@ SHOWN = 3
 Findings = Iterator[tuple[str, Severity, str, str]]  # code, severity, message, remedy
 
 
-def assemble(targets: Sequence[MeasuredEndpoint], workload: BenchWorkload) -> BenchResults:
+def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
     """The first endpoint is the one that the results are about."""
-    found = [problem for target in targets for problem in find_problems(target, workload)]
-    described = [describe_target(target, workload) for target in targets]
+    described = [describe_target(target) for target in targets]
     return BenchResults(
         **vars(described[0]),
-        workload=workload.describe(),
+        workload=targets[0].workload.describe(),
         endpoints={endpoint.name: endpoint for endpoint in described[1:]},
         speedups=speedups(described),
-        problems=found,
+        problems=[problem for target in targets for problem in find_problems(target)],
     )
 
 
-def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> EndpointResult:
+def describe_target(target: MeasuredEndpoint) -> EndpointResult:
     """One endpoint: pooled acceptance over all levels, by category, and one entry per level."""
     answers, pooled, by_itself = target.answers(), counts_of(target.rounds), counts_of(target.category_rounds)
+    workload = target.workload
     levels = [[run for run in target.rounds if run.level == level] for level in workload.levels]
     return EndpointResult(
         **vars(summarize(pooled or by_itself)),
@@ -73,7 +73,7 @@ def describe_target(target: MeasuredEndpoint, workload: BenchWorkload) -> Endpoi
             name: quality_of([answer for answer in answers if answer.category == name])
             for name in dict.fromkeys(answer.category for answer in answers)
         },
-        concurrency=[describe_level(rounds, workload) for rounds in levels],
+        concurrency=[describe_level(rounds, workload.promise) for rounds in levels],
         turns_detail=pooled,
         questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
     )
@@ -83,7 +83,7 @@ def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
     return [count for run in rounds for count in run.counts]
 
 
-def describe_level(rounds: Sequence[Round], workload: BenchWorkload) -> LevelResult:
+def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> LevelResult:
     """The results of one endpoint at one load, over all its rounds."""
     counts, level = counts_of(rounds), rounds[0].level
     numbers = sorted({run.number for run in rounds})
@@ -92,7 +92,7 @@ def describe_level(rounds: Sequence[Round], workload: BenchWorkload) -> LevelRes
         concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
         rate=level.rate,
         categories=by_category(counts),
-        throughput=throughput(rounds, workload.promise),
+        throughput=throughput(rounds, promise),
         rounds=[round(total_rate([run for run in rounds if run.number == number]), 3) for number in numbers],
         degeneration=quality_of([answer for run in rounds for answer in run.answers]),
     )
@@ -186,7 +186,7 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
 # --- findings: the gate judges servers; these name what a figure cannot say ---
 
 
-def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Problem]:
+def find_problems(target: MeasuredEndpoint) -> list[Problem]:
     """What makes the figures of one endpoint worth less than they look."""
     answers, counts = target.answers(), counts_of(target.rounds)
     reported = counts or counts_of(target.category_rounds)
@@ -196,7 +196,7 @@ def find_problems(target: MeasuredEndpoint, workload: BenchWorkload) -> list[Pro
         *no_acceptance(target.server.kind, reported, target.unmeasured),
         *nothing_accepted(counts),
         *forced_acceptance(counts, answers),
-        *limited_parameters(target.limits, workload.body()),
+        *limited_parameters(target.limits, target.workload.body()),
         *counters_disagree(counts),
         *buffered(answers),
         *too_few(summarize(reported), reported),

@@ -16,7 +16,7 @@ import httpx
 
 from trtspec.bench.load.journal import RunJournal, good
 from trtspec.bench.load.loops import Ask, LoadLevel, Round, ServiceLevel, closed_loop, open_loop
-from trtspec.bench.questions.datasets import Dataset, Question, spread
+from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
@@ -46,13 +46,12 @@ RequestLimits = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class BenchWorkload:
-    """What is asked. `samples[i]` questions (None = all) are asked at level i, in `rounds` equal parts; levels are
-    `concurrency`, or where set `rates` (conversations per second)."""
+    """What is asked: all questions of `dataset` at each level, in `rounds` equal parts. Levels are `concurrency`, or
+    where set `rates` (conversations per second)."""
 
     dataset: Dataset
     sampling: RequestSampling
     concurrency: tuple[int, ...]
-    samples: tuple[int | None, ...]
     rounds: int = 1
     extra_body: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
@@ -75,12 +74,10 @@ class BenchWorkload:
         """The highest number of conversations that are meant to be in flight, for warm-up."""
         return 1 if self.rates else max(self.concurrency)
 
-    def questions(self, level: int) -> list[Question]:
-        return spread(list(self.dataset.questions), self.samples[level])
-
-    def answers(self) -> int:
-        """Answers asked of one endpoint over all levels."""
-        return sum(question.requests for level in range(len(self.levels)) for question in self.questions(level))
+    @property
+    def turns(self) -> int:
+        """Answers asked of one endpoint at each level."""
+        return sum(question.requests for question in self.dataset.questions)
 
     def body(self) -> dict[str, Any]:
         """What is merged into every request."""
@@ -88,16 +85,13 @@ class BenchWorkload:
         return template | self.extra_body
 
     def describe(self) -> Workload:
-        asked = [self.questions(level) for level in range(len(self.levels))]
-        largest = max(asked, key=len)
         return Workload(
             dataset=self.dataset.name,
             dataset_sha256=self.dataset.sha256,
-            questions_sha256=self.dataset.asked_sha256,
             licence=self.dataset.licence,
-            questions=[len(questions) for questions in asked],
-            turns=sum(question.requests for question in largest),
-            categories=sorted({question.category for question in largest}),
+            questions=len(self.dataset.questions),
+            turns=self.turns,
+            categories=sorted({question.category for question in self.dataset.questions}),
             template="the server's chat template",
             thinking=self.thinking,
             concurrency=[] if self.rates else list(self.concurrency),
@@ -110,29 +104,6 @@ class BenchWorkload:
         )
 
 
-@dataclass
-class MeasuredEndpoint:
-    """One endpoint under load and everything measured on it. `category_rounds`: each category by itself, of a server
-    that keeps only totals. `unmeasured`: why acceptance is not measured, or only in part."""
-
-    name: str
-    url: str
-    client: httpx.AsyncClient
-    server: servers.DetectedServer
-    limits: RequestLimits = field(default_factory=dict)
-    rounds: list[Round] = field(default_factory=list)
-    category_rounds: list[Round] = field(default_factory=list)
-    unmeasured: list[str] = field(default_factory=list)
-    restless: bool = False  # it may still be at work for requests that were given up
-
-    def answers(self) -> list[Answer]:
-        return [answer for run in self.rounds for answer in run.answers]
-
-    async def counters(self, settled: bool = False) -> servers.Counters | None:
-        """A reading of its speculation counters, as `servers.read_counters`."""
-        return await servers.read_counters(self.client, self.server, self.unmeasured, settled)
-
-
 async def measure(
     urls: dict[str, str],
     workload: BenchWorkload,
@@ -142,13 +113,13 @@ async def measure(
     bar: Bar | None = None,
     limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
-) -> tuple[list[MeasuredEndpoint], BenchWorkload]:
+) -> list[MeasuredEndpoint]:
     """Puts the load on every endpoint of `urls` (the first is the one the results are about).
 
     `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run is shown
     with. Raises TrtspecError when a server does not answer or refuses every request.
     """
-    run = LoadRun(workload, journal or RunJournal(None, {}), bar or Bar())
+    journal, bar = journal or RunJournal(None, {}), bar or Bar()
     async with AsyncExitStack() as stack:
         targets = []
         for name, url in urls.items():
@@ -156,107 +127,116 @@ async def measure(
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
-            run.journal.served_by(name, server)
-            found = MeasuredEndpoint(name, url, client, server, limits=limits(server))
-            found.restless = run.journal.segment > 0  # a killed run may have left requests behind
+            journal.served_by(name, server)
+            found = MeasuredEndpoint(name, url, client, server, workload, journal, bar, limits(server))
+            found.restless = journal.segment > 0  # a killed run may have left requests behind
             refuse_what_ends_engines(name, found.limits, workload.body())
             targets.append(found)
-        again = sum(question.requests for question in workload.questions(0))  # of servers that keep only totals
-        run.bar.show(0, sum(workload.answers() + again * target.server.adapter.around_runs for target in targets))
+        # servers that keep only totals are asked once more by category
+        asked = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
+        bar.show(0, workload.turns * sum(asked))
         for target in targets:
-            run.bar.say(f"{target.name}: warming up")
-            await run.warm_up(target)
-        if kept := run.journal.kept():
-            run.bar.say(f"{kept} answers of the interrupted run are kept")
-        for number, level in enumerate(workload.levels):
-            await run.level(targets, level, workload.questions(number))
+            bar.say(f"{target.name}: warming up")
+            await target.warm_up()
+        if kept := journal.kept():
+            bar.say(f"{kept} answers of the interrupted run are kept")
+        for level in workload.levels:
+            await ask_in_turn(targets, level, workload)
         for target in targets:
             refuse_all_failed(target.name, target.answers())
-            await run.categories(target, workload.questions(0))
-    return targets, workload
+            await target.ask_by_category()
+    return targets
+
+
+async def ask_in_turn(targets: Sequence[MeasuredEndpoint], level: LoadLevel, workload: BenchWorkload) -> None:
+    """All rounds of one load: in each, every endpoint answers the same questions, in rotating order."""
+    asked = list(enumerate(workload.dataset.questions))
+    rounds = min(workload.rounds, len(asked))
+    for number in range(rounds):
+        first = number % len(targets)
+        for target in [*targets[first:], *targets[:first]]:
+            found = await target.round(level, number, asked[number::rounds])
+            target.rounds += found
+            answers = [answer for run in found for answer in run.answers]
+            failed = len(answers) - len(good(answers))
+            trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
+            where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
+            target.bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
 
 
 @dataclass
-class LoadRun:
-    """A workload as it is asked. `journal` keeps every answer, `bar` counts them."""
+class MeasuredEndpoint:
+    """One endpoint under load and everything measured on it. `journal` keeps every answer, `bar` counts them.
 
+    `category_rounds`: each category by itself, of a server that keeps only totals. `unmeasured`: why acceptance is not
+    measured, or only in part."""
+
+    name: str
+    url: str
+    client: httpx.AsyncClient
+    server: servers.DetectedServer
     workload: BenchWorkload
     journal: RunJournal
     bar: Bar
+    limits: RequestLimits
+    rounds: list[Round] = field(default_factory=list)
+    category_rounds: list[Round] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
+    restless: bool = False  # it may still be at work for requests that were given up
 
-    async def warm_up(self, target: MeasuredEndpoint) -> None:
+    def answers(self) -> list[Answer]:
+        return [answer for run in self.rounds for answer in run.answers]
+
+    async def warm_up(self) -> None:
         """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
         count = self.workload.most if self.workload.warmup is None else self.workload.warmup
-        asked = [(place, question.first_turn) for place, question in enumerate(self.workload.questions(0)[:count])]
+        asked = [(place, question.first_turn) for place, question in enumerate(self.workload.dataset.questions[:count])]
         sampling = self.workload.sampling
         short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
         async def one(place: int, question: Question) -> None:
-            async for answer in self.converse(target, question, place, short):
-                target.restless |= bool(answer.error)
+            async for answer in self.converse(question, place, short):
+                self.restless |= bool(answer.error)
 
         await closed_loop(one, asked, self.workload.most)
 
-    async def level(self, targets: Sequence[MeasuredEndpoint], level: LoadLevel, questions: Sequence[Question]) -> None:
-        """All rounds of one load: in each, every endpoint answers the same questions, in rotating order."""
-        asked, rounds = list(enumerate(questions)), min(self.workload.rounds, len(questions))
-        for number in range(rounds):
-            first = number % len(targets)
-            for target in [*targets[first:], *targets[:first]]:
-                found = await self.round(target, level, number, asked[number::rounds])
-                target.rounds += found
-                answers = [answer for run in found for answer in run.answers]
-                failed = sum(1 for answer in answers if answer.error)
-                trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
-                where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
-                self.bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
-
-    async def categories(self, target: MeasuredEndpoint, questions: Sequence[Question]) -> None:
-        """Asks a server that keeps only totals, as vLLM does, the questions of the first load once more, category by
-        category."""
-        if not any(count.source == servers.FROM_COUNTERS for run in target.rounds for count in run.counts):
+    async def ask_by_category(self) -> None:
+        """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""
+        if not any(count.source == servers.FROM_COUNTERS for run in self.rounds for count in run.counts):
             return
+        questions = self.workload.dataset.questions
         for category in dict.fromkeys(question.category for question in questions):
-            self.bar.say(f"{target.name} keeps totals alone: {category} once more by itself")
+            self.bar.say(f"{self.name} keeps totals alone: {category} once more by itself")
             asked = [(place, question) for place, question in enumerate(questions) if question.category == category]
-            level = LoadLevel(self.workload.most, category=category)
-            target.category_rounds += await self.round(target, level, 0, asked)
+            self.category_rounds += await self.round(LoadLevel(self.workload.most, category=category), 0, asked)
 
-    async def round(self, target: MeasuredEndpoint, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
+    async def round(self, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
         """What earlier processes recorded of a round, then what is still to be asked."""
         found, said = list[Round](), dict[str, list[str]]()
-        for stored in self.journal.rounds(target.name, level, number):
-            counts = stored.counts or servers.all_counts(stored.answers, target.unmeasured)
-            if not (counts or stored.complete) and await target.counters():
+        for stored in self.journal.rounds(self.name, level, number):
+            counts = stored.counts or servers.all_counts(stored.answers, self.unmeasured)
+            if not (counts or stored.complete) and await self.counters():
                 where = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
-                target.unmeasured.append(f"{where} were read before an interruption")
+                self.unmeasured.append(f"{where} were read before an interruption")
             found.append(replace(stored, counts=counts))
             for answer in sorted(stored.answers, key=lambda answer: answer.turn):
                 said.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
         # a conversation resumes behind its last recorded answer
         left = [(place, question) for place, question in asked if len(said.get(question.id, ())) < question.requests]
-        return [*found, await self.ask(target, level, number, left, said)] if left else found
+        return [*found, await self.ask(level, number, left, said)] if left else found
 
-    async def ask(
-        self,
-        target: MeasuredEndpoint,
-        level: LoadLevel,
-        number: int,
-        asked: Sequence[Ask],
-        said: Mapping[str, list[str]],
-    ) -> Round:
+    async def ask(self, level: LoadLevel, number: int, asked: Sequence[Ask], said: Mapping[str, list[str]]) -> Round:
         """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
         of the first turns of conversations that resume, by question."""
         answers, sampling = list[Answer](), self.workload.sampling
-        before = await target.counters(settled=target.restless)
+        before = await self.counters(settled=self.restless)
         began = time.perf_counter()
 
         async def one(place: int, question: Question) -> None:
-            known = said.get(question.id, ())
-            async for answer in self.converse(target, question, place, sampling, known):
+            async for answer in self.converse(question, place, sampling, said.get(question.id, ())):
                 answers.append(answer)
-                self.journal.record(target.name, level, number, answer, began)
+                self.journal.record(self.name, level, number, answer, began)
                 self.bar.advance(1)
 
         if level.rate is None:
@@ -264,31 +244,30 @@ class LoadRun:
         else:
             most = await open_loop(one, asked, level.rate, (sampling.seed, number))
         seconds = time.perf_counter() - began
-        after = await target.counters()
-        counts = servers.all_counts(answers, target.unmeasured)
+        after = await self.counters()
+        counts = servers.all_counts(answers, self.unmeasured)
         answered = good(answers)
         failed = len(answers) - len(answered)
-        target.restless = failed > 0
+        self.restless = failed > 0
         if before and after and answered and not counts:
             if failed:  # its counters hold what it did for them, and nobody knows how much that was
                 where = f"{failed} of {len(answers)} answers of {level.label}, round {number + 1}"
-                target.unmeasured.append(f"{where} failed, and the server counts all requests together")
+                self.unmeasured.append(f"{where} failed, and the server counts all requests together")
             else:
                 tokens = sum(answer.completion_tokens for answer in answered)
-                pooled = servers.counts_between(before, after, level.category or "all", tokens, target.unmeasured)
+                pooled = servers.counts_between(before, after, level.category or "all", tokens, self.unmeasured)
                 questions = len({answer.question for answer in answered})
                 counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
         found = Round(level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts)
-        self.journal.end(target.name, found)
+        self.journal.end(self.name, found)
         return found
 
+    async def counters(self, settled: bool = False) -> servers.Counters | None:
+        """A reading of its speculation counters, as `servers.read_counters`."""
+        return await servers.read_counters(self.client, self.server, self.unmeasured, settled)
+
     async def converse(
-        self,
-        target: MeasuredEndpoint,
-        question: Question,
-        place: int,
-        sampling: RequestSampling,
-        said: Sequence[str] = (),
+        self, question: Question, place: int, sampling: RequestSampling, said: Sequence[str] = ()
     ) -> AsyncIterator[Answer]:
         """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of
         which `said` holds the first; stops at the first error."""
@@ -298,11 +277,11 @@ class LoadRun:
             if turn < len(said):
                 messages.append({"role": "assistant", "content": said[turn]})
                 continue
-            body = chat_body(target.server.model, messages, sampling, place) | self.workload.body()
+            body = chat_body(self.server.model, messages, sampling, place) | self.workload.body()
             if question.tools:
                 body["tools"] = list(question.tools)
             limit_s = self.workload.limit_s
-            answer = await stream_answer(target.client, body, question.id, question.category, turn, limit_s=limit_s)
+            answer = await stream_answer(self.client, body, question.id, question.category, turn, limit_s=limit_s)
             yield answer
             if answer.error:
                 break

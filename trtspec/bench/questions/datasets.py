@@ -68,15 +68,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set as read. `sha256` is of the whole file, or of the questions where there is no single file;
-    `asked_sha256` is of `questions`, which may be a sample."""
+    """A data set as read. `sha256` is of the whole file, or of all questions where there is no single file; `questions`
+    may be a sample."""
 
     name: str
     sha256: str
     questions: tuple[Question, ...]
     licence: str | None = None
     source: str | None = None
-    asked_sha256: str | None = None
 
 
 def load_dataset(name: str, samples: int | None = None, *, split: str | None = None) -> Dataset:
@@ -92,15 +91,13 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
             f"the dataset {source.file or name} holds no prompt",
             "each line is one JSON object with turns, messages or prompt",
         )
-    chosen = spread(questions, samples)
     path = Path(source.file) if source.file else None
     return Dataset(
         name=source.label,
         sha256=file_sha256(path) if path and path.is_file() else questions_sha256(questions),
-        questions=tuple(chosen),
+        questions=tuple(spread(questions, samples)),
         licence=source.licence,
         source=source.source,
-        asked_sha256=questions_sha256(chosen),
     )
 
 

@@ -42,7 +42,7 @@ def sentence(results: BenchResults) -> str:
     parts = [f"{one.value} {one.label}{f' ({one.range})' if one.range else ''}" for one in figures(results)]
     if about.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
-    what = f"on {max(results.workload.questions)} questions of {results.workload.dataset}"
+    what = f"on {results.workload.questions} questions of {results.workload.dataset}"
     return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
 
 
@@ -164,7 +164,7 @@ def workload_line(results: BenchResults) -> str:
     loads = [f"{rate:g}/s" for rate in work.rates] or [str(level) for level in work.concurrency]
     return (
         f"{results.server.model} at {results.url}{f' (version {version})' if version else ''}; dataset {work.dataset} "
-        f"(sha256 {work.dataset_sha256[:12]}), {' / '.join(map(str, work.questions))} questions at load "
+        f"(sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
         f"{' / '.join(loads)}, {condition(results)}, at most {work.max_tokens} tokens, {work.template}, seed "
         f"{work.seed}"
     )

@@ -183,7 +183,7 @@ def engine_version() -> str | None:
 def check_environment(environ: Mapping[str, str]) -> Iterator[Problem]:
     if environ.get(FORCED_ACCEPTANCE):
         message = f"{FORCED_ACCEPTANCE}={environ[FORCED_ACCEPTANCE]} accepts drafts unseen: the text is corrupt"
-        yield Problem("TS-SERVE-FORCED-ACCEPTANCE", "error", "environment", message, f"unset {FORCED_ACCEPTANCE}")
+        yield Problem("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, f"unset {FORCED_ACCEPTANCE}")
 
 
 def check_hardware(
