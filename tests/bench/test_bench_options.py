@@ -12,8 +12,9 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench.load.assemble import goodput
-from trtspec.bench.load.loops import ServiceLevel
+from trtspec.bench.load.measure import ServiceLevel
 from trtspec.client.client import Answer
+from trtspec.errors import UsageError
 
 NOWHERE = ("bench", "http://127.0.0.1:9")
 
@@ -35,7 +36,7 @@ def test_an_answer_in_one_piece_does_not_keep_a_promise_between_tokens() -> None
 
 @pytest.mark.parametrize("limit", ["-5", "0", "nan", "inf", "1e999", "", "fast"])
 def test_a_promise_is_a_number_above_zero(limit: str) -> None:
-    with pytest.raises(ValueError, match="not a number of milliseconds above 0"):
+    with pytest.raises(UsageError, match="not a number of milliseconds above 0"):
         ServiceLevel.parse(f"tpot:20,ttft:{limit}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trtspec.bench.load import assemble
-from trtspec.bench.load.loops import LoadLevel, Round
+from trtspec.bench.load.journal import LoadLevel, Round
 from trtspec.bench.statistics import summarize, without_surplus
 from trtspec.client import servers
 from trtspec.client.client import Answer

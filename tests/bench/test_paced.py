@@ -20,7 +20,7 @@ import pytest
 
 from tests.bench.conftest import measured
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
-from trtspec.bench.load.loops import ServiceLevel
+from trtspec.bench.load.measure import ServiceLevel
 from trtspec.bench.results import BenchResults
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 

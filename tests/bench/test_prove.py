@@ -15,15 +15,24 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.bench.conftest import free_port, measured
 from tests.command_line import trtspec
-from trtspec.bench.prove import run
-from trtspec.bench.prove.evidence import proof_html, sentence
-from trtspec.bench.prove.script import PLAIN, SPECULATING, ProveSetup, script, serve_words, shell_text
+from trtspec.bench.prove import (
+    PLAIN,
+    SPECULATING,
+    ProveSetup,
+    gathered,
+    proof_html,
+    script,
+    sentence,
+    serve_words,
+    shell_text,
+)  # fmt: skip
 from trtspec.bench.results import SpeedUp
 from trtspec.cli.prove import OWN_OPTIONS
 from trtspec.records import parse
@@ -110,9 +119,8 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     plan = {"points": [{"concurrency": c, "draft_len": k, "step_ms": 70.7 + k} for c in (1, 4) for k in (0, 2)]}
     scored = {"verdict": "SAFE", "message": "SAFE: the same output as without speculation", "results": rows}
     setup = replace(SETUP, serve_words=("--api-key", "s3cret"))
-    found = run._evidence(setup, {"plan": plan, "score": scored}, tmp_path)
-    more = {"identities": {}, "seconds": {}, "engine": "1.3.0rc20", "dataset_sha256": "0"}
-    evidence = run._typed(found | more)
+    more: dict[str, Any] = {"identities": {}, "seconds": {}, "engine": "1.3.0rc20", "dataset_sha256": "0"}
+    evidence = gathered(setup, {"plan": plan, "score": scored}, tmp_path, **more)
     page = proof_html(evidence, *results.values())
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
     assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(asdict(evidence))
@@ -128,14 +136,14 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         evidence.proved and not replace(evidence, speedups=[replace(up, high=0.9) for up in evidence.speedups]).proved
     )
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}
-    evidence = run._typed(run._evidence(SETUP, {"score": failed}, tmp_path) | more)
+    evidence = gathered(SETUP, {"score": failed}, tmp_path, **more)
     page = proof_html(evidence, *results.values())
     assert 'class="sentence fail"' in page and "NOT SAFE: greedy: 1 fault" in page and "70.70" not in page
     bad = replace(results["spec"].degeneration, degenerate=True)
     levels = [replace(level, degeneration=bad) for level in results["spec"].concurrency]
     loops = replace(results["spec"], degeneration=bad, concurrency=levels)
     (tmp_path / "spec" / "results.json").write_text(json.dumps(loops.to_dict()))
-    evidence = run._typed(run._evidence(SETUP, {"score": scored}, tmp_path) | more)
+    evidence = gathered(SETUP, {"score": scored}, tmp_path, **more)
     assert evidence.sentence == "NOT PROVEN: the same output; the speed was not measured" and not evidence.proved
     assert evidence.acceptance_length is None
 

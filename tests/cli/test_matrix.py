@@ -202,7 +202,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         stage.handed.append(repr((demo.directory, demo.port)))
         demo.evidence = {"sentence": "", "ok": True}
 
-    monkeypatch.setattr("trtspec.bench.prove.run.prove", prove)
+    monkeypatch.setattr("trtspec.bench.prove.prove", prove)
     monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
     for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)

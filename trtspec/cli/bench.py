@@ -151,20 +151,12 @@ def _refuse_overwrite(options: BenchOptions) -> None:
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     """What the options ask of these servers; UsageError names the first option that cannot be."""
-    from trtspec.bench.load.loops import ServiceLevel
-    from trtspec.bench.load.measure import BenchWorkload
+    from trtspec.bench.load.measure import BenchWorkload, ServiceLevel
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
 
     levels = options.concurrency.values
     rates = () if options.rate is None else options.rate.values
-    promise = None
-    if options.goodput is not None:
-        try:
-            promise = ServiceLevel.parse(options.goodput)
-        except ValueError as error:
-            remedy = "write --goodput ttft:500,tpot:20,e2el:5000"
-            raise UsageError(f"--goodput {options.goodput} is not a service level: {error}", remedy) from None
     dataset = load_dataset(options.dataset, options.samples or None, split=options.split)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
@@ -178,7 +170,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=promise,
+        promise=ServiceLevel.parse(options.goodput) if options.goodput is not None else None,
     )
 
 

@@ -150,7 +150,7 @@ class Demo:
 
     def write_page(self) -> None:
         """The proof's page with the chain behind it."""
-        from trtspec.bench.prove.run import write_page
+        from trtspec.bench.prove import write_page
         from trtspec.bench.report.page import Section
         from trtspec.report import Table
 

@@ -13,7 +13,7 @@ from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption,
 from trtspec.report import Result, versions
 
 if TYPE_CHECKING:
-    from trtspec.bench.prove.script import ProveSetup, Step
+    from trtspec.bench.prove import ProveSetup, Step
 
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
@@ -57,21 +57,19 @@ def prove(options: ProveOptions) -> Result:
     if options.head is None:
         raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
     _refuse_own_options(options.passed)
-    from trtspec.bench.prove.script import script
+    from trtspec.bench import prove as proving
     from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.client.addresses import key_header
 
     dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
     answers = sum(question.requests for question in dataset.questions) * len(options.concurrency.values)
-    steps = script(setup, options.output, answers)
+    steps = proving.script(setup, options.output, answers)
     if options.dry_run:
         return _shown(setup, steps, options)
     about = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
-    from trtspec.bench.prove.run import prove as run
-    from trtspec.client.addresses import key_header
-
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = run(setup, steps, options.output, about, options.startup_timeout, options.restart)
+        found = proving.prove(setup, steps, options.output, about, options.startup_timeout, options.restart)
     page, wrong = options.output / "report.html", None
     if not found.proved:
         why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict
@@ -81,7 +79,7 @@ def prove(options: ProveOptions) -> Result:
 
 
 def _setup(options: ProveOptions) -> ProveSetup:
-    from trtspec.bench.prove.script import ProveSetup
+    from trtspec.bench.prove import ProveSetup
 
     same = ("backend", "draft_len", "gpus", "samples", "max_tokens", "port", "accept_unmeasured")
     return ProveSetup(
@@ -97,7 +95,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
 
 def _shown(setup: ProveSetup, steps: list[Step], options: ProveOptions) -> Result:
     """The script, and what it costs."""
-    from trtspec.bench.prove.script import seconds, shell_text
+    from trtspec.bench.prove import seconds, shell_text
     from trtspec.launch.processes import duration
 
     text, tokens = shell_text(setup, options.output, steps), sum(step.tokens for step in steps)

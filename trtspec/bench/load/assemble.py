@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from trtspec.bench.check.rows import MIN_STEPS, TOKENS_PER_ARRIVAL, forced_sizes
-from trtspec.bench.load.journal import good
-from trtspec.bench.load.loops import Round, ServiceLevel, inter_token
-from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_rate
+from trtspec.bench.load.journal import Round, good
+from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, ServiceLevel, inter_token, total_rate
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from trtspec.bench.load.loops import LoadLevel, Round
+from trtspec.bench.results import level_label
 from trtspec.checkpoint.writer import Journal, differences
 from trtspec.client.client import Answer
 from trtspec.client.servers import DetectedServer, TurnCounts
@@ -23,6 +23,36 @@ from trtspec.errors import TrtspecError, UsageError
 ANSWERS = "answers.jsonl"
 ANSWERS_IN, COUNTS_IN = TypeAdapter(list[Answer]), TypeAdapter(list[TurnCounts])
 RESUME_REMEDY = "give the URLs and options that it was started with, or start over with `force`"
+
+
+@dataclass(frozen=True)
+class LoadLevel:
+    """One load: `concurrency` conversations in flight, or with `rate` so many new ones per second and no `concurrency`.
+    `category`: its questions are those of one category."""
+
+    concurrency: int
+    rate: float | None = None
+    category: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.category or level_label(self.concurrency, self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one process asked of one endpoint in a round of a load; a resumed round has several.
+
+    `seconds` of wall time. `most`: conversations that were in flight at once. `counts`: speculation in its answers.
+    `complete`: False if the process ended before all were answered."""
+
+    level: LoadLevel
+    number: int
+    answers: list[Answer]
+    seconds: float
+    most: int
+    counts: list[TurnCounts] = field(default_factory=list)
+    complete: bool = True
 
 
 class RunJournal:

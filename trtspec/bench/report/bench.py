@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtspec.bench.report.page import Figure, Plot, Point, Section, bars, curve, render
+from trtspec.bench.report.page import Figure, Plot, Section, Value, bars, render
 from trtspec.bench.results import (
     BenchResults,
     Comparison,
@@ -73,7 +73,7 @@ def sections(results: BenchResults) -> list[Section]:
     return [
         Section(
             title="Speed",
-            plots=[Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")],
+            plots=speed_plots(results),
             tables=titled(speedup_table(results), speed_table(results), latency_table(results)),
         ),
         Section(
@@ -105,26 +105,26 @@ def bench_html(results: BenchResults) -> str:
     )
 
 
-def speed_curve(results: BenchResults) -> str:
-    """Tokens per second of a user over those of all users together, a dot for each load; "" for one load."""
-    found = {}
-    for endpoint in results.all:
-        points = [
-            Point(level.throughput.tokens_per_s, user.value, level.load, user.low, user.high)
-            for level in endpoint.concurrency
-            if level.throughput.tokens_per_s and (user := user_speed(endpoint, level.label))
-        ]
-        if points:
-            found[endpoint.name] = points
-    return (
-        curve(found, "output tokens/s, all users", "tokens/s for a user")
-        if any(len(p) > 1 for p in found.values())
-        else ""
-    )
+def speed_plots(results: BenchResults) -> list[Plot]:
+    """What a user sees, and what all users get together, by load; without bars for a single load."""
+    user, together = dict[str, dict[str, Value]](), dict[str, dict[str, Value]]()
+    for endpoint in results.all if len(results.concurrency) > 1 else ():
+        speeds = [(level, user_speed(endpoint, level.label)) for level in endpoint.concurrency]
+        user[endpoint.name] = {level.load: (one.value, one.low, one.high) for level, one in speeds if one}
+        together[endpoint.name] = {
+            level.load: (level.throughput.tokens_per_s, None, None)
+            for level, one in speeds
+            if one and level.throughput.tokens_per_s
+        }
+    where = f"by load, {condition(results)}"
+    return [
+        Plot(bars(user), f"Output tokens/s for a user {where}, with 95 % intervals."),
+        Plot(bars(together), f"Output tokens/s of all users together {where}."),
+    ]
 
 
 def category_bars(endpoints: Sequence[EndpointResult]) -> str:
-    series = {
+    series: dict[str, dict[str, Value]] = {
         endpoint.name: {
             name: (group.acceptance_length, *(group.acceptance_length_interval or (None, None)))
             for name, group in endpoint.groups.items()
@@ -132,7 +132,7 @@ def category_bars(endpoints: Sequence[EndpointResult]) -> str:
         }
         for endpoint in endpoints
     }
-    return bars({name: values for name, values in series.items() if values}, baseline=1.0)
+    return bars(series, baseline=1.0)
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
