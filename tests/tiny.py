@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.tiny_formats import FP8_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
+from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
 
 VOCAB = 512
 RESERVED = 256
@@ -198,7 +198,7 @@ def make_target(
     if vision:
         tensors |= vision_tensors(config, seed)
     if format == "int4":
-        (config["text_config"] if nested else config)["quantization_config"] = published("int4.json")
+        (config["text_config"] if nested else config)["quantization_config"] = INT4_CONFIG
     elif format == "fp8-block":
         config["quantization_config"] = FP8_CONFIG
     elif format == "nvfp4":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
+INT4_CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("tiny_files").joinpath("int4.json").read_text())
 FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

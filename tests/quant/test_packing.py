@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
 from tests.tiny_formats import pack_fp8_block, pack_int4
-from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.quant import native, nvfp4
-from trtspec.quant.decode import TorchPacker, dequantize_fp8_block
+from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
 from trtspec.quant.native import NativePacker, choose_packer
 from trtspec.quant.packing import Packer, Rows, Scaling, prepared
 
@@ -56,13 +55,6 @@ def portable(kernel) -> NativePacker:
 @pytest.fixture(scope="module")
 def portable_mse(kernel) -> NativePacker:
     return NativePacker(kernel, "mse")
-
-
-def rows_of(format: WeightFormat, *parts: torch.Tensor) -> Rows:
-    """Of values, and a scale unless they are plain; they share the tensors' memory."""
-    arrays = [part.contiguous().view(torch.uint8).numpy().view(f"u{part.element_size()}") for part in parts]
-    codes = [CODES[part.dtype] for part in parts]
-    return Rows(format, codes[0], arrays[0], *arrays[1:], *codes[1:])
 
 
 @functools.cache

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
 
 from tests.quant.modelopt_oracle import static_block_quantize
-from tests.quant.test_packing import rows_of
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
-from trtspec.quant.decode import TorchPacker
+from trtspec.quant.decode import TorchPacker, rows_of
 from trtspec.quant.native import choose_packer
 from trtspec.quant.packing import Scaling
 

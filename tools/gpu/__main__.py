@@ -19,7 +19,7 @@ import torch
 
 from tools.gpu.checks import CHECKS, Models, Row, Sizes
 from trtspec import data_files
-from trtspec.models.precision import capability, dtype_name, serving_dtype
+from trtspec.models.precision import dtype_name, serving_dtype
 from trtspec.report import Table, print_tables, write_atomic
 
 FAILED, NO_GPU = 3, 4
@@ -71,7 +71,7 @@ def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
-        "compute capability": ".".join(map(str, capability(device))),
+        "compute capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "memory": f"{properties.total_memory / 2**30:.1f} GiB",
         **found,
     }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trtspec.checkpoint.target_tensors import parts_of
-from trtspec.checkpoint.tensors import DTYPES, LazyTensors
+from trtspec.checkpoint.tensors import CODES, DTYPES, LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_format
 from trtspec.quant import nvfp4
@@ -108,6 +108,13 @@ def dequantize_fp8_block(
 def _e4m3_values() -> torch.Tensor:
     """float32 of each E4M3 byte; looking it up is several times faster than torch's conversion."""
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def rows_of(format: WeightFormat, *parts: torch.Tensor) -> Rows:
+    """Values on the CPU, and their scale unless they are plain, as rows that share the tensors' memory."""
+    arrays = [part.contiguous().view(torch.uint8).numpy().view(f"u{part.element_size()}") for part in parts]
+    codes = [CODES[part.dtype] for part in parts]
+    return Rows(format, codes[0], arrays[0], *arrays[1:], *codes[1:])
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:

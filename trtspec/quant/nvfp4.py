@@ -145,15 +145,9 @@ def _value_pairs() -> torch.Tensor:
     return _TABLE[0]
 
 
-# Scales of least squared error. ModelOpt's `mse` with `fp8_scale_sweep` computes the error of all 126 scales of a block
-# and keeps the first least one. Here the same scale is found from sixteen of them, as a rule. With the scale of the
-# maximum, which maps it to 6, as the centre: above, the search ends where the maximum would round to 2 or less, because
-# half that scale then represents the same values; below, where clipping the maximum alone costs more than the best
-# found. ModelOpt's own arithmetic is kept to the last bit: its unit, its division, its sum of squares in the order in
-# which PyTorch adds sixteen floats.
-ABOVE = 11  # E4M3 codes above the maximum's own: 8 are one octave
-BELOW = 4
-WIDTH = ABOVE + 1 + BELOW
+# Scales of least squared error, ModelOpt's `mse` with `fp8_scale_sweep`: of the 126 scales of a block the smallest one
+# with the least error. ModelOpt's own arithmetic is kept to the last bit: its unit, its division, its sum of squares in
+# the order in which PyTorch adds sixteen floats. The C kernel finds the same scale from fewer candidates.
 SMALLEST, LARGEST, ONE = 1, 0x7E, 0x38  # E4M3 codes
 SEARCH_CHUNK = 1 << 13  # blocks
 
@@ -166,62 +160,33 @@ def search_unit(amax: torch.Tensor) -> torch.Tensor:
 def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn [n] of least squared error for finite `blocks` [n, 16]; of equal ones the smallest.
 
-    `base` [n] are the scales of the maxima, `amax` is the float32 largest magnitude of the tensor (of the group, where
-    a partner shares it). Blocks of zeros get 2^-9, as in ModelOpt; a tensor of zeros keeps `base`.
+    `amax` is the float32 largest magnitude of the tensor (of the group, where a partner shares it). Blocks of zeros get
+    2^-9, as in ModelOpt; a tensor of zeros keeps `base` [n].
     """
     codes = base.view(torch.uint8).clone()
     if float(amax) < TINIEST_AMAX:
         return codes.fill_(exported_code(amax) if float(amax) else ONE).view(torch.float8_e4m3fn)
-    unit = search_unit(amax)
-    for start in range(0, blocks.shape[0], SEARCH_CHUNK):
-        magnitudes = blocks[start : start + SEARCH_CHUNK].float().abs()
-        codes[start : start + SEARCH_CHUNK] = _search(magnitudes, codes[start : start + SEARCH_CHUNK].int(), unit)
+    candidates = torch.arange(LARGEST, SMALLEST - 1, -1, device=amax.device).to(torch.uint8)
+    divisors = candidates.view(torch.float8_e4m3fn).float() * search_unit(amax)
+    for part, chosen in zip(blocks.split(SEARCH_CHUNK), codes.split(SEARCH_CHUNK), strict=True):
+        magnitudes = part.float().abs()
+        maximum, least = magnitudes.amax(-1), torch.full(chosen.shape, torch.inf, device=chosen.device)
+        for code, divisor in zip(candidates, divisors, strict=True):
+            error = _squared_error(magnitudes, divisor)
+            torch.where(error <= least, code, chosen, out=chosen)
+            torch.minimum(error, least, out=least)
+            # a smaller scale clips the maximum further, which alone costs more already
+            if bool(((maximum - E2M1_MAX * divisor).clamp(min=0).square() > least).all()):
+                break
     return codes.view(torch.float8_e4m3fn)
 
 
-def _search(magnitudes: torch.Tensor, base: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    maximum = magnitudes.amax(-1)
-    best, least = torch.ones_like(base), torch.full_like(maximum, torch.inf)
-    rows = maximum.nonzero().squeeze(-1)  # those still searching; a block of zeros keeps the smallest scale
-    first = (base - BELOW).clamp(min=SMALLEST)
-    while rows.numel():
-        code, error = _best_of_window(magnitudes[rows], first[rows], unit)
-        better = error <= least[rows]  # windows go down, and of equal scales the smallest counts
-        chosen = rows[better]
-        least[chosen], best[chosen] = error[better], code[better]
-        next_divisor = _divisor((first[rows] - 1).clamp(min=SMALLEST), unit)
-        clipped = maximum[rows] - 6.0 * next_divisor
-        rows = rows[(first[rows] > SMALLEST) & ~(clipped * clipped > least[rows])]
-        first[rows] -= WIDTH
-    return best.to(torch.uint8)
-
-
-def _best_of_window(
-    magnitudes: torch.Tensor, first: torch.Tensor, unit: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    best, least = first.clamp(min=SMALLEST), torch.full_like(magnitudes[:, 0], torch.inf)
-    for offset in range(WIDTH):
-        code = first + offset
-        error = _errors(magnitudes, code.clamp(SMALLEST, LARGEST), unit)
-        better = (error < least) & (code >= SMALLEST) & (code <= LARGEST)
-        best, least = torch.where(better, code, best), torch.where(better, error, least)
-    return best, least
-
-
-def _divisor(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    return codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * unit
-
-
-def _errors(magnitudes: torch.Tensor, codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """Squared error of each block [n, 16] with its candidate [n]. Value i is added to value i + 8 first."""
-    divisor = _divisor(codes, unit)
-    squares = []
-    for column in magnitudes.unbind(-1):
-        error = column - round_to_e2m1(column / divisor) * divisor
-        squares.append(error * error)
-    total = torch.zeros_like(divisor)
-    for low, high in zip(squares[: BLOCK // 2], squares[BLOCK // 2 :], strict=True):
-        total += low + high
+def _squared_error(magnitudes: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Of each block [n, 16] under one scale. Value i is added to value i + 8 first."""
+    squares = (magnitudes - round_to_e2m1(magnitudes / divisor) * divisor).square()
+    total = torch.zeros_like(squares[:, 0])
+    for pair in (squares[:, : BLOCK // 2] + squares[:, BLOCK // 2 :]).unbind(-1):
+        total += pair
     return total
 
 

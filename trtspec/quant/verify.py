@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
@@ -19,7 +20,9 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import Problem, has_errors
 from trtspec.formats import WeightFormat, stored_format
 from trtspec.quant import nvfp4
-from trtspec.quant.decode import decoded
+from trtspec.quant.decode import decoded, rows_of
+from trtspec.quant.native import choose_packer
+from trtspec.quant.packing import Scaling
 from trtspec.quant.plan import plain_names, weight_class
 from trtspec.quant.policy import WEIGHT_SCALES
 
@@ -152,6 +155,7 @@ class _Reread:
         self.problems: list[Problem] = []
         self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # (error, norm) by class
         self.zero_blocks = 0
+        self.packers = {rule: choose_packer(rule) for rule in WEIGHT_SCALES}
         self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
         self.exact, self.count = 0, 0
         self.scaled_otherwise: dict[str, float] = {}
@@ -194,16 +198,16 @@ class _Reread:
     def _pack_again(self, name: str, old: torch.Tensor, stored: nvfp4.NVFP4Tensor) -> None:
         self.count += 1
         self._amax[name] = float(old.abs().max())
-        amax = torch.tensor(max(self._amax[name], *self._partners_amax(name), 0.0))
-        expected = nvfp4.scale_2_of(amax)
-        if not torch.equal(stored.scale_2.reshape(()), expected):
-            self.scaled_otherwise[name] = float(stored.scale_2) / float(expected)
+        scaling = Scaling.of(max(self._amax[name], *self._partners_amax(name), 0.0))
+        if float(stored.scale_2) != scaling.scale_2:
+            self.scaled_otherwise[name] = float(stored.scale_2) / scaling.scale_2
             return
         self.exact += 1
         if len(self.packed_otherwise) < GIVE_UP or any(self.alike.values()):
+            packed, scale = np.empty(stored.packed.shape, np.uint8), np.empty(stored.scale.shape, np.uint8)
             for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
-                again = nvfp4.quantize(old, amax, rule)
-                if torch.equal(again.packed, stored.packed) and torch.equal(_bits(again.scale), _bits(stored.scale)):
+                self.packers[rule].pack(rows_of(WeightFormat.BF16, old), scaling, packed, scale)
+                if np.array_equal(packed, stored.packed) and np.array_equal(scale, stored.scale.view(torch.uint8)):
                     self.alike[rule] += 1
                     return
         self.packed_otherwise.append(name)
