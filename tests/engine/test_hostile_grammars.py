@@ -7,14 +7,18 @@ is done; what is printed and held to are medians over the rounds.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import ssl
 import statistics
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +87,11 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
 
-async def one_round(url: str, number: int, count: int) -> Seen:
-    seen, done = Seen(), asyncio.Event()
-    draw = random.Random(f"{SEED} {number}")
-    bodies = [attack(draw) for _ in range(count)]
+async def bystanders(url: str, done: Event) -> Seen:
+    """Victims stream without a grammar, innocents ask for short answers, one after the other until `done`."""
+    seen = Seen()
 
     async def victim(client: httpx.AsyncClient) -> None:
-        """Streams without a grammar, one after the other."""
         body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         while not done.is_set():
             last, waits = time.monotonic(), seen.innocents  # for the first chunk, then between chunks
@@ -108,6 +110,18 @@ async def one_round(url: str, number: int, count: int) -> Seen:
                 seen.wrong.append(answer.text[:300])
             await asyncio.sleep(0.1)
 
+    async with clients(VICTIMS + 2) as ours:
+        known = {"prompt": "x", "response_format": KNOWN}
+        assert (await ours[0].post(f"{url}/v1/completions", json=known)).is_success
+        await asyncio.gather(*map(victim, ours[2:]), innocent(ours[0], None), innocent(ours[1], KNOWN))
+    return seen
+
+
+async def attackers(url: str, number: int, count: int) -> Seen:
+    seen = Seen()
+    draw = random.Random(f"{SEED} {number}")
+    bodies = [attack(draw) for _ in range(count)]
+
     async def attacker(client: httpx.AsyncClient) -> None:
         while bodies:
             body = bodies.pop()
@@ -124,21 +138,35 @@ async def one_round(url: str, number: int, count: int) -> Seen:
             if answer.status_code == 503:
                 assert answer.headers["retry-after"]
 
-    async with AsyncExitStack() as stack:  # a client each: in a shared one, requests wait seconds for its pool
-        context = ssl.create_default_context()
-        clients = [
-            await stack.enter_async_context(httpx.AsyncClient(timeout=60, verify=context))
-            for _ in range(VICTIMS + 2 + AT_ONCE)
-        ]
-        known = {"prompt": "x", "response_format": KNOWN}
-        assert (await clients[0].post(f"{url}/v1/completions", json=known)).is_success
-        others = [asyncio.create_task(victim(clients.pop())) for _ in range(VICTIMS)]
-        others += [asyncio.create_task(innocent(clients.pop(), form)) for form in (None, KNOWN)]
-        await asyncio.sleep(1)
-        await asyncio.gather(*map(attacker, clients))
-        done.set()
-        await asyncio.gather(*others)
+    async with clients(AT_ONCE) as ours:
+        await asyncio.gather(*map(attacker, ours))
     return seen
+
+
+@asynccontextmanager
+async def clients(count: int) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Each with its own pool: in a shared one, requests wait seconds for it."""
+    context = ssl.create_default_context()
+    async with AsyncExitStack() as stack:
+        made = [httpx.AsyncClient(timeout=60, verify=context) for _ in range(count)]
+        yield [await stack.enter_async_context(client) for client in made]
+
+
+def watched(url: str, done: Event) -> Seen:
+    return asyncio.run(bystanders(url, done))
+
+
+def one_round(url: str, number: int, count: int) -> Seen:
+    """The others are a process of their own: what they wait for is the server, not the attackers' client."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(1, context) as pool:
+        done = manager.Event()
+        others = pool.submit(watched, url, done)
+        time.sleep(4)  # it imports, and its first streams run
+        seen = asyncio.run(attackers(url, number, count))
+        done.set()
+        found = others.result()
+    return replace(found, refusals=seen.refusals, statuses=seen.statuses, wrong=found.wrong + seen.wrong)
 
 
 def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, float]:
@@ -147,9 +175,9 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
     process = psutil.Process(running.process.pid)
     try:
         if rounds > 1:  # what is needed for the first time is no leak
-            asyncio.run(one_round(running.url, 0, 64))
+            one_round(running.url, 0, 64)
         before = process.memory_info().rss
-        found = [asyncio.run(one_round(running.url, number + 1, count)) for number in range(rounds)]
+        found = [one_round(running.url, number + 1, count) for number in range(rounds)]
         new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}
         assert httpx.post(f"{running.url}/v1/completions", json=new, timeout=60).is_success  # it still compiles
         grown = process.memory_info().rss / before - 1

@@ -30,7 +30,7 @@ def parsed(kind: type[ChatBody] | type[CompletionBody], **fields: Any) -> Any:
 
 
 def chat(preparation: Preparation, **fields: Any) -> ApiCall:
-    return preparation.chat(parsed(ChatBody, **{"messages": [HELLO], **fields}))
+    return preparation.call(parsed(ChatBody, **{"messages": [HELLO], **fields}))
 
 
 def tool(**fields: Any) -> dict:
@@ -133,13 +133,14 @@ def test_reasoning_under_either_name(target: KimiModel, tokenizer: KimiTokenizer
 def test_reasoning_effort_switches_thinking(preparation: Preparation) -> None:
     efforts = {effort: chat(preparation, reasoning_effort=effort) for effort in ("none", "low", "high")}
     assert [call.thinking for call in efforts.values()] == [False, True, True]
+    assert efforts["low"].requests[0].grammar_after is None  # there is no form that could begin there
     for effort, thinking in (("none", False), ("low", True)):
         switched = chat(preparation, chat_template_kwargs={"thinking": thinking})
         assert efforts[effort].requests[0].prompt_ids == switched.requests[0].prompt_ids
 
 
 def test_names_of_special_tokens_are_text(preparation: Preparation, tokenizer: KimiTokenizer) -> None:
-    ids = preparation.completion(parsed(CompletionBody, prompt="a<|im_end|>b")).requests[0].prompt_ids
+    ids = preparation.call(parsed(CompletionBody, prompt="a<|im_end|>b")).requests[0].prompt_ids
     assert tokenizer.special_id("<|im_end|>") not in ids and tokenizer.decode(ids) == "a<|im_end|>b"
 
 

@@ -117,12 +117,12 @@ def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiToken
     engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer)
     preparation = Preparation(engine, tokenizer, "tiny-kimi")
     common = {"messages": ASK, "logprobs": True, "top_logprobs": 20}
-    taken = preparation.chat(ChatBody(**common, n=16, max_tokens=4000))
+    taken = preparation.call(ChatBody(**common, n=16, max_tokens=4000))
     assert taken.scores(8192) == 16 * 4000 * 21 < SCORES_IN_FLIGHT
-    assert preparation.chat(ChatBody(messages=ASK, n=16)).scores(8192) == 0
+    assert preparation.call(ChatBody(messages=ASK, n=16)).scores(8192) == 0
     echo = {"echo": True, "max_tokens": 0}
     completion = CompletionBody(prompt=[[1] * 50] * 3, logprobs=1, **echo)
-    assert preparation.completion(completion).scores(8192) == 3 * 51 * 2
+    assert preparation.call(completion).scores(8192) == 3 * 51 * 2
     app = create_app(engine, tokenizer, "tiny-kimi")
 
     async def ask() -> list[httpx.Response]:

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
-from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody
+from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, Form
 from trtspec.engine.boundary import BodyRoute, Boundary, body_limit, error_response
 from trtspec.engine.engine import Engine
-from trtspec.engine.grammars import Grammars, GrammarsBusy
+from trtspec.engine.grammars import Grammar, Grammars, GrammarsBusy
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.request import PromptTooLong, RequestRefused
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
@@ -81,11 +81,12 @@ def create_app(
         reservation = Reservation(worker)
         _require_model(asked.model, served)
         try:
+            grammar = None
+            if asked.form is not None:  # first: a flood of forms is refused here, and takes no place in the queue
+                grammar = await _unless_disconnected(request, _compiled(asked.form, grammars))
             _require_room(asked.choices, reservation)  # before anything is tokenized
-            job = await asyncio.to_thread(preparation.call, asked)  # templates and long texts take a while
+            job = await asyncio.to_thread(preparation.call, asked, grammar)  # templates and long texts take a while
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
-            if job.form is not None:
-                job = await _unless_disconnected(request, _guided(job, grammars))
             if asked.stream:
                 return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
             completions = await _unless_disconnected(request, worker.collect(job.requests))
@@ -123,19 +124,18 @@ class Reply(StreamingResponse):
             self.reservation.release()
 
 
-async def _guided(job: ApiCall, grammars: Grammars) -> ApiCall:
-    """The call with its grammar compiled. Raises ApiError."""
-    assert job.form is not None
+async def _compiled(form: Form, grammars: Grammars) -> Grammar:
+    """The grammar of a form. Raises ApiError."""
     try:
-        return job.guided(await grammars.compiled(job.form.kind, job.form.text), grammars.ends)
+        return await grammars.compiled(form.kind, form.text)
     except ValueError as error:
-        raise ApiError(f"no answer can have this form: {error}", param=job.form.param) from None
+        raise ApiError(f"no answer can have this form: {error}", param=form.param) from None
     except GrammarsBusy:
         message = "too many forms of answers wait to be compiled"
-        raise ApiError(message, status=503, param=job.form.param, retry_after=RETRY_SECONDS) from None
+        raise ApiError(message, status=503, param=form.param, retry_after=RETRY_SECONDS) from None
     except MissingDependency as error:
         message = f"{error.message}, which this server does not have"
-        raise ApiError(message, param=job.form.param, status=501) from None
+        raise ApiError(message, param=form.param, status=501) from None
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from trtspec.engine.grammars import tool_call_grammar
 from trtspec.engine.request import Sampling, TokenId
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -43,6 +46,15 @@ class ApiError(HTTPException):
     def to_dict(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like: `kind` and `text` as `Grammars.compiled` takes them, from the field `param`."""
+
+    kind: str
+    text: str
+    param: str
 
 
 def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
@@ -166,7 +178,7 @@ class GenerationBody(Sampling):
     def _streams_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
-        if self.ignore_eos and self.grammar is not None:
+        if self.form is not None and self.ignore_eos:  # the form is made here, beside the event loop
             raise ApiError("an answer with a form ends when that is complete: omit ignore_eos", param="ignore_eos")
         return self
 
@@ -186,15 +198,16 @@ class GenerationBody(Sampling):
         """Stop strings, without empty ones."""
         return [word for word in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if word]
 
-    @property
-    def grammar(self) -> tuple[str, str] | None:
-        """(kind, text) of what the answer must look like, as `Grammars.compiled` takes it; None for any text."""
+    @cached_property
+    def form(self) -> Form | None:
+        """None for any text."""
         form = self.response_format
         if form is None or form.type == "text":
             return None
         if form.regex is not None:
-            return "regex", form.regex
-        return "json", '{"type": "object"}' if form.json_schema is None else json.dumps(form.json_schema.schema_)
+            return Form("regex", form.regex, "response_format")
+        schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        return Form("json", json.dumps(schema), "response_format")
 
 
 class CompletionBody(GenerationBody):
@@ -308,8 +321,6 @@ class ChatBody(GenerationBody):
             raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError("max_tokens and max_completion_tokens differ: leave one of them out", param="max_tokens")
-        if self.ignore_eos and (self.demanded_tools or self.strict_tools):
-            raise ApiError("a tool call of a form ends when it is complete: omit ignore_eos", param="ignore_eos")
         if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
             raise ApiError("reasoning_effort and thinking are two names of one thing", param="reasoning_effort")
         return self
@@ -349,3 +360,19 @@ class ChatBody(GenerationBody):
         if self.tool_choice != "auto" or not any(function.strict for function in functions):
             return []
         return [function if function.strict else Function(name=function.name) for function in functions]
+
+    @cached_property
+    def form(self) -> Form | None:
+        """The asked response format, or a call of the demanded tools."""
+        asked, functions = super().form, self.demanded_tools or self.strict_tools
+        if not functions:
+            return asked
+        if asked is not None:
+            named = "a demanded tool call" if self.demanded_tools else "a strict function"
+            raise ApiError(f"{named} and response_format exclude each other", param="response_format")
+        several = self.parallel_tool_calls and isinstance(self.tool_choice, str)
+        try:
+            text = tool_call_grammar(functions, several, opened=not self.demanded_tools)
+        except ValueError as error:
+            raise ApiError(f"no answer can have this form: {error}", param="tools") from None
+        return Form("lark", text, "tools")

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
-TURN_SECONDS = 1.0  # that a grammar waits for its turn, before its client is asked to come again
-ANSWER_SECONDS = 10.0  # on the clock: a busy machine gives a low priority little
+# On the clock, before a client is asked to come again: that a grammar waits for its turn, and that its try takes
+TURN_SECONDS, ANSWER_SECONDS = 0.5, 1.25
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
-KEPT_BYTES = 8 << 20  # of compiled grammars
+KEPT, KEPT_BYTES = 8, 1 << 20  # compiled grammars, and the bytes of the largest: use makes each grow by a few MB
 # processor time of all masks of a request, its choices together
 REQUEST_SECONDS, REQUEST_SECONDS_PER_TOKEN = 0.25, 0.005
 LOW = 5  # nice(2): where processors lack, a third of what the engine gets
@@ -52,15 +52,16 @@ class GrammarsBusy(Exception):
 
 
 class Grammar:
-    """A grammar on its way through one answer. `spent`: [seconds, masks] of the whole request, shared by its copies."""
+    """A grammar of one request, of which each answer follows a copy. `ends`: the tokens that end an answer; `spent`:
+    [seconds, masks] of all copies."""
 
-    def __init__(self, matcher: Any, spent: list[float] | None = None) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None) -> None:
+        self.matcher, self.ends = matcher, ends
         self.spent = spent if spent is not None else [0.0, 0.0]
 
     def copy(self) -> Grammar:
-        """For another choice of the same request."""
-        return Grammar(self.matcher.deep_copy(), self.spent)
+        """For one answer, from its first token."""
+        return Grammar(self.matcher.deep_copy(), self.ends, self.spent)
 
     @property
     def slow(self) -> bool:
@@ -95,7 +96,7 @@ class Grammars:
 
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
-        self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
         self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
@@ -109,16 +110,16 @@ class Grammars:
         Raises ValueError with the reason for a grammar that cannot be or takes too much, GrammarsBusy, and
         MissingDependency without llguidance. Cancelled, it ends what it began.
         """
-        found = self._kept.pop((kind, text), None)
-        if found is None:
+        matcher = self._kept.pop((kind, text), None)
+        size = 0
+        if matcher is None:
             size = await self._tried(kind, text)
             matcher = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
-            found = matcher, size + len(text)
-        if found[1] <= KEPT_BYTES // 8:  # a large one would push out those that others use
-            self._kept[kind, text] = found
-        while sum(size for _, size in self._kept.values()) > KEPT_BYTES:
+        if size + len(text) <= KEPT_BYTES:
+            self._kept[kind, text] = matcher
+        if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        return Grammar(found[0].deep_copy())
+        return Grammar(matcher, self.ends)
 
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
@@ -180,7 +181,7 @@ class Grammars:
         from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
         made = getattr(library.LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
         limits = library.LLParserLimits(
-            step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000, verbose_errors=False
+            step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=5_000, verbose_errors=False
         )
         matcher = library.LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from trtspec.checkpoint.chat_parser import SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody
 from trtspec.engine.engine import Engine
-from trtspec.engine.grammars import Grammar, tool_call_grammar
+from trtspec.engine.grammars import Grammar
 from trtspec.engine.request import GenerationRequest, PromptTooLong, Sampling
 from trtspec.errors import TrtspecError
 
@@ -21,27 +22,15 @@ SEEDS = 2**64
 
 
 @dataclass(frozen=True)
-class Form:
-    """What an answer must look like: `kind` and `text` as `Grammars.compiled` takes them, from the field `param`. It
-    begins to count behind the token `after`, if there is one."""
-
-    kind: str
-    text: str
-    param: str
-    after: int | None = None
-
-
-@dataclass(frozen=True)
 class ApiCall:
     """One API call: what was asked, and the engine request behind each choice, `asked.n` for every prompt.
-    A `form` is yet to be compiled. `thinking`: the prompt ends in an open think tag."""
+    `thinking`: the prompt ends in an open think tag."""
 
     asked: CompletionBody | ChatBody
     tokenizer: KimiTokenizer
     model: str
     requests: list[GenerationRequest]
     thinking: bool = False
-    form: Form | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -63,16 +52,6 @@ class ApiCall:
             found += tokens * (1 + request.logprobs) if request.logprobs else 0
         return found
 
-    def guided(self, grammar: Grammar, ends: list[int]) -> ApiCall:
-        """The same call; each choice follows its own copy of the grammar, and `ends` end it."""
-        requests = []
-        for request in self.requests:
-            stops = [*request.stop_token_ids, *ends]
-            after = self.form.after if self.form else None
-            guide = {"grammar": grammar.copy(), "grammar_after": after, "stop_token_ids": stops}
-            requests.append(request.model_copy(update=guide))
-        return replace(self, requests=requests)
-
 
 class Preparation:
     """Makes the calls of one engine. Its methods raise ApiError or RequestRefused for what cannot be."""
@@ -81,22 +60,23 @@ class Preparation:
         self.engine, self.tokenizer, self.model = engine, tokenizer, model
         self.max_bytes = engine.max_seq_len * max(map(len, tokenizer.token_bytes), default=1)
 
-    def call(self, asked: CompletionBody | ChatBody) -> ApiCall:
-        return self.chat(asked) if isinstance(asked, ChatBody) else self.completion(asked)
+    def call(self, asked: CompletionBody | ChatBody, grammar: Grammar | None = None) -> ApiCall:
+        """The call; each choice follows its own copy of the grammar."""
+        return self.chat(asked, grammar) if isinstance(asked, ChatBody) else self.completion(asked, grammar)
 
-    def completion(self, asked: CompletionBody) -> ApiCall:
+    def completion(self, asked: CompletionBody, grammar: Grammar | None) -> ApiCall:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
         requests = []
+        scored = asked.echo and asked.top is not None
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            requests += self._choices(asked, prompt, max(1, asked.max_tokens), asked.echo and asked.top is not None)
-        form = Form(*asked.grammar, "response_format") if asked.grammar else None
-        return ApiCall(asked, self.tokenizer, self.model, requests, form=form)
+            requests += self._choices(asked, prompt, max(1, asked.max_tokens), grammar, prompt_logprobs=scored)
+        return ApiCall(asked, self.tokenizer, self.model, requests)
 
-    def chat(self, asked: ChatBody) -> ApiCall:
+    def chat(self, asked: ChatBody, grammar: Grammar | None) -> ApiCall:
         text, prompt = self._rendered(asked)
         limit = asked.max_completion_tokens or asked.max_tokens or max(1, self.engine.max_seq_len - len(prompt))
         thinking = text.rstrip().endswith("<think>")
@@ -104,10 +84,11 @@ class Preparation:
         marks = ["<|im_end|>"] if not asked.ignore_eos else []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")  # a free answer ends after its first call
-        ends = [special[mark] for mark in marks if mark in special]
-        form = self._form(asked, special.get(SECTION if asked.strict_tools else "</think>" if thinking else ""))
-        requests = self._choices(asked, prompt, limit, stop_token_ids=[*asked.stop_token_ids, *ends])
-        return ApiCall(asked, self.tokenizer, self.model, requests, thinking, form)
+        stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]
+        begins = special.get(SECTION if asked.strict_tools else "</think>" if thinking else "")
+        after = begins if grammar is not None else None  # what is behind it has the form
+        requests = self._choices(asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=after)
+        return ApiCall(asked, self.tokenizer, self.model, requests, thinking)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
         """Text and tokens of a conversation."""
@@ -144,38 +125,24 @@ class Preparation:
         asked: CompletionBody | ChatBody,
         prompt: list[int],
         max_tokens: int,
-        prompt_logprobs: bool = False,
-        **more: list[int],
+        grammar: Grammar | None,
+        **more: Any,
     ) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt, each with its own seed."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
         scores = 0 if asked.top is None else max(1, asked.top)
-        common = GenerationRequest(
-            "", prompt, max_tokens, stop=asked.stops, logprobs=scores, prompt_logprobs=prompt_logprobs, **fields
-        )
+        common = GenerationRequest("", prompt, max_tokens, stop=asked.stops, logprobs=scores, grammar=grammar, **fields)
         self.engine.check(common)
+        stops = [*common.stop_token_ids, *(grammar.ends if grammar is not None else [])]
         requests = []
         for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
-            requests.append(common.model_copy(update={"id": uuid.uuid4().hex, "seed": seed}))
+            own = {"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
+            requests.append(common.model_copy(update=own))
         return requests
-
-    def _form(self, asked: ChatBody, after: int | None) -> Form | None:
-        """What holds the answer to its form: a call of the demanded tools, or the asked response format."""
-        demanded, strict = asked.demanded_tools, asked.strict_tools
-        if not demanded and not strict:
-            return Form(*asked.grammar, "response_format", after) if asked.grammar else None
-        if asked.grammar:
-            named = "a demanded tool call" if demanded else "a strict function"
-            raise ApiError(f"{named} and response_format exclude each other", param="response_format")
-        several = asked.parallel_tool_calls and isinstance(asked.tool_choice, str)
-        try:
-            return Form("lark", tool_call_grammar(demanded or strict, several, opened=not demanded), "tools", after)
-        except ValueError as error:
-            raise ApiError(f"no answer can have this form: {error}", param="tools") from None
 
     def _require_short(self, size: int, param: str) -> None:
         """Raises PromptTooLong, before anything is tokenized, for text that cannot fit whatever its tokens are."""

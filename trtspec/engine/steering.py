@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from trtspec.engine.grammars import Grammar
 from trtspec.engine.request import GenerationRequest, RequestRefused
 
 
@@ -30,14 +32,20 @@ class Steering:
         self.guided = request.grammar is not None and request.grammar_after is None
         self.dead_end: tuple[int, str] | None = None  # after so many tokens of the step nothing is allowed, and why
 
+    @cached_property
+    def grammar(self) -> Grammar:
+        """This sequence's own copy, made with its first token: those that wait share the request's."""
+        assert self.request.grammar is not None
+        return self.request.grammar.copy()
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were emitted. Raises RequestRefused if no token is allowed next."""
         if self.dead_end is not None and len(tokens) > self.dead_end[0]:
             raise RequestRefused(f"no answer can continue here: {self.dead_end[1]}")
         request = self.request
         for token in tokens:
-            if self.guided and token not in self.ends and not request.grammar.consume(token):
-                raise RequestRefused(f"the form of the answer cannot be followed: {request.grammar.fault}")
+            if self.guided and token not in self.ends and not self.grammar.consume(token):
+                raise RequestRefused(f"the form of the answer cannot be followed: {self.grammar.fault}")
             self.guided = self.guided or token == request.grammar_after
         self.length += len(tokens)
         self.counts.update(tokens)
@@ -60,20 +68,20 @@ class Steering:
                 row[self.biased] += self.biases.to(row.device)
             self._penalize(row, counts)
             if row.max() == -math.inf:
-                fault = request.grammar.fault if request.grammar else ""
+                fault = self.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
             if draft is None or row[draft] == -math.inf:  # what lies behind a rejected draft is not read
                 break
             if guided:
-                if draft in self.ends or not request.grammar.consume(draft):
+                if draft in self.ends or not self.grammar.consume(draft):
                     break
                 consumed += 1
             guided = guided or draft == request.grammar_after
             length += 1
             counts[draft] += 1
         if consumed:
-            request.grammar.rollback(consumed)  # drafts are only tried: `advance` takes what is emitted
+            self.grammar.rollback(consumed)  # drafts are only tried: `advance` takes what is emitted
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:
@@ -90,7 +98,7 @@ class Steering:
 
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""
-        bits = torch.frombuffer(bytearray(self.request.grammar.mask()), dtype=torch.uint8)
+        bits = torch.frombuffer(bytearray(self.grammar.mask()), dtype=torch.uint8)
         allowed = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten().bool()
         size = min(len(allowed), len(row))
         row[:size][~allowed[:size].to(row.device)] = -math.inf
