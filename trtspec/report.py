@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +216,11 @@ class Result:
     def __repr__(self) -> str:
         return f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        lines = [*(self.text or "").splitlines(), *self.lines, *problem_lines(self.problems)]
+        return "".join(table.html() for table in self.tables) + f"<pre>{escape(chr(10).join(lines))}</pre>"
+
 
 def print_result(result: Result, as_json: bool) -> None:
     """On stdout: one JSON object, or tables, lines and problems. Then raises the failure, if there is one."""
@@ -262,6 +268,13 @@ class Table:
         cells = [[row[at] for row in self.rows if at < len(row)] for at in columns]
         words = [self.columns[at].split() if self.columns else [] for at in columns]
         return [max(map(len, [*column, *heading]), default=0) for column, heading in zip(cells, words, strict=True)]
+
+    def html(self) -> str:
+        heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table>{title}{f'<tr>{heading}</tr>' if heading else ''}{rows}</table>{note}"
 
 
 def value_table(values: Mapping[str, Any], title: str = "") -> Table:

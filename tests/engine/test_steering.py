@@ -22,9 +22,9 @@ from transformers import (
 from tests.engine.test_server import Running, launch
 from tests.tiny import make_head
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.bodies import Function
+from trtspec.engine.bodies import Function, tool_call_grammar
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.grammars import Grammar, Grammars, tool_call_grammar
+from trtspec.engine.grammars import Grammar, Grammars
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel

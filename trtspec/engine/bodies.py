@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from trtspec.engine.grammars import tool_call_grammar
+from trtspec.engine.grammars import compact_schema
 from trtspec.engine.request import Sampling, TokenId
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -376,3 +377,23 @@ class ChatBody(GenerationBody):
         except ValueError as error:
             raise ApiError(f"no answer can have this form: {error}", param="tools") from None
         return Form("lark", text, "tools")
+
+
+def tool_call_grammar(functions: Sequence[Function], several: bool, opened: bool = False) -> str:
+    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times; of what follows its
+    first mark where that is already there (`opened`).
+
+    Its marks are special tokens; a call's id is `functions.NAME:NUMBER`; arguments follow the function's own schema.
+    """
+    lines = []
+    for index, function in enumerate(functions):
+        schema = compact_schema(json.dumps(function.parameters or {"type": "object"}))
+        lines += [
+            f"call{index}: <|tool_call_begin|> name{index} <|tool_call_argument_begin|> args{index} <|tool_call_end|>",
+            f"name{index}: {json.dumps('functions.' + function.name + ':')} /[0-9]{{1,3}}/",
+            f"args{index}: %json {schema}",
+        ]
+    calls = " | ".join(f"call{index}" for index in range(len(functions)))
+    begin = "" if opened else "<|tool_calls_section_begin|> "
+    start = f"start: {begin}call{'+' if several else ''} <|tool_calls_section_end|>"
+    return "\n".join([start, f"call: {calls}", *lines])

@@ -25,14 +25,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.request import RequestRefused
 from trtspec.errors import MissingDependency
-
-if TYPE_CHECKING:
-    from trtspec.engine.bodies import Function
 
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
@@ -278,26 +275,6 @@ def compact_schema(schema: str) -> str:
     if not isinstance(value, dict):
         raise ValueError("the schema is not a JSON object")
     return json.dumps({**value, "x-guidance": {"whitespace_flexible": False}})
-
-
-def tool_call_grammar(functions: Sequence[Function], several: bool, opened: bool = False) -> str:
-    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times; of what follows its
-    first mark where that is already there (`opened`).
-
-    Its marks are special tokens; a call's id is `functions.NAME:NUMBER`; arguments follow the function's own schema.
-    """
-    lines = []
-    for index, function in enumerate(functions):
-        schema = compact_schema(json.dumps(function.parameters or {"type": "object"}))
-        lines += [
-            f"call{index}: <|tool_call_begin|> name{index} <|tool_call_argument_begin|> args{index} <|tool_call_end|>",
-            f"name{index}: {json.dumps('functions.' + function.name + ':')} /[0-9]{{1,3}}/",
-            f"args{index}: %json {schema}",
-        ]
-    calls = " | ".join(f"call{index}" for index in range(len(functions)))
-    begin = "" if opened else "<|tool_calls_section_begin|> "
-    start = f"start: {begin}call{'+' if several else ''} <|tool_calls_section_end|>"
-    return "\n".join([start, f"call: {calls}", *lines])
 
 
 if __name__ == "__main__":
