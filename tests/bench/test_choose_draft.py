@@ -58,7 +58,7 @@ def test_the_best_length_falls_with_the_load_and_one_is_proposed() -> None:
     for load in found.loads:
         fastest = max(load.lengths, key=lambda figures: figures.tokens_per_s)
         assert fastest.of_best is None and all(f.of_best for f in load.lengths if f is not fastest)
-        assert all(f.of_best[0] < 1 for f in load.lengths if f.of_best)
+        assert all(f.of_best.value < 1 for f in load.lengths if f.of_best)
 
 
 def test_of_lengths_that_may_be_equally_fast_the_shorter_is_proposed() -> None:
@@ -88,7 +88,7 @@ def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
     ("given", "results", "says"),
     [
         (6, served(1), "are of 1 drafts per step"),
-        (3, served(3, dataset_sha256="1", temperature=1.0), "dataset_sha256 was 1, now 0; temperature was 1.0, now 0"),
+        (3, served(3, dataset_sha256="1", temperature=1.0), 'sha256 was "1", now "0"; temperature was 1.0, now 0.0'),
         (3, served(3, loads=(2,)), "have no concurrency 1"),
     ],
 )

@@ -34,6 +34,7 @@ from trtspec.bench.prove import (
     shell_text,
 )  # fmt: skip
 from trtspec.bench.results import SpeedUp
+from trtspec.bench.statistics import Ratio
 from trtspec.cli.prove import OWN_OPTIONS
 from trtspec.records import parse
 
@@ -91,7 +92,7 @@ def test_options_that_would_change_what_is_proved_are_refused(tmp_path: Path) ->
 
 
 def test_the_sentence_says_verdict_and_speed() -> None:
-    ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=r, low=r - 0.1, high=r + 0.1, questions=8)
+    ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=Ratio(r, r - 0.1, r + 0.1, 8))
            for c, r in ((1, 1.4), (4, 1.28))]  # fmt: skip
     said = sentence("SAFE", "SAFE: the same output as without speculation", ups)
     speeds = "1.40 times as fast (1.30 to 1.50) at concurrency 1, 1.28 (1.18 to 1.38) at concurrency 4"
@@ -132,9 +133,8 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         'class="sentence pass"',
     ):
         assert words in page, words
-    assert (
-        evidence.proved and not replace(evidence, speedups=[replace(up, high=0.9) for up in evidence.speedups]).proved
-    )
+    slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups]
+    assert evidence.proved and not replace(evidence, speedups=slow).proved
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}
     evidence = gathered(SETUP, {"score": failed}, tmp_path, **more)
     page = proof_html(evidence, *results.values())

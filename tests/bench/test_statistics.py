@@ -15,7 +15,6 @@ from trtspec.bench.statistics import (
     add_histograms,
     conditional_acceptance,
     cumulative_acceptance,
-    length_interval,
     paired_ratio,
     ratio,
     summarize,
@@ -222,7 +221,8 @@ def test_an_interval_is_over_questions_not_turns() -> None:
     """Ten copies of each turn of the same question add no information, so the interval must not shrink."""
     rng = np.random.default_rng(3)
     once = [turn(20, int(rng.integers(0, 60)), question=str(i)) for i in range(30)]
-    narrow, wide = length_interval([entry for entry in once for _ in range(10)]), length_interval(once)
+    several = [entry for entry in once for _ in range(10)]
+    narrow, wide = (summarize(turns).acceptance_length_interval for turns in (several, once))
     assert narrow and wide
     assert narrow[1] - narrow[0] == pytest.approx(wide[1] - wide[0], rel=0.05)
-    assert length_interval(once[:2]) is None
+    assert summarize(once[:2]).acceptance_length_interval is None

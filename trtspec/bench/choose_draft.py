@@ -70,7 +70,7 @@ def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoic
                 draft_len=drafts,
                 acceptance_length=(level and level.acceptance_length) or served[drafts].acceptance_length,
                 tokens_per_s=round(speed.value, 3),
-                of_best=over.rounded if over else None,
+                of_best=over,
             )
         )
     return LoadChoice(concurrency=concurrency, lengths=figures, best=best)

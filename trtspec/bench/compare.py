@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
+from trtspec.checkpoint.writer import differences
 from trtspec.errors import Problem, UsageError
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "thinking", "extra_body")
@@ -24,16 +25,10 @@ def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) ->
     """Raises UsageError, before anything is asked, if an earlier run was asked something else: the ratio of the two
     would mix that difference with the change under test. `earlier`: by the option that names it."""
     for option, run in earlier.items():
-        if differing := [key for key in SAME if getattr(workload, key) != getattr(run.workload, key)]:
-            known = "; ".join(
-                f"{key} was {_shown(run.workload, key)}, now {_shown(workload, key)}" for key in differing
-            )
-            message = f"{option}: the run of {run.url} differs from this one: {known}"
+        before, now = ({key: getattr(one, key) for key in SAME} for one in (run.workload, workload))
+        if found := differences(before, now):
+            message = f"{option}: the run of {run.url} differs from this one: {'; '.join(found)}"
             raise UsageError(message, "give the same data set and options in both runs")
-
-
-def _shown(workload: Workload, key: str) -> str:
-    return str(getattr(workload, key))[:40]
 
 
 def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None) -> Comparison:
@@ -97,17 +92,11 @@ def _figure(
     """`values`: of this run and the first earlier one, whose ratio is shown where nothing can be tested."""
     if test is None:
         return ComparedFigure(figure=name, ratio=round(values[0] / values[1], 4))
-    value, low, high = test.rounded
     verdict = REGRESSION if test.high < 1 - allowed else IMPROVEMENT if test.low > 1 else NO_CHANGE
     return ComparedFigure(
-        figure=name,
-        ratio=value,
-        low=low,
-        high=high,
-        units=test.units,
-        paired_by=by,
+        figure=name, ratio=test.value, low=test.low, high=test.high, units=test.units, paired_by=by,
         verdict=verdict if judged else NOT_JUDGED,
-    )
+    )  # fmt: skip
 
 
 def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], gate: bool) -> list[Problem]:

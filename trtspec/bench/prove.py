@@ -264,7 +264,7 @@ class ProofEvidence:
     @property
     def proved(self) -> bool:
         """The same output, and not slower at every load."""
-        return self.verdict == "SAFE" and any(found.high >= 1 for found in self.speedups)
+        return self.verdict == "SAFE" and any(found.ratio.high >= 1 for found in self.speedups)
 
 
 def gathered(setup: ProveSetup, found: Mapping[str, Any], directory: Path, **more: Any) -> ProofEvidence:
@@ -317,7 +317,7 @@ def _step_ms(level: LevelResult, length: float | None) -> float | None:
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
     """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`."""
     said = "SAFE: the same output" if verdict == "SAFE" else message
-    speeds = ", ".join(f"{up.ratio:.2f} ({up.words}) at {up.level}" for up in speedups)
+    speeds = ", ".join(f"{up.ratio.value:.2f} ({up.ratio.words}) at {up.level}" for up in speedups)
     return f"{said}, {speeds.replace(' (', ' times as fast (', 1)}" if speeds else f"{said}; the speed was not measured"
 
 
@@ -332,15 +332,18 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
     """The page of a proof: its sentence, up to three figures (speed-up at the lowest and the highest load, acceptance),
     then speed, acceptance, the rows of check, and `more`. `spec` and `plain` are what bench measured of either server.
     """
-    ups, length, ends = evidence.speedups, evidence.acceptance_length, evidence.acceptance_interval
-    both = replace(spec, endpoints={plain.name: plain}, speedups=ups)
+    length, ends = evidence.acceptance_length, evidence.acceptance_interval
+    both = replace(spec, endpoints={plain.name: plain}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]
     rows = [
         [row.status, row.name, f"{row.seen} of {row.of}", row.faults[0] if row.faults else row.why]
         for row in evidence.rows
     ]
     same = Table("Is the output the same?", ["", "row", "seen", "why"], rows, text_columns=frozenset({0, 1, 3}))
-    figures = [Figure(f"{up.ratio:.2f}x", up.words, f"as fast as the target alone, {up.level}") for up in ups]
+    figures = [
+        Figure(f"{up.ratio.value:.2f}x", up.ratio.words, f"as fast as the target alone, {up.level}")
+        for up in evidence.speedups
+    ]
     if length and ends:
         accepted = Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
         figures = [*figures[:1], *figures[1:][-1:], accepted]  # the section has those of the loads in between

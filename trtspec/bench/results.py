@@ -158,19 +158,12 @@ class EndpointResult(AcceptanceSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval; `questions` of both."""
+    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval."""
 
     of: str
     over: str
     level: str
-    ratio: float
-    low: float
-    high: float
-    questions: int
-
-    @property
-    def words(self) -> str:
-        return f"{self.low:.2f} to {self.high:.2f}"
+    ratio: Ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +199,7 @@ class LengthFigures:
     draft_len: int
     acceptance_length: float | None
     tokens_per_s: float
-    of_best: tuple[float, float, float] | None
+    of_best: Ratio | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import NormalDist
 
 import numpy as np
@@ -77,17 +78,11 @@ def conditional_acceptance(histogram: Sequence[int]) -> list[float | None]:
 
 
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
-    """Sums histograms of possibly different draft lengths; None as soon as one is unknown, or when there is none."""
-    total: list[int] = []
-    seen = False
-    for histogram in histograms:
-        if histogram is None:
-            return None
-        seen = True
-        total += [0] * (len(histogram) - len(total))
-        for accepted, count in enumerate(histogram):
-            total[accepted] += count
-    return total if seen else None
+    """Sums histograms of possibly different draft lengths; None where one is unknown, or when there is none."""
+    known = list(histograms)
+    if not known or None in known:
+        return None
+    return [sum(counts) for counts in zip_longest(*known, fillvalue=0)]  # type: ignore[arg-type]
 
 
 def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
@@ -117,7 +112,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     """Acceptance of one group of answers; figures are None where the server reports nothing."""
     steps, accepted = sum(t.steps for t in turns), sum(t.accepted for t in turns)
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
-    histogram = add_histograms(t.histogram for t in turns)
+    histogram, length = add_histograms(t.histogram for t in turns), length_ratio(turns)
     questions = per_question(turns)
     per_turn = [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
@@ -131,7 +126,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         histogram=histogram,
         source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
         acceptance_length=_rounded(acceptance_length(steps, accepted)),
-        acceptance_length_interval=length_interval(turns),
+        acceptance_length_interval=[max(1.0, length.low), length.high] if length else None,
         per_turn_mean=_rounded(float(np.mean(per_turn)) if per_turn else None),
         draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
         cumulative=[round(share, 4) for share in cumulative_acceptance(histogram)] if histogram else None,
@@ -155,53 +150,30 @@ def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
     return ratio([steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts])
 
 
-def length_interval(turns: Sequence[TurnCounts]) -> list[float] | None:
-    """95 % interval of the acceptance length; None where `length_ratio` is."""
-    found = length_ratio(turns)
-    return [round(max(1.0, found.low), 4), round(found.high, 4)] if found else None
-
-
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio over `units`; `error` is the standard error of its logarithm, of so many degrees of freedom."""
+    """A ratio over `units`, and the ends of its interval."""
 
     value: float
-    error: float
-    freedom: float
+    low: float
+    high: float
     units: int
-    confidence: float = CONFIDENCE
-
-    @property
-    def low(self) -> float:
-        return self.value * math.exp(-self._quantile * self.error)
-
-    @property
-    def high(self) -> float:
-        return self.value * math.exp(self._quantile * self.error)
-
-    @property
-    def rounded(self) -> tuple[float, float, float]:
-        """Value, low and high for results."""
-        return round(self.value, 4), round(self.low, 4), round(self.high, 4)
 
     @property
     def words(self) -> str:
         return f"{self.low:.2f} to {self.high:.2f}"
 
     def units_needed(self, share: float) -> int:
-        """Units whose interval is value +- share."""
-        wanted = math.log1p(share) / NORMAL.inv_cdf((1 + self.confidence) / 2)
-        return max(LEAST_UNITS, math.ceil(self.units * (self.error / wanted) ** 2))
-
-    @property
-    def _quantile(self) -> float:
-        return t_quantile((1 + self.confidence) / 2, self.freedom)
+        """Units whose interval is value +- share; this one is of CONFIDENCE."""
+        probability = (1 + CONFIDENCE) / 2
+        error = math.log(self.high / self.value) / t_quantile(probability, self.units - 1)
+        return max(LEAST_UNITS, math.ceil(self.units * (error * NORMAL.inv_cdf(probability) / math.log1p(share)) ** 2))
 
 
 def ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE) -> Ratio | None:
     """sum / sum with its interval over units. None below LEAST_UNITS, or where a sum is zero."""
     found = _linear(numerators, denominators)
-    return None if found is None else _interval(found[0], found[1], confidence)
+    return None if found is None else _interval(found[0], _error(found[1]), len(found[1]), confidence)
 
 
 def paired_ratio(
@@ -213,7 +185,7 @@ def paired_ratio(
     first, second = _linear(*new), _linear(*old)
     if first is None or second is None or len(first[1]) != len(second[1]):
         return None
-    return _interval(first[0] / second[0], first[1] - second[1], confidence)
+    return _interval(first[0] / second[0], _error(first[1] - second[1]), len(first[1]), confidence)
 
 
 def next_ratio(new: float, earlier: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
@@ -223,7 +195,7 @@ def next_ratio(new: float, earlier: Sequence[float], confidence: float = CONFIDE
         return None
     logs = np.log(np.asarray(earlier, dtype=np.float64))
     error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(earlier))
-    return Ratio(new / math.exp(float(logs.mean())), error, len(earlier) - 1, len(earlier), confidence)
+    return _interval(new / math.exp(float(logs.mean())), error, len(earlier), confidence)
 
 
 def t_quantile(probability: float, freedom: float) -> float:
@@ -249,9 +221,15 @@ def _linear(numerators: ArrayLike, denominators: ArrayLike) -> tuple[float, NDAr
     return value, (top - value * bottom) / (value * bottom.mean())
 
 
-def _interval(value: float, influence: NDArray[np.float64], confidence: float) -> Ratio:
-    count = len(influence)
-    return Ratio(value, float(influence.std(ddof=1)) / math.sqrt(count), count - 1, count, confidence)
+def _error(influence: NDArray[np.float64]) -> float:
+    """Standard error of a mean of what each unit contributes."""
+    return float(influence.std(ddof=1)) / math.sqrt(len(influence))
+
+
+def _interval(value: float, error: float, units: int, confidence: float) -> Ratio:
+    """`error`: standard error of the ratio's logarithm, of one degree of freedom less than units."""
+    spread = math.exp(t_quantile((1 + confidence) / 2, units - 1) * error)
+    return Ratio(round(value, 4), round(value / spread, 4), round(value * spread, 4), units)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -168,18 +168,12 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     """Each endpoint over each other one at each level where both wrote sound output."""
-    found = []
-    for level in endpoints[0].concurrency:
-        for of, over in permutations(endpoints, 2):
-            if found_ratio := speed_ratio(of, over, level.label):
-                value, low, high = found_ratio.rounded
-                found.append(
-                    SpeedUp(
-                        of=of.name, over=over.name, level=level.label, ratio=value, low=low, high=high,
-                        questions=found_ratio.units,
-                    )
-                )  # fmt: skip
-    return found
+    return [
+        SpeedUp(of=of.name, over=over.name, level=level.label, ratio=ratio)
+        for level in endpoints[0].concurrency
+        for of, over in permutations(endpoints, 2)
+        if (ratio := speed_ratio(of, over, level.label))
+    ]
 
 
 # --- findings: the gate judges servers; these name what a figure cannot say ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -193,7 +193,11 @@ async def measure(
             journal.served_by(name, server)
             found = MeasuredEndpoint(name, url, client, server, workload, journal, bar, limits(server))
             found.restless = journal.segment > 0  # a killed run may have left requests behind
-            refuse_what_ends_engines(name, found.limits, workload.body())
+            if deadly := sorted(set(workload.body()) & set(found.limits.get("end_engine", ()))):
+                message = (
+                    f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
+                )
+                raise UsageError(message, "leave it out of `extra_body`, or use a later release")
             targets.append(found)
         # servers that keep only totals are asked once more by category
         asked = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
@@ -206,7 +210,9 @@ async def measure(
         for level in workload.levels:
             await ask_in_turn(targets, level, workload)
         for target in targets:
-            refuse_all_failed(target.name, target.answers())
+            if (answers := target.answers()) and not good(answers):
+                message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
+                raise TrtspecError(message, "look at the server's log; send one request by hand (curl)")
             await target.ask_by_category()
     return targets
 
@@ -406,19 +412,3 @@ def refuse_other_server(
         if sampled and None not in drawn and drawn[0] != drawn[1]:
             message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
             raise UsageError(message, "compare runs with the same draft sampling, or at temperature 0")
-
-
-def refuse_all_failed(name: str, answers: Sequence[Answer]) -> None:
-    """Raises TrtspecError with the server's own words when no request succeeded."""
-    if answers and all(answer.error for answer in answers):
-        raise TrtspecError(
-            f"all {len(answers)} requests to {name} failed; the first said: {answers[0].error}",
-            "look at the server's log; send one request by hand (curl)",
-        )
-
-
-def refuse_what_ends_engines(name: str, limits: RequestLimits, asked: Iterable[str]) -> None:
-    """Raises UsageError, before anything is sent, for parameters that end an engine of this release."""
-    if deadly := sorted(set(asked) & set(limits.get("end_engine", ()))):
-        message = f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
-        raise UsageError(message, "leave it out of `extra_body`, or use a later release")

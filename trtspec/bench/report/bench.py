@@ -49,8 +49,8 @@ def sentence(results: BenchResults) -> str:
 def figures(results: BenchResults) -> list[Figure]:
     """What the sentence says and the top of the page shows: speed-up, acceptance, speed of a user at the first load."""
     about, at = subject(results), results.concurrency[0].label
-    ups = [up for up in shown_speedups(results) if up.of == about.name]
-    found = [Figure(f"{up.ratio:.2f}", up.words, f"times as fast as {up.over} at {up.level}") for up in ups[:1]]
+    ups = [up for up in shown_speedups(results) if up.of == about.name][:1]
+    found = [Figure(f"{up.ratio.value:.2f}", up.ratio.words, f"times as fast as {up.over} at {up.level}") for up in ups]
     if about.speculates and not about.degenerate():
         ends = about.acceptance_length_interval
         between = f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
@@ -266,8 +266,8 @@ def shown_speedups(results: BenchResults) -> list[SpeedUp]:
 
 def speedup_table(results: BenchResults) -> Table:
     rows = [
-        [f"{found.of} over {found.over}", found.level, number(found.ratio, 2, "x"), found.words, str(found.questions)]
-        for found in shown_speedups(results)
+        [f"{up.of} over {up.over}", up.level, number(up.ratio.value, 2, "x"), up.ratio.words, str(up.ratio.units)]
+        for up in shown_speedups(results)
     ]
     note = "Output tokens/s of a user, paired by question, with its 95 % interval."
     columns = ["endpoints", "load", "times as fast", "range", "questions"]
@@ -303,7 +303,7 @@ def draft_table(choice: DraftChoice) -> Table:
             str(length.draft_len),
             number(length.acceptance_length),
             number(length.tokens_per_s, 1),
-            interval(length.of_best[0], length.of_best[1:]) if length.of_best else "fastest",
+            f"{length.of_best.value:.2f} ({length.of_best.words})" if length.of_best else "fastest",
             "proposed" if length.draft_len == load.best else "",
         ]
         for load in choice.loads
