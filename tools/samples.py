@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from trtspec.cli import demo_first_answer as first_answer
+from trtspec.cli import demo
 from trtspec.launch.processes import served
 
 SAMPLES = Path(__file__).resolve().parent.parent / "docs" / "samples"
@@ -59,10 +59,10 @@ def save(console: Console, name: str, title: str) -> None:
 
 def picture_of_first_answer(plain: str, eagle: str) -> None:
     """The demo's first stage, once both answers are complete."""
-    found = first_answer.answers(plain, eagle, quiet=True)
+    found = demo.answers(plain, eagle, quiet=True)
     console = recorder()
-    console.print(first_answer.panels(found))
-    console.print(Text(first_answer.verdict(found)))
+    console.print(demo.panels(found))
+    console.print(Text(demo.verdict(found)))
     save(console, "first-answer", "make demo: the first answer")
 
 

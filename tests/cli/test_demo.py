@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trtspec.cli.demo import STAGES, prepare
-from trtspec.cli.demo_first_answer import figures, question, verdict
+from trtspec.cli.demo import STAGES, figures, prepare, question, verdict
 from trtspec.client.client import Answer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.launch.processes import require_free_ports

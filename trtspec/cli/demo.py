@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from trtspec import data_files, files, report
+from trtspec.client.client import Answer, RequestSampling, chat_body, new_client, stream_answer
 from trtspec.errors import CheckFailed, TrtspecError, termination_as_interrupt
 from trtspec.launch import processes
 from trtspec.records import ForceOption, option
@@ -24,6 +27,10 @@ ANSWERS, ANSWER_TOKENS, ROWS = "900", "96", "32"
 # Small batches, because the data is small. Two training-time-test steps in place of three: the time that they leave for
 # more epochs is worth more at draft length 3.
 TRAINING = ("--batch-size", "4", "--lr", "0.004", "--epochs", "3", "--ttt-steps", "2", "--acceptance-prompts", "8")
+KIND = "story"  # long enough to watch
+TOKENS = 160
+TITLES = ("without speculation", "with Eagle3")
+REFRESH = 12  # drawings a second
 PROOF = ("--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
 
 
@@ -94,15 +101,13 @@ class Demo:
 
     def first_answer(self, servers: ExitStack) -> str:
         """Leaves the plain server running, and returns its URL."""
-        from trtspec.cli import demo_first_answer as first
-
         about = "the same question to the target alone and with its head"
         with ExitStack() as shipped:
             with self.begin("A first answer", about, 10):
                 plain = self.serve(servers, "plain", 0, NANO, "--max-batch-size", ROWS)
                 eagle = self.serve(shipped, "eagle3", 1, NANO, "--head", SHIPPED)
-            found = first.answers(plain, eagle, report.quiet())
-        self.say(f"    {first.verdict(found)}")
+            found = answers(plain, eagle, report.quiet())
+        self.say(f"    {verdict(found)}")
         return plain
 
     def quantize(self) -> None:
@@ -119,17 +124,16 @@ class Demo:
         with self.begin("Let the target write training data", "a head learns what this target says", 90):
             sizes = ("--samples", ANSWERS, "--max-tokens", ANSWER_TOKENS, "--temperature", "0.8")
             asked = ("--base-url", plain, "--concurrency", ROWS)
-            self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
-        self.say(f"    {len(read_jsonl(Path(self.path('answers.jsonl'))))} answers in answers.jsonl")
+            made = self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
+        self.say(f"    {made['answered']} answers in answers.jsonl")
 
     def train(self) -> None:
         with self.begin("Train an Eagle3 head", "one MLA layer that drafts from three captured hidden states", 120):
             shape = ("--attention", "mla", "--eagle", "3.1")
-            self.run("train", NANO, self.path("answers.jsonl"), "-o", self.path("head"), *shape, *TRAINING)
+            made = self.run("train", NANO, self.path("answers.jsonl"), "-o", self.path("head"), *shape, *TRAINING)
             self.run("inspect", self.path("head"), "--against", NANO)
-        held = [row["held_out"] for row in read_jsonl(Path(self.path("head")) / "training.jsonl") if "held_out" in row]
-        if held:
-            self.say(f"    its first draft is the target's choice at {held[-1]['accuracy'][0]:.0%} of held-out tokens")
+        share = made["training"]["held_out_accuracy"][0]
+        self.say(f"    its first draft is the target's choice at {share:.0%} of held-out tokens")
 
     def prove(self) -> None:
         about = "is it faster, and is the output the same? Sampled drafts come from the head's distribution"
@@ -209,6 +213,82 @@ class Demo:
             print(text, flush=True)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """A line ends at a line feed only: an answer may hold U+2028 as it is."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+# --- the first stage: one streamed answer without and with speculation, side by side ---
+
+
+def question() -> list[dict[str, Any]]:
+    """The messages that are asked: the first held-out prompt of KIND."""
+    with (data_files.kimi_nano_dir() / "prompts_heldout.jsonl").open(encoding="utf-8") as lines:
+        rows = map(json.loads, lines)
+        return next(row["messages"] for row in rows if row["category"] == KIND)
+
+
+def answers(plain_url: str, eagle_url: str, quiet: bool) -> list[Answer]:
+    """Asks both servers the same question, greedily, one after the other, and draws the answers beside each other
+    while they arrive. Raises TrtspecError when a server fails."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console, messages = Console(file=sys.stdout, quiet=quiet), question()
+    console.print(f"\n{messages[-1]['content']}\n", markup=False, highlight=False, style="dim")
+    found: list[Answer] = []
+    # on anything but a terminal, rich draws once at the end
+    with Live(console=console, refresh_per_second=REFRESH) as live:
+        for url in (plain_url, eagle_url):
+
+            def draw(so_far: Answer) -> None:
+                live.update(panels([*found, so_far]))
+
+            found.append(asyncio.run(_ask(url, messages, draw)))
+    if not console.is_terminal:
+        console.line()
+    return found
+
+
+async def _ask(url: str, messages: list[dict[str, Any]], draw: Any) -> Answer:
+    async with new_client(url, 1, headers={}) as client:
+        body = chat_body("kimi-nano", messages, RequestSampling(TOKENS), 0)
+        found = await stream_answer(client, body, "first", "demo", limit_s=120, on_event=draw)
+    if found.error:
+        raise TrtspecError(f"{url} stopped answering: {found.error}", "see its log in the demo's directory")
+    return found
+
+
+def decode_rate(answer: Answer) -> float | None:
+    """Tokens a second after the first one; None while there is none."""
+    spent = answer.chunks[-1][0] - answer.chunks[0][0] if answer.chunks else 0.0
+    return (answer.completion_tokens - 1) / spent if spent else None
+
+
+def figures(answer: Answer) -> str:
+    tokens, rate = answer.completion_tokens, decode_rate(answer)
+    if rate is None:
+        return f"{tokens} tokens"
+    # passes of the target after the prompt's
+    steps = (answer.spec_decode or {}).get("steps")
+    passes = f", {(tokens - 1) / steps:.2f} tokens per pass" if steps else ""
+    return f"{rate:.0f} tokens/s{passes}"
+
+
+def verdict(pair: list[Answer]) -> str:
+    """How much faster, and whether the text is the same."""
+    (plain, eagle), rates = pair, [decode_rate(answer) for answer in pair]
+    same = "the same text" if plain.text == eagle.text else "DIFFERENT text, which the proof judges"
+    if not rates[0] or not rates[1]:
+        return f"{figures(plain)}; {figures(eagle)}; {same}"
+    return f"{rates[0]:.0f} and {rates[1]:.0f} tokens/s: {same}, {rates[1] / rates[0]:.1f} times as fast"
+
+
+def panels(so_far: list[Answer]) -> Any:
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(expand=True)
+    for _ in TITLES:
+        grid.add_column(ratio=1)
+    cells = list[Panel]()
+    for title, answer in zip(TITLES, so_far, strict=False):
+        cells.append(Panel(Text(answer.text), title=title, title_align="left", subtitle=figures(answer)))
+    grid.add_row(*cells)
+    return grid

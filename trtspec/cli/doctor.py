@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,29 +18,21 @@ from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
 GPU = "an NVIDIA GPU"
-# the extras of the package that a command needs beyond the base installation
+# the extras of the package, or programs, that a command needs beyond the base installation
 NEEDS = {
     "demo": ("reference", "modelopt"),
-    "inspect": (),
-    "explain": (),
     "quantize": ("reference",),
     "calibrate": ("reference", "modelopt"),
-    "synthesize": (),
     "train": ("reference", "modelopt"),
     "convert": ("reference",),
-    "plan": (),
-    "build-config": (),
-    "lint": (),
     "serve --backend reference": ("reference",),
     "serve --backend trtllm": ("trtllm-serve", GPU),
     "serve --backend vllm": ("vllm",),
     "bench": (),
     "bench --dataset HUB_ID": ("modelopt",),  # parquet and .zst too, and wherever data sets are read
-    "check": (),
     "prove --backend reference": ("reference",),
     "prove --backend trtllm": ("trtllm-serve", GPU),
     "prove --backend vllm": ("vllm",),
-    "watch": (),
 }
 # engines are programs in an installation of their own
 PROGRAMS = {
@@ -88,7 +81,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": machine.cores(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
-        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()},
+        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in listed()},
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
         "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
@@ -102,6 +95,14 @@ def examine() -> dict[str, Any]:
         "disk": {name: machine.free_disk(place) for name, place in places.items()},
         "problems": wrong + environment_problems(gpus),
     }
+
+
+def listed() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every command, in the order of `trtspec --help`, with what it needs."""
+    from trtspec.cli.app import COMMANDS
+
+    for name in (name for panel in COMMANDS.values() for name in panel if name != "doctor"):
+        yield from [item for item in NEEDS.items() if item[0].split()[0] == name] or [(name, ())]
 
 
 def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
