@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults
 from trtspec.client.client import RequestSampling
 
+PACED = Path(__file__).with_name("paced_server.py")
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
 
@@ -26,6 +29,30 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+async def answering(
+    answer: Callable[[str, Any], bytes | None], then: Callable[[str], Awaitable[Any]]
+) -> Any:  # fmt: skip
+    """`then(url)` while a server answers with `answer(path, body)`: the bytes of a 200, or None for a 404."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head, body = await reader.readuntil(b"\r\n\r\n"), None
+                if head.startswith(b"POST"):
+                    size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                    body = json.loads(await reader.readexactly(size))
+                data = answer(head.split(b" ", 2)[1].decode(), body)
+                status = 404 if data is None else 200
+                data = data or b""
+                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        return await then(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
 
 def measured(
@@ -62,6 +89,25 @@ def stand_in() -> Iterator[Callable[..., str]]:
     yield start
     for process in forking:
         process.communicate(timeout=60)
+
+
+@pytest.fixture
+def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """paced(ttft_s=0.1) -> base URL of a running paced server."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(**settings: Any) -> str:
+        port = tmp_path / f"port-{len(running)}"
+        running.append(subprocess.Popen([sys.executable, PACED, port, json.dumps(settings)]))
+        while not port.is_file():
+            assert running[-1].poll() is None
+            time.sleep(0.02)
+        return f"http://127.0.0.1:{port.read_text()}"
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.bench.conftest import answering
 from trtspec.bench.load import assemble
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import BenchWorkload, measure
@@ -95,29 +95,17 @@ class CountingServer:
             events = events[:3]
         return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError):
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                path, data = head.split(b" ", 2)[1].decode(), b""
-                if head.startswith(b"POST"):
-                    size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                    data = self.answer(json.loads(await reader.readexactly(size)))
-                elif path == "/v1/models":
-                    data = b'{"data": [{"id": "m", "owned_by": "vllm"}]}'
-                elif path == "/metrics":
-                    data = self.metrics().encode()
-                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (200 if data else 404, len(data)) + data)
-                await writer.drain()
-        writer.close()
+    def page(self, path: str, body: Any) -> bytes | None:
+        if body is not None:
+            return self.answer(body)
+        models = b'{"data": [{"id": "m", "owned_by": "vllm"}]}'
+        return {"/v1/models": models, "/metrics": self.metrics().encode()}.get(path)
 
     def run(self, then: Callable[[str], Awaitable[Any]]) -> Any:
         """What `then(url)` returns while this answers."""
 
         async def inside() -> Any:
-            server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-            async with server:
-                found = await then(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            found = await answering(self.page, then)
             await asyncio.gather(*self.left_over)
             return found
 

@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench.conftest import STAND_IN, free_port
-from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
+from tests.bench.conftest import STAND_IN, answering, free_port
+from tests.bench.test_malformed_metadata import WORKLOAD, mutated, pages, served
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
@@ -35,26 +35,8 @@ from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 Start = Callable[..., str]
-PACED = Path(__file__).with_name("paced_server.py")
 TRTSPEC = [sys.executable, "-m", "trtspec"]
 PATIENCE = 240
-
-
-@pytest.fixture
-def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """paced(ttft_s=0.1) -> base URL of a running paced server."""
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start(**settings: Any) -> str:
-        port = tmp_path / f"port-{len(running)}"
-        running.append(subprocess.Popen([sys.executable, PACED, port, json.dumps(settings)]))
-        wait_for(port.is_file)
-        return f"http://127.0.0.1:{port.read_text()}"
-
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -204,18 +186,6 @@ EVENT: dict[str, Any] = {
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
 }  # fmt: skip
-ODD = [None, -1, 1.5, float("inf"), float("nan"), True, "x", "\ud800", [], {}, [[]], 10**400, {"a": 1}, "9" * 50]
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """The value with something of it replaced, dropped or doubled."""
-    if rng.random() < 0.12:
-        return rng.choice(ODD)
-    if isinstance(value, dict):
-        return {key: mutated(item, rng) for key, item in value.items() if rng.random() > 0.05}
-    if isinstance(value, list):
-        return [mutated(item, rng) for item in value for _ in range(1 + (rng.random() < 0.05))]
-    return value
 
 
 def test_fuzzed_answers_end_in_words() -> None:
@@ -230,28 +200,12 @@ def test_fuzzed_answers_end_in_words() -> None:
             data = data[:place] + bytes([rng.randrange(256)]) + data[place + 1 :]
         bodies.append(data)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while not reader.at_eof():
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError:
-                break
-            size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            place = json.loads(await reader.readexactly(size))["seed"]
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(bodies[place]) + bodies[place])
-            await writer.drain()
+    async def ask(url: str) -> list[Any]:
+        async with new_client(url, 1) as client:
+            asked = [chat_body("m", [{"role": "user", "content": "x"}], RequestSampling(), n) for n in range(500)]
+            return [await stream_answer(client, body, "q", "c", limit_s=60) for body in asked]
 
-    async def ask() -> list[Any]:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        found = []
-        async with server, new_client(url, 1) as client:
-            for place in range(len(bodies)):
-                body = chat_body("m", [{"role": "user", "content": "x"}], RequestSampling(), place)
-                found.append(await stream_answer(client, body, str(place), "c", limit_s=60))
-        return found
-
-    answers = asyncio.run(ask())
+    answers = asyncio.run(answering(lambda path, body: bodies[body["seed"]], ask))
     failed = sum(answer.error is not None for answer in answers)
     print(f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers")
     assert len(answers) == 500 and 50 < failed < 500

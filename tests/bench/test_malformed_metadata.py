@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.conftest import answering
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import BenchResults
@@ -37,20 +38,21 @@ WORKLOAD = measure.BenchWorkload(
 )  # fmt: skip
 
 
-JUNK: tuple[Any, ...] = (None, True, -1, 0, 10**400, 1e308, "", "\ud800", "x" * 50, [], [None], {}, {"a": []}, "NaN")
+JUNK: tuple[Any, ...] = (
+    None, True, -1, 0, 1.5, 10**400, 1e308, float("inf"), float("nan"), "", "\ud800", "x" * 50, "9" * 50, [], [None],
+    {}, {"a": []}, "NaN",
+)  # fmt: skip
 
 
-def fuzzed(value: Any, dice: random.Random) -> Any:
-    """The same JSON with one place replaced, left out or wrapped."""
-    if isinstance(value, dict) and value and dice.random() < 0.9:
-        key = dice.choice(list(value))
-        if dice.random() < 0.15:
-            return {k: v for k, v in value.items() if k != key}
-        return {**value, key: fuzzed(value[key], dice)}
-    if isinstance(value, list) and value and dice.random() < 0.9:
-        index = dice.randrange(len(value))
-        return [fuzzed(item, dice) if i == index else item for i, item in enumerate(value)]
-    return dice.choice((*JUNK, [value], {"value": value}))
+def mutated(value: Any, dice: random.Random) -> Any:
+    """The value with something of it replaced, dropped or doubled."""
+    if dice.random() < 0.12:
+        return dice.choice(JUNK)
+    if isinstance(value, dict):
+        return {key: mutated(item, dice) for key, item in value.items() if dice.random() > 0.05}
+    if isinstance(value, list):
+        return [mutated(item, dice) for item in value for _ in range(1 + (dice.random() < 0.05))]
+    return value
 
 
 def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str:
@@ -75,27 +77,13 @@ async def served(
     """`then(url)` while a server answers `found(path)` at each path, and every chat with the same words; `asked` gets
     the bodies."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while not reader.at_eof():
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except asyncio.IncompleteReadError:
-                break
-            path = head.split(b" ", 2)[1].decode()
-            if head.startswith(b"POST"):
-                body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-                (asked if asked is not None else []).append(json.loads(body))
-            text = STREAM if head.startswith(b"POST") else found(path)
-            data = (text or "").encode("utf-8", "surrogatepass")
-            writer.write(
-                b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (404 if text is None else 200, len(data)) + data
-            )
-            await writer.drain()
-        writer.close()
+    def answer(path: str, body: Any) -> bytes | None:
+        if body is not None and asked is not None:
+            asked.append(body)
+        text = found(path) if body is None else STREAM
+        return None if text is None else text.encode("utf-8", "surrogatepass")
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        return await then(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    return await answering(answer, then)
 
 
 def bench(first: Pages, later: Pages) -> BenchResults:
@@ -150,7 +138,7 @@ def test_honest_counters_are_read() -> None:
 def damaged(page: str, dice: random.Random) -> str:
     """A page with something replaced, dropped or doubled."""
     if page.startswith(("{", "[")):
-        text = json.dumps(fuzzed(json.loads(page), dice))
+        text = json.dumps(mutated(json.loads(page), dice))
     else:
         lines = page.splitlines()
         at = dice.randrange(len(lines))

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +22,14 @@ from trtspec.bench.load.measure import ServiceLevel
 from trtspec.bench.results import BenchResults
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 
-PACED = Path(__file__).with_name("paced_server.py")
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2
 TPOT = GAP * (TOKENS / PER_CHUNK - 1) / (TOKENS - 1)
 
 
 @pytest.fixture
-def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start(**settings: Any) -> str:
-        port = tmp_path / f"port-{len(running)}"
-        settings = {"ttft_s": TTFT, "gap_s": GAP, "tokens": TOKENS, "per_chunk": PER_CHUNK, **settings}
-        running.append(subprocess.Popen([sys.executable, PACED, port, json.dumps(settings)]))
-        while not port.is_file():
-            assert running[-1].poll() is None
-        return f"http://127.0.0.1:{port.read_text()}"
-
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
+def paced(paced: Callable[..., str]) -> Callable[..., str]:
+    pace = {"ttft_s": TTFT, "gap_s": GAP, "tokens": TOKENS, "per_chunk": PER_CHUNK}
+    return lambda **settings: paced(**(pace | settings))
 
 
 def run(url: str, dataset: Path, **options: Any) -> BenchResults:

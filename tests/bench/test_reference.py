@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +18,8 @@ import pytest
 import yaml
 
 from tests.bench.conftest import free_port, measured
-from tests.bench.load_generators import TOOLS, Load, figures, guidellm, tool, vllm_bench_serve
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
-from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.bench.results import BenchResults, EndpointResult
 from trtspec.client.client import wait_ready
 
@@ -74,36 +71,6 @@ def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., st
     assert results.steps == gone["spec_decode_steps"] and results.drafted == gone["spec_decode_draft_tokens"]
     assert results.accepted == gone["spec_decode_accepted_tokens"] and results.tokens == gone["generation_tokens"]
     assert not [problem for problem in results.problems if problem.severity == "error"]
-
-
-GENERATORS = {"guidellm": guidellm, "vllm bench serve": vllm_bench_serve}
-COUNT, USERS = 24, 2  # requests of a run, and how many at a time
-
-
-def test_other_load_generators_measure_the_same(reference: Callable[..., str], tmp_path: Path) -> None:
-    """The same greedy prompts, in turn within each of TRTSPEC_GENERATOR_ROUNDS (5) rounds, against one server with the
-    head whose reused prefixes know them all. Medians of the ratios within a round; speed varies from run to run."""
-    for variable, name in TOOLS.items():
-        tool(variable, name)  # skips
-    url, prompts = reference("--head", HEAD, "--served-model-name", "nano"), tmp_path / "prompts.jsonl"
-    asked = [question.turns[0] for question in spread(list(load_dataset("nano").questions), COUNT)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
-    load = Load(url, "nano", prompts, COUNT, USERS, 64, Path(NANO))
-
-    def ours() -> dict[str, float]:
-        return figures(measured({"e": url}, prompts, concurrency=(USERS,), warmup=0))
-
-    ours()  # warms the prefixes
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for number in range(int(os.environ.get("TRTSPEC_GENERATOR_ROUNDS", "5"))):
-        here = ours()
-        for name, generator in GENERATORS.items():
-            for figure, value in generator(load, tmp_path / f"{generator.__name__}-{number}.json").items():
-                ratios.setdefault((name, figure), []).append(here[figure] / value)
-    medians = {key: statistics.median(values) for key, values in ratios.items()}
-    for (name, figure), values in ratios.items():
-        print(f"{figure} here over {name}'s: {medians[name, figure]:.3f} ({min(values):.3f} to {max(values):.3f})")
-    assert all(0.9 < medians[name, figure] < 1.1 for name, figure in ratios), medians
 
 
 def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
