@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,68 +101,55 @@ def test_an_option_can_come_from_the_environment() -> None:
     assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="perhaps") == 2
 
 
-def raise_usage(**_: object) -> None:
-    raise errors.UsageError("the thing is wrong", "run the other thing")
+def fail(monkeypatch: pytest.MonkeyPatch, failure: BaseException, *words: str) -> int:
+    """The status of the command `lint` if it raises this."""
+
+    def raising(**_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(application, "app", raising)
+    return ended(monkeypatch, "lint", "x.yml", *words)
 
 
-def raise_check(**_: object) -> None:
-    raise errors.CheckFailed("3 of 5 checks failed")
-
-
-def raise_interrupt(**_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def raise_unexpected(**_: object) -> None:
-    raise ZeroDivisionError("division by zero")
-
-
-def raise_missing(**_: object) -> None:
-    raise ModuleNotFoundError("no torch", name="torch.nn")
-
-
-def raise_with_a_code(**_: object) -> None:
-    raise errors.TrtspecError("TS-DATA-ROW data.jsonl:3: not a JSON object", "repair or remove the line")
-
-
-@pytest.mark.parametrize(
-    ("failure", "status", "code"),
-    [
-        (raise_usage, 2, "TS-ERROR-USAGE"),
-        (raise_check, 3, "TS-ERROR-CHECK"),
-        (raise_missing, 4, "TS-ERROR-MISSING"),
-        (raise_interrupt, 130, "TS-ERROR-INTERRUPTED"),
-        (raise_unexpected, 1, "TS-ERROR-UNEXPECTED"),
-        (raise_with_a_code, 1, "TS-DATA-ROW"),
-    ],
-)
-def test_with_json_a_failure_is_an_object_on_stdout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    failure: Callable[..., None], status: int, code: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(application, "app", failure)
-    monkeypatch.setattr(sys, "argv", ["trtspec", "lint", "x.yml", "--json"])
+def ended(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["trtspec", *words])
     with pytest.raises(SystemExit) as stopped:
         application.main()
-    printed = json.loads(capsys.readouterr().out)
-    assert stopped.value.code == status
-    assert (
-        set(printed) == {"ok", "problems", "error"}
-        and printed["problems"] == []
-        and set(printed["error"]) == {"code", "message", "remedy"}
-    )
-    assert printed["error"]["code"] == code
+    return int(stopped.value.code or 0)
+
+
+FAILURES: tuple[tuple[BaseException, int, str, str], ...] = (
+    (errors.UsageError("it is wrong", "run that"), 2, "TS-ERROR-USAGE", "Usage error: it is wrong\n-> run that\n"),
+    (errors.CheckFailed("3 of 5 checks failed"), 3, "TS-ERROR-CHECK", "Check failed: 3 of 5 checks failed"),
+    (ModuleNotFoundError("no torch", name="torch.nn"), 4, "TS-ERROR-MISSING", "Missing: this command needs torch"),
+    (KeyboardInterrupt(), 130, "TS-ERROR-INTERRUPTED", "Interrupted: stopped by Ctrl-C"),
+    (ZeroDivisionError("division by zero"), 1, "TS-ERROR-UNEXPECTED",
+     "unexpected ZeroDivisionError: division by zero\n-> set TRTSPEC_DEBUG=1"),
+    (errors.TrtspecError("TS-DATA-ROW data.jsonl:3: not a JSON object"), 1, "TS-DATA-ROW", "Error: TS-DATA-ROW data"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("failure", "status", "code", "says"), FAILURES)
+def test_failures_are_one_message_and_a_status_and_with_json_an_object_on_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    failure: BaseException, status: int, code: str, says: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("TRTSPEC_DEBUG", raising=False)
+    assert fail(monkeypatch, failure) == status
+    printed = capsys.readouterr()
+    assert says in printed.err and "Traceback" not in printed.err and printed.out == ""
+    assert fail(monkeypatch, failure, "--json") == status
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"ok", "problems", "error"} and found["problems"] == []
+    assert set(found["error"]) == {"code", "message", "remedy"} and found["error"]["code"] == code
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "demo"])
 def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["trtspec", command, "--json", "--no-such-option"])
-    with pytest.raises(SystemExit) as stopped:
-        application.main()
+    assert ended(monkeypatch, command, "--json", "--no-such-option") == 2
     printed = capsys.readouterr()
-    assert stopped.value.code == 2
     assert json.loads(printed.out)["error"]["remedy"] == f"see `trtspec {command} --help`"
     assert "--no-such-option" in printed.err
 
@@ -174,34 +160,8 @@ def test_a_report_is_never_followed_by_a_second_object(
     """A check that fails has printed its own object already."""
     engine = tmp_path / "engine.yml"
     engine.write_text("no_such_key: 1\n")
-    monkeypatch.setattr(sys, "argv", ["trtspec", "lint", str(engine), "--trtllm-version", "1.2.1", "--json"])
-    with pytest.raises(SystemExit) as stopped:
-        application.main()
-    assert stopped.value.code == 3
+    assert ended(monkeypatch, "lint", str(engine), "--trtllm-version", "1.2.1", "--json") == 3
     assert json.loads(capsys.readouterr().out)["ok"] is False
-
-
-@pytest.mark.parametrize(
-    ("failure", "status", "says"),
-    [
-        (raise_usage, 2, "Usage error: the thing is wrong\n-> run the other thing\n"),
-        (raise_check, 3, "Check failed: 3 of 5 checks failed\n"),
-        (raise_interrupt, 130, "Interrupted: stopped by Ctrl-C\n"),
-        (raise_unexpected, 1, "unexpected ZeroDivisionError: division by zero\n-> set TRTSPEC_DEBUG=1"),
-    ],
-)
-def test_failures_are_one_message_and_a_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    failure: Callable[..., None], status: int, says: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(application, "app", failure)
-    monkeypatch.delenv("TRTSPEC_DEBUG", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        application.main()
-    printed = capsys.readouterr()
-    assert stopped.value.code == status
-    assert says in printed.err and "Traceback" not in printed.err
-    assert printed.out == ""
 
 
 def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
@@ -218,20 +178,19 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
 def test_the_traceback_is_there_when_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(application, "app", raise_unexpected)
     monkeypatch.setenv("TRTSPEC_DEBUG", "1")
-    with pytest.raises(SystemExit):
-        application.main()
+    fail(monkeypatch, ZeroDivisionError("division by zero"))
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Typer itself: the signal arrives inside a command."""
-    monkeypatch.setattr("trtspec.cli.doctor.examine", raise_interrupt)
-    monkeypatch.setattr(sys, "argv", ["trtspec", "doctor"])
-    with pytest.raises(SystemExit) as stopped:
-        application.main()
-    assert stopped.value.code == 130
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trtspec.cli.doctor.examine", interrupted)
+    assert ended(monkeypatch, "doctor") == 130
 
 
 DRAW = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -10,13 +9,13 @@ import stat
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from trtspec.cli.app import main
+from tests.command_line import Done, trtspec
 
 VERSION = ("--trtllm-version", "1.4.0rc1")
 CLEAN = "stream_interval: 2\n"
@@ -24,25 +23,10 @@ WARNS = "gms_config: {tag: weights}\n"
 RENAMED = "kv_cache_dtype: fp8  # as measured\n"
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 def lint(*words: str, text: str = "", **environment: str) -> Done:
-    """The command as `trtspec` runs it, in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["trtspec", "lint", *words])
-        patch.setattr(sys, "stdin", stdin)
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-            main()
-    return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+    """The command in this process; `text` is its standard input."""
+    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()))):
+        return trtspec("lint", *words, **environment)
 
 
 @pytest.fixture
@@ -61,12 +45,12 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def answer(*words: str, **more: Any) -> tuple[int, dict[str, Any]]:
     done = lint(*words, "--json", **more)
-    return done.returncode, json.loads(done.stdout)
+    return done.status, json.loads(done.stdout)
 
 
 def test_each_problem_shows_its_line_with_carets(files: dict[str, str]) -> None:
     done = lint(files["typo"], *VERSION)
-    assert done.returncode == 3 and "\x1b" not in done.stdout
+    assert done.status == 3 and "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"error   TS-LINT-UNKNOWN-KEY {files['typo']}:2:1 max_batch_sise: ")
     assert [line.strip() for line in lines[1:4]] == [
@@ -88,7 +72,7 @@ def test_colour_on_a_terminal_and_none_with_no_color(files: dict[str, str]) -> N
 def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict[str, str]) -> None:
     names = [files[name] for name in ("clean", "typo", "missing", "broken")]
     done = lint(*names, *VERSION)
-    assert done.returncode == 2 and f"{files['missing']}: not judged" in done.stderr
+    assert done.status == 2 and f"{files['missing']}: not judged" in done.stderr
     for part in ("no errors for", "TS-LINT-UNKNOWN-KEY", "TS-LINT-SYNTAX"):
         assert part in done.stdout
     assert "not judged" not in done.stdout
@@ -97,8 +81,8 @@ def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict
     assert [item["ok"] for item in found["files"]] == [True, False, False, False]
     assert found["files"][2]["error"]["code"] == "TS-ERROR-FILE"
     assert {problem["code"] for problem in found["problems"]} == {"TS-LINT-UNKNOWN-KEY", "TS-LINT-SYNTAX"}
-    assert lint(files["clean"], files["typo"], *VERSION).returncode == 3
-    assert lint(files["clean"], files["warns"], *VERSION).returncode == 0
+    assert lint(files["clean"], files["typo"], *VERSION).status == 3
+    assert lint(files["clean"], files["warns"], *VERSION).status == 0
 
 
 def test_one_file_keeps_its_contract(files: dict[str, str]) -> None:
@@ -109,25 +93,25 @@ def test_one_file_keeps_its_contract(files: dict[str, str]) -> None:
 
 
 def test_strict_counts_warnings(files: dict[str, str]) -> None:
-    assert lint(files["warns"], *VERSION).returncode == 0
+    assert lint(files["warns"], *VERSION).status == 0
     done = lint(files["warns"], *VERSION, "--strict")
-    assert done.returncode == 3 and "--strict" in done.stderr
-    assert lint(files["warns"], *VERSION, TRTSPEC_LINT_STRICT="1").returncode == 3
-    assert lint(files["clean"], *VERSION, "--strict").returncode == 0
+    assert done.status == 3 and "--strict" in done.stderr
+    assert lint(files["warns"], *VERSION, TRTSPEC_LINT_STRICT="1").status == 3
+    assert lint(files["clean"], *VERSION, "--strict").status == 0
 
 
 def test_diff_alone_writes_nothing_and_with_fix_it_does(files: dict[str, str]) -> None:
     path = Path(files["renamed"])
     path.chmod(0o600)
     done = lint(files["renamed"], *VERSION, "--diff")
-    assert done.returncode == 3 and path.read_text() == RENAMED
+    assert done.status == 3 and path.read_text() == RENAMED
     wanted = ["-kv_cache_dtype: fp8  # as measured", "+kv_cache_config:", "+  dtype: fp8  # as measured"]
     assert done.stdout.splitlines()[3:6] == wanted
     assert answer(files["renamed"], *VERSION)[1]["problems"][0]["fixable"] is True
     link = path.with_name("link.yml")
     link.symlink_to(path)
     done = lint(str(link), *VERSION, "--diff", "--fix")
-    assert done.returncode == 0 and done.stdout.splitlines()[3:6] == wanted
+    assert done.status == 0 and done.stdout.splitlines()[3:6] == wanted
     assert path.read_text() == "kv_cache_config:\n  dtype: fp8  # as measured\n"
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -135,17 +119,17 @@ def test_diff_alone_writes_nothing_and_with_fix_it_does(files: dict[str, str]) -
 def test_standard_input(files: dict[str, str]) -> None:
     status, found = answer("-", *VERSION, text=RENAMED)
     assert status == 3 and found["file"] == "<stdin>"
-    assert lint("-", *VERSION, text=CLEAN).returncode == 0
-    assert lint("-", *VERSION, "--fix", text=CLEAN).returncode == 2
+    assert lint("-", *VERSION, text=CLEAN).status == 0
+    assert lint("-", *VERSION, "--fix", text=CLEAN).status == 2
 
 
 def test_options_of_trtllm_serve_follow_two_dashes(files: dict[str, str]) -> None:
     words = ["--", "--max_batch_size", "8", "--nonsense", "1"]
     done = lint("--json", *VERSION, files["clean"], files["warns"], *words)
     found = json.loads(done.stdout)
-    assert done.returncode == 3 and len(found["files"]) == 2
+    assert done.status == 3 and len(found["files"]) == 2
     assert {problem["key"] for problem in found["problems"] if problem["severity"] == "error"} == {"--nonsense"}
-    assert lint(*VERSION, *words).returncode == 2
+    assert lint(*VERSION, *words).status == 2
 
 
 @pytest.mark.parametrize("words", [("--bogus",), (), ("--gpu", "b9000"), ("--trtllm-version", "one")])
@@ -179,5 +163,5 @@ def test_no_file_ends_in_a_traceback_or_takes_long(tmp_path: Path, text: str) ->
     began = time.process_time()
     done = lint(str(file), *VERSION, "--json")
     assert time.process_time() - began < 5
-    assert done.returncode in (0, 2, 3), done.stderr[:200]
+    assert done.status in (0, 2, 3), done.stderr[:200]
     assert "unexpected" not in done.stderr and isinstance(json.loads(done.stdout)["ok"], bool)
