@@ -6,6 +6,7 @@ The packer here defines the bytes; it also packs what the C kernel does not know
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -110,11 +111,15 @@ def _e4m3_values() -> torch.Tensor:
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def rows_of(format: WeightFormat, *parts: torch.Tensor) -> Rows:
+def rows_of(format: WeightFormat, values: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
     """Values on the CPU, and their scale unless they are plain, as rows that share the tensors' memory."""
-    arrays = [part.contiguous().view(torch.uint8).numpy().view(f"u{part.element_size()}") for part in parts]
-    codes = [CODES[part.dtype] for part in parts]
-    return Rows(format, codes[0], arrays[0], *arrays[1:], *codes[1:])
+    rows = Rows(format, CODES[values.dtype], _array(values))
+    return rows if scale is None else replace(rows, scale=_array(scale), scale_dtype=CODES[scale.dtype])
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.contiguous().view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
+    return array
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:
