@@ -446,7 +446,8 @@ static inline int least_lane(const float *errors, int first, float *least) {
  * than the least error found. Infinite where there is no lower one. */
 static inline float clipping_error(int first, float maximum, const Divisors *all) {
     float clipped = maximum - 6.0f * all->code[first > 1 ? first - 1 : 1];
-    return first <= 1 ? INFINITY : clipped * clipped;
+    if (first <= 1) return INFINITY;
+    return clipped > 0.0f ? clipped * clipped : 0.0f; /* a block that vanishes beside a large one is not clipped */
 }
 
 /* The E4M3 scale of least squared error, the smallest of equal ones. */
