@@ -355,16 +355,12 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s, dense FLOP/s; a node is one
+    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s; a node is one
     board or tray, and NVLink joins `nvlink_gpus` GPUs, which may lie in several."""
 
     name: str
     memory_bytes: int
     memory_bandwidth: float
-    fp4_flops: float
-    fp8_flops: float
-    bf16_flops: float
-    nvlink_bandwidth: float
     compute_capability: str
     gpus_per_node: int
     nvlink_gpus: int

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from trtspec.checkpoint.hub import load_target
-from trtspec.data_files import gpu_names, gpu_spec
-from trtspec.planning.layout import LONGEST_DRAFT, OLDEST_CAPABILITY, Layout, refusals
+from trtspec.data_files import gpu_spec
+from trtspec.planning.layout import LONGEST_DRAFT, Layout, refusals
 from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec
 
@@ -40,13 +40,6 @@ def test_the_remedy_on_hopper_names_gpus_that_hold_the_model() -> None:
 @pytest.mark.parametrize("gpu", ["b200", "gb200", "b300", "gb300", None])
 def test_blackwell_runs_nvfp4_and_fp8_and_no_gpu_runs_int4(gpu: str | None) -> None:
     assert codes(NVFP4, gpu) == codes(FP8, gpu) == [] and codes(INT4, gpu) == ["TS-ROUTE-INT4"]
-
-
-def test_formats_and_the_table_of_gpus_agree() -> None:
-    for gpu in map(gpu_spec, gpu_names()):
-        found = tuple(int(part) for part in gpu.compute_capability.split("."))
-        assert (gpu.fp4_flops > 0) == (found >= OLDEST_CAPABILITY["nvfp4"])
-        assert (gpu.fp8_flops > 0) == (found >= OLDEST_CAPABILITY["fp8-block"])
 
 
 def test_heads_and_experts_must_divide() -> None:

@@ -40,7 +40,7 @@ Record = dict[str, Any]
 
 
 def convert_shards(
-    conversion: Conversion, plans: list[ShardPlan], threads: int, progress: Callable[[int], None] | None = None
+    conversion: Conversion, plans: list[ShardPlan], threads: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
 
@@ -59,8 +59,7 @@ def convert_shards(
             times, results = plan.source_times(source), []
             for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
                 results.append(result)
-                if progress:
-                    progress(sum(weight.bytes_in for weight in group.weights))
+                progress(sum(weight.bytes_in for weight in group.weights))
                 while publishing and publishing[0][1].done():
                     yield publishing[0][0], publishing.popleft()[1].result()
             file.close()
@@ -82,23 +81,17 @@ def thread_count(asked: int, plans: list[ShardPlan]) -> int:
     return max(1, min(most, sum(len(plan.groups) for plan in plans)))
 
 
-@dataclass(frozen=True)
-class PackedLinear:
-    """Squared error and squared norm of a linear's first rows, and how many of its blocks are zero."""
-
-    module: str
-    error: float
-    norm: float
-    zeros: int
+Errors = dict[str, float]  # `tensors`; `error` and `norm`, squared, of their first rows; `zero_blocks`
 
 
 @dataclass
 class Converted:
-    """A group that is written: the digest of what was read for it, and what is wrong with that."""
+    """A group that is written: the digest of what was read for it, what is wrong with that, and the rounding errors of
+    its linears, each with its class."""
 
     read: Any = field(default_factory=xxhash.xxh3_128)
     found: Found = field(default_factory=list)
-    linears: tuple[PackedLinear, ...] = ()
+    errors: list[tuple[str, Errors]] = field(default_factory=list)
 
 
 class Converter:
@@ -124,9 +117,11 @@ class Converter:
         amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
         amax += [_amax(partner, prepared(self._read(partner, done), packer), packer) for partner in group.partners]
         scaling = Scaling.of(max(amax))
-        pairs = zip(group.weights, rows, strict=True)
-        done.linears = tuple(_pack(file, weight, each, packer, scaling, group.input_scale) for weight, each in pairs)
-        done.found += [(ROUNDING, one.module) for one in done.linears if one.error > ERROR**2 * one.norm]
+        for weight, each in zip(group.weights, rows, strict=True):
+            errors = _pack(file, weight, each, packer, scaling, group.input_scale)
+            done.errors.append((weight_class(weight.module), errors))
+            if errors["error"] > ERROR**2 * errors["norm"]:
+                done.found.append((ROUNDING, weight.module))
         return done
 
     def _chunks(self, weight: Weight, done: Converted) -> Iterator[memoryview]:
@@ -180,9 +175,7 @@ def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     return amax
 
 
-def _pack(
-    file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: Scaling, input_scale: float
-) -> PackedLinear:
+def _pack(file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: Scaling, input_scale: float) -> Errors:
     count, columns = rows.shape
     packed, scale = np.empty((count, columns // 2), np.uint8), np.empty((count, columns // BLOCK), np.uint8)
     zeros, head = packer.pack(rows, scaling, packed, scale), min(ERROR_ROWS, count)
@@ -194,7 +187,7 @@ def _pack(
         ("input_scale", memoryview(struct.pack("<f", input_scale))),
     ):
         file.write_chunks(f"{weight.module}.{suffix}", [data])
-    return PackedLinear(weight.module, error, norm, zeros)
+    return {"tensors": 1, "error": error, "norm": norm, "zero_blocks": zeros}
 
 
 def _refusal(weight: Weight, index: int | None) -> TrtspecError:
@@ -210,11 +203,6 @@ def _refusal(weight: Weight, index: int | None) -> TrtspecError:
 
 def _record(plan: ShardPlan, size: int, results: list[Converted], times: dict[str, int]) -> Record:
     """The journal's record of a shard, without its checksum; `classes` sums errors and blocks by class of linear."""
-    errors = (
-        (weight_class(one.module), {"tensors": 1, "error": one.error, "norm": one.norm, "zero_blocks": one.zeros})
-        for result in results
-        for one in result.linears
-    )
     actions = [weight.action for weight in plan.weights]
     return {
         "bytes": size,
@@ -223,14 +211,14 @@ def _record(plan: ShardPlan, size: int, results: list[Converted], times: dict[st
         "copied": actions.count("copy"),
         "read": [result.read.hexdigest() for result in results],
         "found": list(dict.fromkeys(one for result in results for one in result.found)),
-        "classes": summed(errors),
+        "classes": summed(errors for result in results for errors in result.errors),
         "times": times,
     }
 
 
-def summed(entries: Iterable[tuple[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The figures of each name added up."""
-    found: dict[str, dict[str, float]] = {}
+def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:
+    """The figures of each class added up."""
+    found: dict[str, Errors] = {}
     for name, entry in entries:
         total = found.setdefault(name, dict.fromkeys(entry, 0))
         for key, value in entry.items():

@@ -39,7 +39,7 @@ def quantize_checkpoint(
     policy: Policy,
     options: ConversionOptions | None = None,
     again: OutputOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
 
@@ -74,8 +74,7 @@ def quantize_checkpoint(
         def advance(count: int) -> None:
             nonlocal done
             done += count
-            if progress:
-                progress(done, conversion.bytes_in)
+            progress(done, conversion.bytes_in)
 
         advance(0)
         for plan, record in convert_shards(conversion, todo, thread_count(options.workers, todo), advance):
