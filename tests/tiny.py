@@ -46,6 +46,7 @@ SPECIALS = {
     255: "[PAD]",
 }
 VISIBLE = (11, 12, 13, 14, 15, 22, 23)  # tool calls and think tags, which a server must see in the text
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
 
 
@@ -68,7 +69,7 @@ def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
     """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct does."""
     if not nested:
         return {key: value for key, value in text.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
-    whole = published("kimi_k25.json") | {key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    whole = published("kimi_k25.json") | {key: text[key] for key in TOKENS}
     whole |= {"media_placeholder_token_id": text["vocab_size"] - RESERVED + 21, "text_config": text}
     whole["vision_config"]["text_hidden_size"] = text["hidden_size"]
     return whole
@@ -251,34 +252,10 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
 
 def head_config(text: dict[str, Any], attention: str, draft_vocab: int | None, aux: list[int]) -> dict[str, Any]:
     """config.json of a head as ModelOpt exports it (with the training rope, no injected YaRN)."""
-    hidden = text["hidden_size"]
-    config = {
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4 if attention == "mla" else 2,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-05,
-        "vocab_size": text["vocab_size"],
-        "max_position_embeddings": text["max_position_embeddings"],
-        "bos_token_id": text["bos_token_id"],
-        "eos_token_id": text["eos_token_id"],
-        "pad_token_id": text["pad_token_id"],
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "transformers_version": None,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": aux,
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-            "next_layer_regular": True,
-            "parallel_draft_step": 1,
-            "parallel_draft_heads_num_layers": 1,
-        },
-    }
+    hidden, shared = text["hidden_size"], ("vocab_size", "max_position_embeddings", *TOKENS)
+    config = published("head.json") | {"hidden_size": hidden, "intermediate_size": 2 * hidden}
+    config |= {"num_key_value_heads": 4 if attention == "mla" else 2} | {key: text[key] for key in shared}
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = aux
     if attention == "mha":
         return config | {
             "architectures": ["LlamaForCausalLMEagle3"],
