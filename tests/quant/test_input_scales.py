@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.command_line import trtspec
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
@@ -122,5 +123,5 @@ def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
 
 
 def test_accepting_without_a_file_is_refused(source, tmp_path):
-    with pytest.raises(UsageError, match="without a file"):
-        quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(accept_input_scales=True))
+    done = trtspec("quantize", source, "-o", tmp_path / "out", "--accept-input-scales")
+    assert done.status == 2 and "--accept-input-scales is not used with --input-scales one" in done.stderr

@@ -33,7 +33,9 @@ class QuantizeOptions:
         str, option("Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.")
     ] = "one"
     accept_input_scales: Annotated[
-        bool, option("Use a scale file that was not measured on SRC itself, or does not say so. The card names it.")
+        bool,
+        option("Use a scale file that was not measured on SRC itself, or does not say so. The card names it."),
+        Excludes("input_scales=one"),
     ] = False
     weight_scales: Annotated[
         WeightScales | None,

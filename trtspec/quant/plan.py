@@ -23,7 +23,7 @@ from trtspec.formats import (
     WeightFormat,
     stored_format,
 )
-from trtspec.quant.policy import ACCEPT, InputScales, Policy
+from trtspec.quant.policy import InputScales, Policy
 from trtspec.specs import ModelSpec
 
 FORMAT_VERSION = 2  # raised when the same options would give other bytes
@@ -185,8 +185,6 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
         raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == checkpoint.path.resolve():
         raise UsageError("source and output are the same directory", "choose another `output`")
-    if options.accept_input_scales and options.input_scales is None:
-        raise UsageError(f"{ACCEPT} is given without a file of scales", "add `input_scales` FILE, or leave it out")
     names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
     modules = (name.removesuffix(".weight") for name in names)
     scales = InputScales.load(options.input_scales, checkpoint, modules, options.accept_input_scales)

@@ -39,8 +39,7 @@ WEIGHT_SCALES = {
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
 METADATA_KEY = "trtspec"  # of the safetensors header
-ACCEPT = "`accept_input_scales`"
-REMEDY = f"calibrate SRC itself with `trtspec calibrate`, or pass {ACCEPT} if you know that they belong to it"
+REMEDY = "calibrate SRC itself with `trtspec calibrate`, or pass `accept_input_scales` if they belong to it"
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,12 @@ class Policy:
             ("activation scales", INPUT_SCALES, self.input_scales, input_scales),
             ("KV cache", KV_CACHES, self.kv_cache, kv_cache or "none"),
         )
+        publisher = self.source.partition(",")[0] or f"policy {self.name}"
         return [
-            f"{what}: {table[here]}; {self.published_as} has them {table[there]}"
+            f"{what}: {table[here]}; {publisher} has them {table[there]}"
             for what, table, there, here in chosen
             if there != here
         ]
-
-    @property
-    def published_as(self) -> str:
-        """The checkpoint or file that the policy was read from."""
-        return self.source.partition(",")[0] or f"policy {self.name}"
 
     def quantizes(self, name: str) -> bool:
         """Whether the module or weight of this stored name becomes NVFP4."""
