@@ -39,7 +39,7 @@ class LoadLevel:
         return self.category or level_label(self.concurrency, self.rate)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Round:
     """What one process asked of one endpoint in a round of a load; a resumed round has several.
 
@@ -62,8 +62,8 @@ class RunJournal:
         self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
-        # entries by endpoint, label of the load and number of the round, and by the process that wrote them
-        self.stored: dict[tuple[str, str, int], dict[int, list[dict[str, Any]]]] = {}
+        # entries by round (endpoint, label of the load and number), and by the process that wrote them
+        self.stored: dict[str, dict[int, list[dict[str, Any]]]] = {}
         self.servers: dict[str, dict[str, Any]] = {}
         self.segment = 0
         for key, entry in (self.journal.done if self.journal else {}).items():
@@ -72,14 +72,13 @@ class RunJournal:
             elif key.startswith("server "):
                 self.servers[entry["endpoint"]] = entry["server"]
             else:
-                name = (entry["endpoint"], entry["level"], entry["round"])
-                self.stored.setdefault(name, {}).setdefault(entry["segment"], []).append(entry)
+                self.stored.setdefault(entry["round"], {}).setdefault(entry["segment"], []).append(entry)
         self._write(f"begin {self.segment}")
 
     def served_by(self, endpoint: str, server: DetectedServer) -> None:
         """Notes what answers as `endpoint`. Raises UsageError if another server gave its recorded answers."""
         found, before = asdict(server), self.servers.get(endpoint, {})
-        if any(name == endpoint for name, _, _ in self.stored):
+        if any(name.startswith(f"{endpoint}|") for name in self.stored):
             known = {key: value for key, value in before.items() if None not in (value, found.get(key))}
             if changed := differences(known, {key: found[key] for key in known}, endpoint):
                 where = self.journal.path if self.journal else ""
@@ -88,18 +87,16 @@ class RunJournal:
         self.servers[endpoint] = found
         self._write(f"server {endpoint}", endpoint=endpoint, server=found)
 
-    def record(self, endpoint: str, level: LoadLevel, number: int, answer: Answer, origin: float) -> None:
+    def record(self, round_name: str, answer: Answer, origin: float) -> None:
         """One complete answer of a round; its times are kept from `origin`, the beginning of the round."""
         fields = asdict(answer) | {"started": answer.started - origin, "finished": answer.finished - origin}
         fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
-        self._write_of(endpoint, level, number, f"{answer.question}|{answer.turn}", answer=fields)
+        self._write_of(round_name, f"{answer.question}|{answer.turn}", answer=fields)
 
-    def end(self, endpoint: str, found: Round) -> None:
+    def end(self, round_name: str, found: Round) -> None:
         """A round came to its end. Raises TrtspecError if the journal could not be written."""
         counts = [asdict(count) for count in found.counts]
-        self._write_of(
-            endpoint, found.level, found.number, "end", seconds=found.seconds, most=found.most, counts=counts
-        )
+        self._write_of(round_name, "end", seconds=found.seconds, most=found.most, counts=counts)
         written, self._written = self._written, []
         try:
             for future in written:
@@ -109,23 +106,18 @@ class RunJournal:
             remedy = "make room, then give the same command with `resume`"
             raise TrtspecError(f"{path} cannot be written: {error.strerror or error}", remedy) from None
 
-    def rounds(self, endpoint: str, level: LoadLevel, number: int) -> list[Round]:
+    def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
         """What each earlier process recorded of a round: answers without an error, with times from its beginning."""
         found = []
-        for _, entries in sorted(self.stored.get((endpoint, level.label, number), {}).items()):
+        for _, entries in sorted(self.stored.get(round_name, {}).items()):
             answers = good(ANSWERS_IN.validate_python([entry["answer"] for entry in entries if "answer" in entry]))
-            end = next((entry for entry in entries if "counts" in entry), None)
             if not answers:
                 continue
-            seconds = end["seconds"] if end else max(answer.finished for answer in answers)
-            most = end["most"] if end else level.concurrency
-            counts = COUNTS_IN.validate_python(end["counts"] if end else [])
-            found.append(
-                Round(
-                    level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts,
-                    complete=end is not None,
-                )
-            )  # fmt: skip
+            end = next((entry for entry in entries if "counts" in entry), None)
+            # a process that was killed has left no end
+            told = end or {"seconds": max(answer.finished for answer in answers), "most": level.concurrency}
+            counts = COUNTS_IN.validate_python(told.get("counts", []))
+            found.append(Round(level, number, answers, told["seconds"], told["most"], counts, complete=end is not None))
         return found
 
     def kept(self) -> int:
@@ -144,9 +136,8 @@ class RunJournal:
                 self.journal.path.unlink(missing_ok=True)
             self.journal.close()
 
-    def _write_of(self, endpoint: str, level: LoadLevel, number: int, key: str, **fields: Any) -> None:
-        named = {"endpoint": endpoint, "level": level.label, "round": number, "segment": self.segment}
-        self._write("|".join([*map(str, named.values()), key]), **named, **fields)
+    def _write_of(self, round_name: str, key: str, **fields: Any) -> None:
+        self._write(f"{round_name}|{self.segment}|{key}", round=round_name, segment=self.segment, **fields)
 
     def _write(self, key: str, **fields: Any) -> None:
         if self.journal:

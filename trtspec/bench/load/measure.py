@@ -282,7 +282,8 @@ class MeasuredEndpoint:
     async def round(self, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
         """What earlier processes recorded of a round, then what is still to be asked."""
         found, said = list[Round](), dict[str, list[str]]()
-        for stored in self.journal.rounds(self.name, level, number):
+        name = f"{self.name}|{level.label}|{number}"
+        for stored in self.journal.rounds(name, level, number):
             counts = stored.counts or servers.all_counts(stored.answers, self.unmeasured)
             if not (counts or stored.complete) and await self.counters():
                 where = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
@@ -293,9 +294,11 @@ class MeasuredEndpoint:
                 self.bar.advance(1)
         # a conversation resumes behind its last recorded answer
         left = [(place, question) for place, question in asked if len(said.get(question.id, ())) < question.requests]
-        return [*found, await self.ask(level, number, left, said)] if left else found
+        return [*found, await self.ask(name, level, number, left, said)] if left else found
 
-    async def ask(self, level: LoadLevel, number: int, asked: Sequence[Ask], said: Mapping[str, list[str]]) -> Round:
+    async def ask(
+        self, name: str, level: LoadLevel, number: int, asked: Sequence[Ask], said: Mapping[str, list[str]]
+    ) -> Round:
         """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
         of the first turns of conversations that resume, by question."""
         answers, sampling = list[Answer](), self.workload.sampling
@@ -305,7 +308,7 @@ class MeasuredEndpoint:
         async def one(place: int, question: Question) -> None:
             async for answer in self.converse(question, place, sampling, said.get(question.id, ())):
                 answers.append(answer)
-                self.journal.record(self.name, level, number, answer, began)
+                self.journal.record(name, answer, began)
                 self.bar.advance(1)
 
         if level.rate is None:
@@ -327,8 +330,8 @@ class MeasuredEndpoint:
                 pooled = servers.counts_between(before, after, level.category or "all", tokens, self.unmeasured)
                 questions = len({answer.question for answer in answered})
                 counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
-        found = Round(level=level, number=number, answers=answers, seconds=seconds, most=most, counts=counts)
-        self.journal.end(self.name, found)
+        found = Round(level, number, answers, seconds, most, counts)
+        self.journal.end(name, found)
         return found
 
     async def counters(self, settled: bool = False) -> servers.Counters | None:

@@ -108,10 +108,10 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
     for index, row in enumerate(rows_of(source, split)):
         value, images = row.value, []
         if isinstance(value, dict):
-            images = _listed(value.get("images"))
+            images = value.get("images") or []
             value = {key: item for key, item in value.items() if key != "images"}
-        read = conversation(replace(row, value=value), unread, pictures=True)
-        question = question_of(read, index, [_picture(row, image) for image in images])
+        shown = [_picture(row, image) for image in (images if isinstance(images, list) else [images])]
+        question = question_of(conversation(replace(row, value=value), unread, pictures=True), index, shown)
         if "images" in source.fields and not question.has_pictures:
             raise _no_field(row, source.fields["images"], source)
         found.append(question)
@@ -263,34 +263,31 @@ def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRo
 
 
 def row_in_words(row: DataRow, known: QuestionSource) -> DataRow:
-    """One row of a known set with the fields that `conversations` reads, and its `images`. Raises UsageError for a row
-    without one of the fields that make its question, and for a text that is only a placeholder."""
+    """One row of a known set with the fields that `conversations` reads, and its `images`. A row without the fields
+    that make its question is read as in any file.
+
+    Raises UsageError for one that has neither, and for a text that is only a placeholder."""
     value, fields = row.value, known.fields
     if not isinstance(value, dict):
         return row
     if known.placeholder and known.placeholder in json.dumps(value, default=str):
         raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
-    template = fields.get("template", "")
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    names = names or ([fields["turns"]] if "turns" in fields else [])
+    template, turns = fields.get("template", ""), fields.get("turns", "")
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [turns]
     missing = [name for name in names if name not in value]
     if missing and not any(key in value for key in LISTS):
         raise _no_field(row, " and no ".join(missing), known)
-    found: dict[str, Any]
-    if missing or not names:  # it is in the reader's words already
-        found = {key: value[key] for key in (*LISTS, "tools", "system", "images") if key in value}
-    elif template:
-        words = {name: _words_in(row, value.get(name), name, known) for name in names}
+    images = {"images": value[fields["images"]]} if fields.get("images") in value else {}
+    if missing:
+        own = {key: item for key, item in value.items() if key != fields.get("images")}
+        return replace(row, value={"category": known.category, **own, **images})
+    found: dict[str, Any] = {"turns": value[turns]} if turns else {}
+    if template:
+        words = {name: _words_in(row, value[name], name, known) for name in names}
         found = {"prompt": template.format(**words).strip()}
-    else:
-        found = {"turns": value[fields["turns"]]}
-    if fields.get("images") in value:
-        found["images"] = value[fields["images"]]
-    about = {key: value[fields[key]] for key in ("id", "category") if value.get(fields.get(key, "")) not in (None, "")}
-    if fields.get("id") != "":  # an empty name: the set's ids are not unique
-        about.setdefault("id", next((value[key] for key in IDS if key in value), None))
-    about.setdefault("category", value.get("category") or known.category)
-    return replace(row, value={key: item for key, item in (found | about).items() if item is not None})
+    identity = fields.get("id") or next((key for key in IDS if key in value), "")
+    about = {"id": value.get(identity), "category": value.get(fields.get("category", "category")) or known.category}
+    return replace(row, value={key: item for key, item in (found | images | about).items() if item is not None})
 
 
 def _words_in(row: DataRow, item: Any, name: str, known: QuestionSource) -> str:
@@ -307,11 +304,6 @@ def _no_field(row: DataRow, names: str, known: QuestionSource) -> UsageError:
         f"{CODE} {row.where} has no {names}, which rows of {known.title} have",
         f"the fields are listed at {known.source}",
     )
-
-
-def _listed(images: Any) -> list[Any]:
-    """The `images` of a row, which may be a single one."""
-    return images if isinstance(images, list) else [] if images is None else [images]
 
 
 def _picture(row: DataRow, image: Any) -> Message:
