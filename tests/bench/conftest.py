@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
-from trtspec.bench.results import BenchResults
+from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput, Workload
+from trtspec.bench.statistics import summarize
 from trtspec.client.client import RequestSampling
+from trtspec.client.servers import DetectedServer, TurnCounts
+from trtspec.client.text_quality import judge_run
 
+ROOT = Path(__file__).resolve().parents[2]
 PACED = Path(__file__).with_name("paced_server.py")
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
@@ -29,6 +35,50 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+SERVER = DetectedServer("reference", "m")
+WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, categories=[], template="t",
+                    thinking=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9, temperature=0.0,
+                    seed=0)  # fmt: skip
+NO_RATES = Throughput(
+    requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0, tokens_per_s_per_user=None,
+    ttft_s=None, inter_token_s=None, itl_s=None, request_s=None,
+)  # fmt: skip
+
+
+def results_of(
+    turns: list[TurnCounts], speeds: Sequence[QuestionSpeed] = (), loads: Sequence[int] = (), **changed: Any
+) -> BenchResults:
+    """A run of bench with these counts, and speeds by question, at each load."""
+    summary, sound = vars(summarize(turns)), judge_run([])
+    level = summary | {"categories": {}, "throughput": NO_RATES, "rounds": [1.0], "degeneration": sound}
+    found = summary | {
+        "name": "new", "url": "u", "server": SERVER, "categories": {}, "degeneration": sound,
+        "concurrency": [LevelResult(**level, concurrency=load) for load in loads], "turns_detail": turns,
+        "questions_detail": list(speeds), "workload": WORKLOAD, "endpoints": {}, "problems": [],
+    }  # fmt: skip
+    return BenchResults(**(found | changed))
+
+
+def ci_steps(
+    directory: Path, **variables: str
+) -> tuple[dict[str, Any], Callable[[str], subprocess.CompletedProcess[str]]]:
+    """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in `directory`."""
+    job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
+    shim = directory / "bin" / "trtspec"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
+    shim.chmod(0o755)
+    path = f"{shim.parent}:{os.environ['PATH']}"
+    env = {**os.environ, **job["env"], "PATH": path, "PYTHONPATH": str(ROOT), **variables}
+    steps = {step.get("name", ""): step for step in job["steps"]}
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        words = ["bash", "-ec", steps[name]["run"]]
+        return subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True)
+
+    return steps, run
 
 
 async def answering(

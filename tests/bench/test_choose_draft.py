@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.test_statistics import NO_RATES, SERVER, WORKLOAD
+from tests.bench.conftest import WORKLOAD, results_of
 from tests.command_line import trtspec
 from trtspec.bench.choose_draft import by_draft_len, choose, refuse_stored, served_length
-from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed
-from trtspec.bench.statistics import summarize
+from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import judge_run
 from trtspec.errors import UsageError
@@ -38,17 +37,7 @@ def served(drafts: int, loads: tuple[int, ...] = LOADS, **changed: Any) -> Bench
             cost = 0.01 * (1 + drafts * 0.02 * load)
             seconds = steps * cost * rng.normal(1, 0.01)
             speeds.append(QuestionSpeed(f"concurrency {load}", str(number), "c", 1 + steps + accepted, seconds))
-    summary = summarize(turns)
-    levels = [
-        LevelResult(**vars(summary), concurrency=load, categories={}, throughput=NO_RATES, rounds=[1.0],
-                    degeneration=judge_run([]))
-        for load in loads
-    ]  # fmt: skip
-    return BenchResults(
-        **vars(summary), name=f"k{drafts}", url="u", server=SERVER, categories={}, degeneration=judge_run([]),
-        concurrency=levels, turns_detail=turns, questions_detail=speeds, workload=replace(WORK, **changed),
-        endpoints={}, problems=[],
-    )  # fmt: skip
+    return results_of(turns, speeds, loads, name=f"k{drafts}", workload=replace(WORK, **changed))
 
 
 def test_the_best_length_falls_with_the_load_and_one_is_proposed() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.test_statistics import WORKLOAD, run_of
+from tests.bench.conftest import WORKLOAD
+from tests.bench.test_statistics import run_of
 from trtspec.bench.compare import compare, refuse_different
 from trtspec.bench.load.measure import refuse_other_server
 from trtspec.bench.results import BenchResults, Comparison

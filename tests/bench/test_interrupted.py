@@ -167,16 +167,6 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
     assert errors.count("") >= 2
 
 
-@pytest.mark.slow
-def test_all_failing_and_nobody_there(paced: Callable[..., str], dataset: Path) -> None:
-    failing = subprocess.run(bench(paced(faults=["503"]), dataset), capture_output=True, text=True)
-    assert failing.returncode == 1 and "busy" in failing.stderr
-    nobody = subprocess.run(
-        bench(f"127.0.0.1:{free_port()}", dataset, "--wait-ready", "1"), capture_output=True, text=True
-    )
-    assert nobody.returncode == 1 and "after 1 s" in nobody.stderr
-
-
 EVENT: dict[str, Any] = {
     "choices": [
         {"index": 0, "delta": {"content": "alpha", "reasoning_content": None, "tool_calls": [

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.bench.conftest import free_port
+from tests.bench.conftest import ci_steps, free_port
 from tests.command_line import trtspec
 from trtspec.bench.results import read_results
 from trtspec.client.exchange import read_recording
@@ -77,9 +73,6 @@ def whole(stand_in: Callable[..., str], dataset: Path, tmp_path_factory: pytest.
     return out
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def test_a_server_that_is_not_there_is_no_obstacle(stand_in: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
     """It leaves nothing; then the same command works against a server that is there, without --force."""
     out, url = tmp_path / "out", f"http://127.0.0.1:{free_port()}"
@@ -97,23 +90,13 @@ def test_a_server_that_is_not_there_is_no_obstacle(stand_in: Callable[..., str],
 def test_the_ci_step_bench_fails_with_its_summary(stand_in: Callable[..., str], tmp_path: Path) -> None:
     """The step as configs/ci/endpoint.yml has it, on a server that fails every third request: its status is that of
     bench, and the tables are in the job's summary all the same. The check behind it is not skipped."""
-    job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
-    steps = {step.get("name"): step for step in job["steps"]}
-    shim, summary = tmp_path / "bin" / "trtspec", tmp_path / "summary.md"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
-    shim.chmod(0o755)
-    env = {**os.environ, **job["env"], "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    env |= {"ENDPOINT": stand_in(fail_every=3), "GITHUB_STEP_SUMMARY": str(summary)}
-    done = subprocess.run(
-        ["bash", "-ec", steps["bench"]["run"]], cwd=tmp_path, env=env, capture_output=True, text=True
-    )  # fmt: skip
+    summary = tmp_path / "summary.md"
+    steps, run = ci_steps(tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary))
+    done = run("bench")
     assert done.returncode == 3, done.stderr
     assert "TS-BENCH-ERRORS" in summary.read_text() and "Output tokens per second" in summary.read_text()
     assert steps["record"]["if"] == "${{ !cancelled() }}", "it judges the server whatever bench found"
     (tmp_path / "baseline").mkdir()
     (tmp_path / "results").rename(tmp_path / "baseline" / "1")
-    again = subprocess.run(
-        ["bash", "-ec", steps["bench"]["run"]], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    again = run("bench")
     assert again.returncode == 3 and "Usage error" not in again.stderr, again.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.bench.conftest import measured
-from tests.command_line import Done, trtspec
+from tests.command_line import trtspec
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import Dataset, load_dataset, spread
 from trtspec.client import servers
@@ -28,13 +26,6 @@ def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
 
 def codes(results: dict[str, Any]) -> set[str]:
     return {problem["code"] for problem in results["problems"]}
-
-
-def in_a_process(*words: object) -> Done:
-    """`trtspec ...` as a process of its own; the other commands run in this one."""
-    command = [sys.executable, "-m", "trtspec", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:
@@ -107,7 +98,7 @@ def test_unsound_measurements_are_named(stand_in: Start, dataset: Path, settings
 def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
     url, out = stand_in(kind="reference"), tmp_path / "out"
     common = ["--dataset", dataset, "--concurrency", "1,4", "--samples", "24", "--max-tokens", "48"]
-    first = in_a_process("bench", url, *common, "-o", out)
+    first = trtspec("bench", url, *common, "-o", out)
     assert first.status == 0, first.stderr
     assert "distinct 4-grams" in first.stdout and "acceptance length" in first.stdout
     results = json.loads((out / "results.json").read_text())
@@ -135,6 +126,8 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
 def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
     nobody = trtspec("bench", "127.0.0.1:9", "--dataset", dataset)
     assert nobody.status == 1 and "does not answer" in nobody.stderr
+    waited = trtspec("bench", "127.0.0.1:9", "--dataset", dataset, "--wait-ready", "1")
+    assert waited.status == 1 and "after 1 s" in waited.stderr
     failing = trtspec("bench", stand_in(fail_every=1), "--dataset", dataset, "--samples", 2, "--concurrency", 1)
     assert failing.status == 1 and "out of blocks" in failing.stderr
     ids = tmp_path / "ids.jsonl"

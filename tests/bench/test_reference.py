@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,16 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from tests.bench.conftest import free_port, measured
+from tests.bench.conftest import ci_steps, free_port, measured
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult
 from trtspec.client.client import wait_ready
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
-ROOT = Path(__file__).resolve().parents[2]
 TRTSPEC = [sys.executable, "-m", "trtspec"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -93,25 +90,19 @@ def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(refere
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     """Every `run` step of configs/ci/endpoint.yml but the installation, in its order and with its environment."""
-    job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
-    shim = tmp_path / "bin" / "trtspec"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
-    shim.chmod(0o755)
-    env = {**os.environ, **job["env"], "PATH": f"{shim.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    env |= {name: f"http://127.0.0.1:{free_port()}" for name in ("ENDPOINT", "PLAIN")}
-    env |= {"MODEL": NANO, "HEAD_DIR": HEAD}
-    steps = {step["name"]: step["run"] for step in job["steps"] if "run" in step and step["name"] != "install"}
-    assert list(steps) == ["serve", "bench", "record", "stop", "score"]
+    urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("ENDPOINT", "PLAIN")}
+    steps, run_step = ci_steps(tmp_path, **urls, MODEL=NANO, HEAD_DIR=HEAD)
+    names = [name for name, step in steps.items() if "run" in step and name != "install"]
+    assert names == ["serve", "bench", "record", "stop", "score"]
     statuses = {}
-    for name, script in steps.items():
-        done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    for name in names:
+        done = run_step(name)
         print(name, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
         statuses[name] = done.returncode
     assert not any(statuses.values()), statuses
-    kept = job["steps"][-1]["with"]["path"].split()
+    kept = list(steps.values())[-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept), kept
     verdict = json.loads((tmp_path / "check.json").read_text())
     assert verdict["verdict"] == "SAFE", verdict
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{env['PLAIN']}/health")
+        httpx.get(f"{urls['PLAIN']}/health")

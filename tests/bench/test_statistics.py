@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.bench.conftest import results_of
 from trtspec.bench import compare as comparing
-from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput, Workload
+from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.bench.statistics import (
     add_histograms,
     conditional_acceptance,
@@ -20,8 +21,7 @@ from trtspec.bench.statistics import (
     summarize,
     t_quantile,
 )
-from trtspec.client.servers import DetectedServer, TurnCounts
-from trtspec.client.text_quality import judge_run
+from trtspec.client.servers import TurnCounts
 
 RUNS = 1000
 RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, roughly
@@ -81,16 +81,6 @@ def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
     assert 0.93 * RUNS <= covered <= 0.97 * RUNS
 
 
-SERVER = DetectedServer("reference", "m")
-WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40,
-                    categories=[], template="t", thinking=None, concurrency=[1, 4, 16], rates=[], rounds=1,
-                    max_tokens=9, temperature=0.0, seed=0)  # fmt: skip
-NO_RATES = Throughput(
-    requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0, tokens_per_s_per_user=None,
-    ttft_s=None, inter_token_s=None, itl_s=None, request_s=None,
-)  # fmt: skip
-
-
 def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float) -> BenchResults:
     """A run of bench at three concurrencies over the same questions: sampled answers, a machine with its own noise."""
     count = len(names)
@@ -102,7 +92,7 @@ def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: f
         TurnCounts(name, "c", int(1 + s + a), int(s), int(a), int(3 * s), None, "synthetic")
         for name, s, a in zip(names, steps, accepted, strict=True)
     ]
-    summary, levels, speeds = summarize(turns), [], []
+    speeds = []
     for concurrency in (1, 4, 16):
         tokens = steps + accepted
         seconds = steps * 0.01 * concurrency**0.3 * rng.normal(1, 0.05, count)
@@ -110,14 +100,7 @@ def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: f
             QuestionSpeed(f"concurrency {concurrency}", name, "c", int(t), float(s))
             for name, t, s in zip(names, tokens, seconds, strict=True)
         ]
-        level = {"concurrency": concurrency, "categories": {}, "throughput": NO_RATES, "rounds": [1.0]}
-        level |= {"degeneration": judge_run([])}
-        levels.append(LevelResult(**vars(summary), **level))  # type: ignore[arg-type]
-    return BenchResults(
-        **vars(summary), name="new", url="u", server=SERVER, categories={}, degeneration=judge_run([]),
-        concurrency=levels, turns_detail=turns, questions_detail=speeds, workload=WORKLOAD, endpoints={},
-        problems=[],
-    )  # fmt: skip
+    return results_of(turns, speeds, (1, 4, 16))
 
 
 def in_a_mood(rng: np.random.Generator, run: BenchResults, mood: float, rounds: int) -> BenchResults:

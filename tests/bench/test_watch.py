@@ -18,14 +18,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.bench.conftest import free_port
+from tests.bench.conftest import free_port, results_of
 from tests.bench.test_statistics import questions
 from tests.command_line import Done, trtspec
-from trtspec.bench.results import BenchResults, Workload
 from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
-from trtspec.client.servers import Counters, DetectedServer, TurnCounts
-from trtspec.client.text_quality import judge_run
+from trtspec.client.servers import Counters, TurnCounts
 
 VLLM = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 TRTLLM = ("trtllm:spec_decode_num_draft_tokens", "trtllm:spec_decode_num_accepted_tokens")  # as Dynamo writes them
@@ -90,14 +88,7 @@ def results(path: Path, turns: bool = True, **ratios: float) -> Path:
 def of_turns(path: Path, groups: dict[str, list[TurnCounts]], turns: bool = True) -> Path:
     """A results.json with these answers by category; without `turns` they were counted together."""
     rows = [turn for group in groups.values() for turn in group] if turns else []
-    work = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40,
-                    categories=[], template="t", thinking=None, concurrency=[1], rates=[], rounds=1, max_tokens=9,
-                    temperature=0.0, seed=0)  # fmt: skip
-    found = BenchResults(
-        **vars(summarize(rows)), name="endpoint", url="http://x", server=DetectedServer("vllm", "m"), workload=work,
-        categories={name: summarize(group) for name, group in groups.items()}, degeneration=judge_run([]),
-        concurrency=[], turns_detail=rows, endpoints={}, problems=[],
-    )  # fmt: skip
+    found = results_of(rows, categories={name: summarize(group) for name, group in groups.items()})
     path.write_text(json.dumps(found.to_dict()))
     return path
 

@@ -111,8 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if not body.get("stream"):
             part = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text}}
-            if body.get("logprobs"):
-                part["logprobs"] = {"content": [_logprob(word) for word in text.split()]}
             self._send(json.dumps({"choices": [part | {"finish_reason": "stop"}], "usage": usage}))
             return
         pieces, drafts = text.split(), body.get("drafts")
@@ -138,11 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
         if more:
             threading.Event().wait(0.005)
             self.wfile.write(more.encode())
-
-
-def _logprob(word: str) -> dict[str, Any]:
-    best, second = {"token": word, "logprob": -0.1}, {"token": "other", "logprob": -2.1}
-    return best | {"top_logprobs": [best, second]}
 
 
 @dataclass

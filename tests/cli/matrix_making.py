@@ -128,6 +128,7 @@ CHECKED = effects(
     tokenizer="--tokenizer {missing}",
     json_="--json",
 )
+LOOK = effects(hashes="--hashes", json_="--json")
 MAKING: dict[str, dict[str, Situation]] = {
     "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
         code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
@@ -146,40 +147,32 @@ MAKING: dict[str, dict[str, Situation]] = {
     "inspect": {
         "`inspect TARGET`": Situation(
             line("inspect {target}"),
-            effects(
+            LOOK | effects(
                 path=Effect(instead=line("inspect {other}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {hidden}")),
-                hashes="--hashes",
-                json_="--json",
             ),
         ),
         "`inspect HEAD`": Situation(
             line("inspect {head}"),
-            effects(
+            LOOK | effects(
                 path=Effect(instead=line("inspect {mla}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken}")),
-                hashes="--hashes",
-                json_="--json",
             ),
         ),
         "`inspect HEAD --against ...`": Situation(
             line("inspect {head} --against {target}"),
-            effects(
+            LOOK | effects(
                 path=Effect(instead=line("inspect {mla} --against {target}")),
                 against=Effect(instead=line("inspect {head} --against {wide}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken} --against {target}")),
-                hashes="--hashes",
-                json_="--json",
             ),
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),
-            effects(
+            LOOK | effects(
                 path=Effect(instead=line("inspect {other} --against {target}")),
                 against=Effect(instead=line("inspect {nvfp4} --against {other}")),
                 sample="--sample 3",
-                hashes="--hashes",
-                json_="--json",
             ),
         ),
     },

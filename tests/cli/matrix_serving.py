@@ -108,6 +108,14 @@ TIMES = effects(
     hung_after=Effect(line("--hung-after 5"), launches=True),
 )
 
+ADDRESS = effects(host="--host 0.0.0.0", port="--port 8123", json_="--json")
+SIZES = effects(
+    max_batch_size="--max-batch-size 7",
+    max_num_tokens="--max-num-tokens 9000",
+    max_seq_len="--max-seq-len 256",
+    served_model_name="--served-model-name kimi",
+)
+
 WATCH = line("watch {url}")
 ONCE = line("watch {url} --once --baseline {out}.json")
 
@@ -198,21 +206,15 @@ SERVING: dict[str, dict[str, Situation]] = {
     "serve": {
         "the TensorRT-LLM engine": Situation(
             ENGINE,
-            TIMES | effects(
+            TIMES | ADDRESS | SIZES | effects(
                 target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20")),
                 passed=Effect(line("-- --log_level info")),
                 head=f"--head {HEAD}",
                 config="--config {engine}",
                 trtllm_version="--trtllm-version 1.2.1",
-                host="--host 0.0.0.0",
-                port="--port 8123",
                 goal="--goal throughput",
                 tp_size="--tp-size 8",
-                max_batch_size="--max-batch-size 7",
-                max_num_tokens="--max-num-tokens 9000",
-                max_seq_len="--max-seq-len 4096",
                 draft_len=Effect(line("--draft-len 2"), base=(*ENGINE, "--head", HEAD)),
-                served_model_name="--served-model-name kimi",
                 trust_remote_code="--trust-remote-code",
                 launcher="--launcher lws",
                 nodes=Effect(line("--nodes 2"), base=PODS),
@@ -220,7 +222,6 @@ SERVING: dict[str, dict[str, Situation]] = {
                 launcher_args=Effect(("--launcher-args=--mem=0",), base=PODS),
                 role="--role context",
                 dry_run=Effect(line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")),
-                json_="--json",
             ),
         ),
         "the front of a disaggregated deployment": Situation(
@@ -233,48 +234,34 @@ SERVING: dict[str, dict[str, Situation]] = {
         ),
         "vLLM": Situation(
             VLLM,
-            TIMES | effects(
+            TIMES | ADDRESS | SIZES | effects(
                 target=Effect(instead=("serve", "nvidia/Kimi-K2.6-NVFP4", *VLLM[2:])),
                 passed=Effect(line("-- --enforce-eager")),
                 head=f"--head {MLA}",
                 vllm_version="--vllm-version 0.17.0",
                 config=Effect(line("--config {out}.yml"), before=a_vllm_file),
-                host="--host 0.0.0.0",
-                port="--port 8123",
                 dtype="--dtype float32",
                 tp_size="--tp-size 4",
-                max_batch_size="--max-batch-size 7",
-                max_num_tokens="--max-num-tokens 9000",
-                max_seq_len="--max-seq-len 4096",
                 draft_len=Effect(line("--draft-len 2"), base=(*VLLM, "--head", MLA)),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)),
-                served_model_name="--served-model-name kimi",
                 api_key=Effect(line("--api-key sesame"), base=(*VLLM, "--json")),
                 trust_remote_code="--trust-remote-code",
                 dry_run=Effect(line("--dry-run"), base=VLLM[:-1]),
-                json_="--json",
             ),
         ),
         "the reference backend": Situation(
             REFERENCE,
-            effects(
+            ADDRESS | SIZES | effects(
                 target=Effect(instead=line("serve {other} --backend reference --dry-run")),
                 head="--head {head}",
-                host="--host 0.0.0.0",
-                port="--port 8123",
                 dtype="--dtype float32",
                 device="--device cuda",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
                 prefix_cache_mib="--prefix-cache-mib 7",
-                max_batch_size="--max-batch-size 7",
-                max_num_tokens="--max-num-tokens 9000",
-                max_seq_len="--max-seq-len 256",
-                served_model_name="--served-model-name kimi",
                 max_queue="--max-queue 7",
                 api_key="--api-key sesame",
                 dry_run=Effect(instead=line("serve {target} --backend reference")),
-                json_="--json",
             ),
         ),
     },

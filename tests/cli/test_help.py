@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import typing
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from tests.command_line import trtspec
 from trtspec.cli.app import COMMANDS
 from trtspec.data_files import load_yaml
-from trtspec.records import flag_of, parse, record_of
+from trtspec.records import Field, fields_of, parse, record_of
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 ROOT = Path(__file__).parents[2]
@@ -32,47 +29,41 @@ def page(command: str) -> str:
     return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
 
 
-def options(command: str) -> list[tuple[str, Any, Any]]:
-    """(flag, declaration, default) of every option of the record."""
+def options(command: str) -> list[Field]:
+    return [field for field in fields_of(record(command)).values() if not field.is_argument]
+
+
+def record(command: str) -> type:
     module = command.replace("-", "_")
-    hints = typing.get_type_hints(getattr(import_module(f"trtspec.cli.{module}"), module))
-    record = next(hint for name, hint in hints.items() if name != "return")
-    declared = typing.get_type_hints(record, include_extras=True)
-    found = []
-    for field in dataclasses.fields(record):
-        info = next(item for item in declared[field.name].__metadata__ if isinstance(item, typer.models.ParameterInfo))
-        if isinstance(info, typer.models.OptionInfo):
-            found.append((flag_of(record, field.name), info, field.default))  # type: ignore[arg-type]
-    return found
+    return record_of(getattr(import_module(f"trtspec.cli.{module}"), module))
 
 
 @pytest.mark.parametrize("command", NAMES)
 def test_every_default_is_on_the_page(command: str) -> None:
     shown = page(command)
-    for flag, info, default in options(command):
-        assert flag in shown
-        if isinstance(info.show_default, str):
-            assert f"[default: ({info.show_default})]" in shown, flag
-        elif default not in (None, False, True, (), "", dataclasses.MISSING):
-            assert f"[default: {default}]" in shown, flag
+    for field in options(command):
+        assert field.typed in shown
+        if isinstance(field.info.show_default, str):
+            assert f"[default: ({field.info.show_default})]" in shown, field.typed
+        elif field.default not in (None, False, True, (), "", field.empty):
+            assert f"[default: {field.default}]" in shown, field.typed
 
 
 @pytest.mark.parametrize("command", NAMES)
 def test_every_help_text_is_on_the_page_as_it_is_written(command: str) -> None:
     shown = page(command)
-    for flag, info, _ in options(command):
-        assert " ".join(info.help.split()) in shown, flag
+    for field in options(command):
+        assert " ".join(field.info.help.split()) in shown, field.typed
 
 
 @pytest.mark.parametrize("command", NAMES)
 def test_two_examples_are_on_the_page_and_parse(command: str) -> None:
     examples = load_yaml("examples.yaml")[command]
     assert len(examples) == 2
-    record = record_of(getattr(import_module(f"trtspec.cli.{command.replace('-', '_')}"), command.replace("-", "_")))
     shown = page(command)
     for example in examples:
         assert example in shown and example.startswith(f"trtspec {command}")
-        assert parse(record, example.removeprefix(f"trtspec {command}"))
+        assert parse(record(command), example.removeprefix(f"trtspec {command}"))
 
 
 @pytest.mark.parametrize("command", NAMES)

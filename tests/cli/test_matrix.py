@@ -3,17 +3,14 @@ environment variable works or is noted. The table is complete by test: an option
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-import typing
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from tests.cli.matrix import Effect, Recorder, Situation, Stage
 from tests.cli.matrix_making import MAKING
@@ -23,7 +20,7 @@ from tests.tiny import make_head, make_target
 from trtspec import records
 from trtspec.cli.app import COMMANDS
 from trtspec.errors import CheckFailed
-from trtspec.records import Modes, click_command, flag_of, variable
+from trtspec.records import Modes, click_command, variable
 
 NAMES = [name for names in COMMANDS.values() for name in names]
 
@@ -34,29 +31,28 @@ SELECTING = {
     "plan": {"head"},
     "build-config": {"role", "disaggregated", "format"},
     "serve": {"backend", "disaggregated", "dry_run", "json_"},
-    "quantize": {"engine", "shard", "merge"},
+    "quantize": {"engine"},
     "train": {"dry_run"},
     "check": {"score"},
-    "inspect": {"against", "run", "states"},
+    "inspect": {"against"},
     "watch": {"once"},
 }
 
 
+def fields_of(command: str) -> dict[str, records.Field]:
+    """The fields of the command's record by name."""
+    return records.fields_of(record_of(command))
+
+
 def record_of(command: str) -> type:
     module = command.replace("-", "_")
-    found = records.record_of(getattr(import_module(f"trtspec.cli.{module}"), module))
-    assert dataclasses.is_dataclass(found), f"{command} does not take one record: {found}"
-    return found
+    return records.record_of(getattr(import_module(f"trtspec.cli.{module}"), module))
 
 
 def declared_modes(command: str) -> set[str]:
     """Names of the modes that the record's metadata speaks of."""
-    rules = [rule for field in records.fields_of(record_of(command)).values() for rule in field.rules]
+    rules = [rule for field in fields_of(command).values() for rule in field.rules]
     return {mode.name for rule in rules if isinstance(rule, Modes) for mode in rule.modes}
-
-
-def fields_of(record: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]
 
 
 NOTHING = (
@@ -76,7 +72,7 @@ UNUSED = [
     pytest.param(command, mode, name, id=f"{command}-{mode}-{name}")
     for command in NAMES
     for mode, situation in TABLE.get(command, {}).items()
-    for name in fields_of(record_of(command))
+    for name in fields_of(command)
     if name not in situation.effects and name not in SELECTING.get(command, ())
 ]
 
@@ -225,7 +221,7 @@ def test_the_table_names_every_mode_and_every_option(command: str) -> None:
     table = TABLE[command]
     assert declared_modes(command) <= set(table)
     shown = {name for situation in table.values() for name in situation.effects}
-    options = set(fields_of(record_of(command)))
+    options = set(fields_of(command))
     assert shown <= options <= shown | SELECTING.get(command, set()), "no row for an option"
 
 
@@ -251,7 +247,7 @@ def test_the_same_words_leave_the_same(stage: Stage, command: str) -> None:
 
 def sample_of(command: str, name: str) -> tuple[str, ...]:
     """Words that set the option, from a mode that uses it."""
-    flag = flag_of(record_of(command), name)
+    flag = fields_of(command)[name].typed
     lines = [s.effects[name].words for s in TABLE[command].values() if name in s.effects]
     return next(words for words in lines if flag in words or words[0].startswith("--"))
 
@@ -262,15 +258,16 @@ def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command:
     words = (*(situation.cheap or situation.base), *sample_of(command, name))
     found = stage.see(words, situation.before, situation.floats)
     assert found["status"] == 2, found
-    assert f"{flag_of(record_of(command), name)} is not used" in found["stderr"]
+    assert f"{fields_of(command)[name].typed} is not used" in found["stderr"]
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), [case for case in UNUSED if case.values[2] != "passed"])
 def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: str, name: str) -> None:
     situation = TABLE[command][mode]
-    if name not in options_of(command):
+    field = fields_of(command)[name]
+    if field.is_argument:
         pytest.skip("an argument has no variable")
-    flag, value = flag_of(record_of(command), name), value_in(stage.words(sample_of(command, name)))
+    flag, value = field.typed, value_in(stage.words(sample_of(command, name)))
     base = situation.cheap or situation.base
     plain = seen(stage, base, situation, Effect())
     found = stage.see(base, situation.before, situation.floats, **{variable(command, flag): value})
@@ -283,24 +280,15 @@ def value_in(words: list[str]) -> str:
     return words[1] if len(words) > 1 else words[0].partition("=")[2] or "1"
 
 
-def options_of(command: str) -> list[str]:
-    hints = typing.get_type_hints(record_of(command), include_extras=True)
-    return [
-        name
-        for name, hint in hints.items()
-        if any(isinstance(part, typer.models.OptionInfo) for part in getattr(hint, "__metadata__", ()))
-    ]
-
-
 @pytest.mark.parametrize("command", NAMES)
 def test_every_variable_sets_what_its_flag_sets(stage: Stage, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, kept = record_of(command), []
-    run = click_command(command, record, kept.append)
-    for name in options_of(command):
-        flag = flag_of(record, name)
+    kept: list[Any] = []
+    run = click_command(command, record_of(command), kept.append)
+    for name, field in fields_of(command).items():
+        flag = field.typed
         lines = [s.effects[name].words for s in TABLE[command].values() if name in s.effects]
         lines = [words for words in lines if words and words[0].startswith(("--", "-o"))]
-        if not lines:  # required, or what selects the mode
+        if field.is_argument or not lines:  # required, or what selects the mode
             continue
         words = stage.words(lines[0])
         words = words[:1] if "=" in words[0] else words[:2]
@@ -311,7 +299,7 @@ def test_every_variable_sets_what_its_flag_sets(stage: Stage, command: str, monk
             patch.setenv(variable(command, flag), "0" if off else value_in(words))
             run.main(needed, standalone_mode=False)
         assert kept[-1] == kept[-2], flag
-        assert getattr(kept[-1], name) != default_of(record, name), flag
+        assert getattr(kept[-1], name) != field.default, flag
 
 
 def required(command: str, stage: Stage, besides: str) -> list[str]:
@@ -324,7 +312,3 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]
     return found
-
-
-def default_of(record: type, name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(record) if field.name == name)  # type: ignore[arg-type]
