@@ -19,7 +19,8 @@ from trtspec.quant.packing import BLOCK, Array, Rows, Scaling
 from trtspec.specs import ModelSpec
 
 Decoder = Callable[[Sequence[torch.Tensor], tuple[int, int]], torch.Tensor]
-# the stored parts and the block size of config.json -> bf16 [N, K]; a format that weights are read from has a row here
+# the stored parts, in the order of `format.parts`, and the block size of config.json -> bf16 [N, K]; a format that
+# weights are read from has a row here
 DECODERS: dict[WeightFormat, Decoder] = {
     WeightFormat.BF16: lambda parts, _: parts[0],  # in its own dtype
     WeightFormat.INT4: lambda parts, _: dequantize_int4(*parts),
@@ -30,18 +31,11 @@ CHUNK = 1 << 18  # values whose intermediates stay in the cache
 PACK_CHUNK = 1 << 23  # values packed at a time
 
 
-def dequantize(
-    format: WeightFormat, parts: Sequence[torch.Tensor], block: tuple[int, int] = FP8_BLOCK_SIZE
-) -> torch.Tensor:
-    """bf16 [N, K] of a weight, or of some of its rows, from its stored parts in the order of `format.parts`."""
-    return DECODERS[format](parts, block)
-
-
 def decoded(tensors: LazyTensors, spec: ModelSpec, name: str) -> torch.Tensor:
     """The tensor `name`: quantized weights as bf16 [N, K], everything else in its own dtype."""
     format = stored_format(tensors, name.removesuffix(".weight"))
     stored = [tensors[part] for part in parts_of(tensors, name)]
-    return dequantize(format, stored, spec.quant.block_size or FP8_BLOCK_SIZE)
+    return DECODERS[format](stored, spec.quant.block_size or FP8_BLOCK_SIZE)
 
 
 def dequantize_int4(
@@ -147,7 +141,7 @@ class TorchPacker:
             return values
         scale = _tensor(rows.scale, rows.scale_dtype).to(self.device)
         shape = [torch.tensor(rows.shape)] if "shape" in rows.format.storage.kinds else []
-        return dequantize(rows.format, [values, scale, *shape], rows.block)
+        return DECODERS[rows.format]([values, scale, *shape], rows.block)
 
     def amax(self, rows: Rows) -> float:
         return float(self.decoded(rows).abs().amax())
