@@ -14,8 +14,7 @@ from trtspec.bench import compare as comparing
 from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.bench.statistics import (
     add_histograms,
-    conditional_acceptance,
-    cumulative_acceptance,
+    by_position,
     paired_ratio,
     ratio,
     summarize,
@@ -183,9 +182,9 @@ def turn(
 
 def test_rates_follow_from_the_histogram() -> None:
     histogram = [10, 20, 30, 40]
-    assert cumulative_acceptance(histogram) == [0.9, 0.7, 0.4]
-    assert conditional_acceptance(histogram) == pytest.approx([0.9, 7 / 9, 4 / 7])
-    assert conditional_acceptance([5, 0, 0]) == [0.0, None] and cumulative_acceptance([]) == []
+    cumulative, conditional = by_position(histogram)
+    assert cumulative == [0.9, 0.7, 0.4] and conditional == pytest.approx([0.9, 7 / 9, 4 / 7])
+    assert by_position([5, 0, 0]) == ([0.0, 0.0], [0.0, None]) and by_position([]) == ([], [])
     assert add_histograms([[1, 2], [1, 1, 1]]) == [2, 3, 1] and add_histograms([]) is None
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from statistics import NormalDist
 
 import numpy as np
@@ -65,16 +65,13 @@ def acceptance_length(steps: int, accepted: int) -> float | None:
     return 1.0 + accepted / steps if steps else None
 
 
-def cumulative_acceptance(histogram: Sequence[int]) -> list[float]:
-    """Entry k-1 = share of the steps that accepted at least k drafts."""
-    total = sum(histogram)
-    return [sum(histogram[k:]) / total for k in range(1, len(histogram))] if total else []
-
-
-def conditional_acceptance(histogram: Sequence[int]) -> list[float | None]:
-    """Entry k-1 = share of the steps that accepted draft k among those that accepted draft k-1; None where none did."""
-    reached = [sum(histogram[k:]) for k in range(len(histogram))]
-    return [reached[k] / reached[k - 1] if reached[k - 1] else None for k in range(1, len(reached))]
+def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | None]]:
+    """Acceptance of each draft position, cumulative and conditional (None where no step accepted the draft before)."""
+    reached = [sum(histogram[accepted:]) for accepted in range(len(histogram))]
+    if not any(reached):
+        return [], []
+    conditional = [now / before if before else None for before, now in pairwise(reached)]
+    return [now / reached[0] for now in reached[1:]], conditional
 
 
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
@@ -113,6 +110,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     steps, accepted = sum(t.steps for t in turns), sum(t.accepted for t in turns)
     drafted = None if any(t.drafted is None for t in turns) else sum(t.drafted or 0 for t in turns)
     histogram, length = add_histograms(t.histogram for t in turns), length_ratio(turns)
+    cumulative, conditional = by_position(histogram or [])
     questions = per_question(turns)
     per_turn = [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
@@ -129,8 +127,8 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         acceptance_length_interval=[max(1.0, length.low), length.high] if length else None,
         per_turn_mean=_rounded(float(np.mean(per_turn)) if per_turn else None),
         draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
-        cumulative=[round(share, 4) for share in cumulative_acceptance(histogram)] if histogram else None,
-        conditional=[_rounded(share) for share in conditional_acceptance(histogram)] if histogram else None,
+        cumulative=[round(share, 4) for share in cumulative] if histogram else None,
+        conditional=[_rounded(share) for share in conditional] if histogram else None,
         per_question_mean=_rounded(float(np.mean(means)) if means else None),
         surplus=sum(t.surplus for t in turns) if turns else None,
     )

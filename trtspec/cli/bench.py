@@ -141,12 +141,13 @@ def _refuse_overwrite(options: BenchOptions) -> None:
     from trtspec.bench.load.journal import ANSWERS
 
     begun = options.output is not None and (options.output / ANSWERS).is_file()
-    if options.output is not None and not (options.resume and begun):
-        try:
-            report.refuse_overwrite(options.output, options.force)
-        except UsageError as error:
-            more = "; --resume continues an interrupted run" if begun else ""
-            raise UsageError(error.message, error.remedy + more) from None
+    if options.output is None or (options.resume and begun):
+        return
+    try:
+        report.refuse_overwrite(options.output, options.force)
+    except UsageError as error:
+        more = "; --resume continues an interrupted run" if begun else ""
+        raise UsageError(error.message, error.remedy + more) from None
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
@@ -155,18 +156,16 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
 
-    levels = options.concurrency.values
-    rates = () if options.rate is None else options.rate.values
     dataset = load_dataset(options.dataset, options.samples or None, split=options.split)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
     return BenchWorkload(
         dataset=dataset,
         sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
-        concurrency=levels,
+        concurrency=options.concurrency.values,
         rounds=options.rounds or (1 if len(urls) == 1 else 3),
         extra_body=options.extra_body.value,
-        rates=rates,
+        rates=options.rate.values if options.rate is not None else (),
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,8 +16,6 @@ from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argumen
 from trtspec.report import Result
 
 if TYPE_CHECKING:
-    import httpx
-
     from trtspec.bench.check.asking import Asker
     from trtspec.bench.check.rows import Row, Verdict
     from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -123,14 +122,12 @@ async def _exchanges(
     options: CheckOptions, bar: report.Bar
 ) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
     """What users get, what the server without speculation answered (None without one), and who asked."""
-    from trtspec.bench.check.asking import record
-    from trtspec.bench.check.scoring import score_answers
+    from trtspec.bench.check.asking import record, score_answers
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    async with _client(options, options.url, "the URL") as client:
-        asker = await _asker(options, client, options.model, bar)
+    async with _asking(options, options.url, "the URL", options.model, bar) as asker:
         if recorded is not None:
             got, plain = await _journaled(asker, options.record, score_answers(asker, recorded))
         else:
@@ -144,8 +141,7 @@ async def _exchanges(
         _journal(options.record).unlink()
     if options.against is None:
         return got, plain, [asker]
-    async with _client(options, options.against, "--against") as client:
-        other = await _asker(options, client, None, bar)
+    async with _asking(options, options.against, "--against", None, bar) as other:
         return *await score_answers(other, got), [asker, other]
 
 
@@ -165,21 +161,20 @@ def _journal(file: Path) -> Path:
     return file.with_name(f"{file.name}.part")
 
 
-def _client(options: CheckOptions, url: str, what: str) -> httpx.AsyncClient:
-    from trtspec.bench.check.asking import CROWD
+@asynccontextmanager
+async def _asking(
+    options: CheckOptions, url: str, what: str, model: str | None, bar: report.Bar
+) -> AsyncIterator[Asker]:
+    """One server to ask; `what` names its URL in errors."""
+    from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.client.client import new_client
-
-    return new_client(server_url(url, what), CROWD * options.concurrency)
-
-
-async def _asker(options: CheckOptions, client: httpx.AsyncClient, model: str | None, bar: report.Bar) -> Asker:
-    from trtspec.bench.check.asking import Asker
     from trtspec.client.servers import detect_server
 
-    server = await detect_server(client, model)
-    tokenizer = _tokenizer(options.tokenizer or server.model)
-    return Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
-                 timeout=options.timeout, bar=bar)  # fmt: skip
+    async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
+        server = await detect_server(client, model)
+        tokenizer = _tokenizer(options.tokenizer or server.model)
+        yield Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
+                    timeout=options.timeout, bar=bar)  # fmt: skip
 
 
 def _tokenizer(name: str) -> KimiTokenizer:

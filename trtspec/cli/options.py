@@ -1,5 +1,5 @@
-"""Options of several commands whose choices come from data, and values with a
-syntax of their own, and what several commands ask of a name."""
+"""Options of several commands whose choices come from data, values with a syntax of their own, and what several
+commands ask of a name."""
 
 from __future__ import annotations
 
@@ -42,21 +42,18 @@ class IntList:
     what: ClassVar = "a list of whole numbers above 0"
     example: ClassVar = "1,4,16"
     metavar: ClassVar = "N,N,..."
+    number: ClassVar[type] = int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        return cls(tuple(dict.fromkeys(_numbers(text, int, above=0))))
+        return cls(tuple(dict.fromkeys(_numbers(text, cls.number, above=0))))
 
     def __str__(self) -> str:
         return ",".join(map(str, self.values)) or "0"
 
 
 class RateList(IntList):
-    what, example = "a list of requests per second", "0.5,1,2"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        return cls(tuple(dict.fromkeys(_numbers(text, float, above=0))))
+    what, example, number = "a list of requests per second", "0.5,1,2", float
 
 
 class CountList(IntList):

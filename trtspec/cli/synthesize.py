@@ -73,15 +73,9 @@ def synthesize(options: SynthesizeOptions) -> Result:
     from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
 
     endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
-    sampling = AnswerSampling(
-        options.model,
-        options.max_tokens,
-        options.temperature,
-        options.top_p,
-        options.raw,
-        options.extra_body.value,
-        options.thinking,
-    )
+    same = ("model", "max_tokens", "temperature", "top_p", "raw", "thinking")
+    given = {name: getattr(options, name) for name in same}
+    sampling = AnswerSampling(**given, extra_body=options.extra_body.value)
     chosen = shard(read_prompts(options.prompts, options.split, options.samples), options.shard)
     output = options.output
     journal = output.with_name(f".{output.name}.journal")

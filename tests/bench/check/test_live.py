@@ -18,9 +18,8 @@ import pytest
 
 from tests.bench.conftest import free_port
 from tests.command_line import trtspec
-from trtspec.bench.check.asking import Asker
+from trtspec.bench.check.asking import Asker, score_answers
 from trtspec.bench.check.rows import is_sampled, judge, log_e
-from trtspec.bench.check.scoring import score_answers
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.client import new_client, wait_ready
 from trtspec.client.exchange import Exchange, read_recording

@@ -1,17 +1,25 @@
-"""Asks a server the exchanges of a check. What reached the journal is never asked again."""
+"""Asks a server the exchanges of a check, and the server without speculation how likely each token of an answer was.
+
+What reached the journal is never asked again. A server that speculates is never asked for log-probabilities: some
+releases die of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import httpx
 
 from trtspec.bench.check.prompts import Prompts, raw_text, request_of
-from trtspec.client.exchange import Exchange, ask, read_recording, to_line
+from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
+from trtspec.client.client import RAW, RequestFailed, complete, finite
+from trtspec.client.exchange import Exchange, Score, ask, read_recording, to_line
 from trtspec.client.servers import DetectedServer
 from trtspec.report import Bar
 
@@ -22,6 +30,11 @@ if TYPE_CHECKING:
 END_OF_TURN = "<|im_end|>"
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
+TOP = 20  # alternatives that are asked for
+SAME = 1e-6  # nats within which two tokens are as likely
+BEHIND, DRAWN = 8, 8  # places that are scored one by one: behind a difference, and of a sampled answer
+OTHER_SEEDS = 100_000
+EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
 @dataclass(kw_only=True)
@@ -110,3 +123,114 @@ def open_journal(path: Path) -> tuple[BinaryIO, dict[bytes, Exchange]]:
     stream.truncate(whole)
     known = read_recording(path) if whole else []
     return stream, {to_line(request_of(one)): one for one in known}
+
+
+# --- the target scores what was said ---
+
+
+async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
+    """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
+    answers to every request that shows a fault in `got`, and to every parameter."""
+    texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
+    drawn = [one for one in got if one.kind == "sampled"]
+    other = [replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS}) for one in drawn]
+    own = await asker.all([*texts, *other[: len(other) // 2]])
+    if speculates(own):
+        return list(got), own
+    faults = faulty(got)
+    again = [request_of(one) for one in got if one.name in faults or one.kind == "parameter"]
+    answered = await asker.all(one for one in again if one not in texts)
+    both = [*got, *own]
+    # equal answers to equal prompts are scored once
+    distinct = {_identity(one): one for one in both if _judged(one)}
+    plain = {one.key: one.token_ids for one in own if one.kind == "text"}
+    scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
+    asker.bar.say(f"scoring {len(distinct)} answers")
+    room = asyncio.Semaphore(asker.concurrency)
+
+    async def score(one: Exchange) -> None:
+        async with room:
+            if asker.server.adapter.scores == "echo":
+                scores[_identity(one)] = await _echoed(asker, one)
+            elif asker.server.adapter.scores == "continuations":
+                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key))
+            asker.bar.advance(1)
+
+    await asyncio.gather(*map(score, distinct.values()))
+    filled = [replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both]
+    return filled[: len(got)], [*filled[len(got) :], *answered]
+
+
+def _judged(one: Exchange) -> bool:
+    """Whether a row reads the scores of an answer."""
+    return is_greedy(one) or is_sampled(one) or (one.kind == "parameter" and "top_p" in one.body)
+
+
+def _identity(one: Exchange) -> tuple[Any, ...]:
+    return _prompt(one), one.token_ids, one.kind == "sampled"
+
+
+async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
+    """Scores of all tokens from one prefill."""
+    prompt = [*_prompt(one), *one.token_ids]
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
+    logprobs = await _logprobs(asker, body)
+    begin = len(_prompt(one))
+    tokens, tops = logprobs.get("token_logprobs") or [], logprobs.get("top_logprobs") or []
+    places = range(begin, begin + len(one.token_ids))
+    found = [_score(tokens[place], tops[place]) for place in places if place < min(len(tokens), len(tops))]
+    return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
+
+
+async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...] | None) -> tuple[Score, ...]:
+    """Scores of some tokens, each from a continuation of one token: of a sampled answer at places drawn by its seed, of
+    a greedy one from its first difference on."""
+    places = list(range(len(one.token_ids)))
+    if one.kind == "sampled":
+        places = sorted(random.Random(one.key).sample(places, min(DRAWN, len(places))))
+    else:
+        same = next((i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b), None)
+        if same is None and plain is not None and one.token_ids == plain[: len(one.token_ids)]:
+            return (EQUAL,) * len(one.token_ids)
+        places = places[same or 0 :][:BEHIND]
+    found = []
+    for place in places:
+        body = {"prompt": [*_prompt(one), *one.token_ids[:place]], "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
+        logprobs = await _logprobs(asker, body)
+        top = (logprobs.get("top_logprobs") or [None])[0] or {}
+        name = asker.tokenizer.decode([one.token_ids[place]])
+        if score := _score(top.get(name, -math.inf), top):
+            found.append(score)
+    return tuple(found)
+
+
+async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
+    asker.requests += 1
+    try:
+        reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
+        return reply["choices"][0].get("logprobs") or {}
+    except RequestFailed:
+        return {}
+
+
+def _score(chosen: Any, top: Any) -> Score | None:
+    """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
+    values = {str(name): value for name, listed in (top or {}).items() if (value := finite(listed)) is not None}
+    if not values or not isinstance(chosen, (int, float)):
+        return None
+    best, last = max(values.values()), min(values.values())
+    listed = chosen > last - SAME
+    near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN[1]}
+    return Score(
+        chosen=max(float(chosen), last - CERTAIN[1] - 1) if math.isinf(chosen) else float(chosen),
+        best=best,
+        likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
+        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME) or math.exp(chosen),
+        total=min(1.0, sum(map(math.exp, values.values()))),
+        listed=listed,
+        near=near if len(near) > 1 else {},
+    )
+
+
+def _prompt(one: Exchange) -> tuple[int, ...]:
+    return tuple(one.body.get("prompt") or one.prompt_ids)

@@ -106,7 +106,7 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
     unread: Counter[str] = Counter()
     found: list[Question] = []
     for index, row in enumerate(rows_of(source, split)):
-        value, images = row.value, []
+        value, images = row.value, list[Any]()
         if isinstance(value, dict):
             images = value.get("images") or []
             value = {key: item for key, item in value.items() if key != "images"}

@@ -123,7 +123,7 @@ def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> st
             found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.2f}"))
             y += ROW
         y += 5
-    return _svg(found, y)
+    return f'<svg role="img" viewBox="0 0 {WIDTH} {y:.0f}">{"".join(found)}</svg>'
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], float]:
@@ -149,7 +149,3 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="stroke:{color}"/>'
-
-
-def _svg(parts: Sequence[str], height: float) -> str:
-    return f'<svg role="img" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
