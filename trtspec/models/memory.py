@@ -60,13 +60,6 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
 
 
-def cache_token_bytes(spec: ModelSpec, head: HeadSpec | None, dtype: torch.dtype) -> int:
-    """Bytes of the caches per token: an entry in each layer of the target (FP8 if the checkpoint asks for it), and the
-    head's."""
-    target = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else dtype.itemsize)
-    return target + (head.kv_elements_per_token * dtype.itemsize if head else 0)
-
-
 @dataclass(frozen=True)
 class MemoryLoad:
     """`rows` concurrent requests of up to `length` tokens."""
@@ -107,7 +100,10 @@ def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | N
     """Footprint of a target and a head; reads only the headers of the target."""
     weights = target_bytes(path, spec, load.dtype, load.device) + (head_bytes(head[0], load.dtype) if head else 0)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
-    row = cache_token_bytes(spec, head[1] if head else None, load.dtype) * (load.length + load.draft_len) + logits
+    # an entry in each layer of the target (FP8 if the checkpoint asks for it), and the head's
+    token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
+    token += head[1].kv_elements_per_token * load.dtype.itemsize if head else 0
+    row = token * (load.length + load.draft_len) + logits
     return Footprint(weights, int(SPARE * weights) + load.prefix_bytes, row, logits, load.length)
 
 

@@ -91,18 +91,15 @@ def dequantize_fp8_block(
         )
     result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.device)
     scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
-    codes, table = weight.contiguous().view(torch.uint8), _e4m3_values().to(weight.device)
+    codes = weight.contiguous().view(torch.uint8)
+    # float32 of each E4M3 byte: looking it up is several times faster than torch's conversion
+    table = torch.arange(256, device=weight.device).to(torch.uint8).view(torch.float8_e4m3fn).float()
     step = max(1, CHUNK // columns)
     for index, band in enumerate(zip(codes.split(height), result.split(height), strict=True)):
         for part, target in zip(*(tensor.split(step) for tensor in band), strict=True):
             values = table.index_select(0, part.reshape(-1).to(torch.int32)).view(part.shape)
             target.copy_(values.mul_(scales[index]))
     return result
-
-
-def _e4m3_values() -> torch.Tensor:
-    """float32 of each E4M3 byte; looking it up is several times faster than torch's conversion."""
-    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def rows_of(format: WeightFormat, values: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:

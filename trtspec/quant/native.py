@@ -211,7 +211,9 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
 
     Raises MissingDependency when the device is not there.
     """
-    kernel = load_kernel() if device == "cpu" and not _denormals_are_flushed() else None
+    # the kernel's arithmetic does not survive torch.set_flush_denormal(True), which is of a thread
+    flushed = sys.float_info.min / 2 == 0.0
+    kernel = load_kernel() if device == "cpu" and not flushed else None
     if kernel is not None:
         packer = NativePacker(kernel, weight_scales)
         # a compiler that rounds differently must not decide anybody's weights
@@ -226,11 +228,6 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
     if device != "cpu" and not torch.cuda.is_available():
         raise MissingDependency(f"`device` {device}: torch sees no CUDA device", "use `device` cpu")
     return TorchPacker(weight_scales, device)
-
-
-def _denormals_are_flushed() -> bool:
-    """torch.set_flush_denormal(True) is in force for this thread; the kernel's arithmetic does not survive it."""
-    return sys.float_info.min / 2 == 0.0
 
 
 def proof_of(packer: Packer) -> str:

@@ -51,7 +51,8 @@ def quantize_checkpoint(
     start = time.monotonic()
     options, again = options or ConversionOptions(), again or OutputOptions()
     conversion = prepare(source, output, policy, options)
-    directory = _directory(conversion)
+    names = frozenset((*conversion.checkpoint.shards, *WRITTEN, *carried_names(conversion.checkpoint.path)))
+    directory = OutputDirectory(output, "quantize", names, conversion.bytes_out)
     choose_packer(conversion.weight_scales, options.device)  # a missing device is reported before anything is written
     if options.by_modelopt:
         from trtspec.quant import modelopt  # only now: it imports torch
@@ -88,12 +89,6 @@ def quantize_checkpoint(
         _finish(conversion, records, result, header)
     seconds = round(time.monotonic() - start, 3)
     return replace(result, seconds=seconds, peak_rss_bytes=peak_rss(), shards_resumed=len(kept))
-
-
-def _directory(conversion: Conversion) -> OutputDirectory:
-    source = conversion.checkpoint
-    names = frozenset((*source.shards, *WRITTEN, *carried_names(source.path)))
-    return OutputDirectory(conversion.output, "quantize", names, conversion.bytes_out)
 
 
 def _header(conversion: Conversion) -> dict[str, Any]:

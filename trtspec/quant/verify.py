@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint, read_json
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
@@ -80,14 +81,8 @@ def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:
         classes={name: _rounding(tensors) for name, tensors in sorted(reread.errors.items())},
         zero_blocks=reread.zero_blocks,
         repacked_alike=sum(reread.alike.values()),
-        problems=problems + reread.found(ours=_is_ours(out)),
+        problems=problems + reread.found(ours=recorded(out).get("command") == "quantize"),
     )
-
-
-def _is_ours(out: Path) -> bool:
-    """Whether `trtspec quantize` made it, so that each byte follows from the source."""
-    provenance = out / "provenance.json"
-    return provenance.is_file() and read_json(provenance).get("command") == "quantize"
 
 
 def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Problem]:
@@ -221,7 +216,7 @@ class _Reread:
                 yield self._amax[partner]
 
     def found(self, ours: bool) -> list[Problem]:
-        """The problems of all tensors that were added; `ours`: trtspec made the checkpoint."""
+        """The problems of all tensors that were added; `ours`: `trtspec quantize` made it, so each byte follows."""
         found = list(self.problems)
         if ours or self.exact >= NEARLY_ALL * self.count:
             for name, ratio in self.scaled_otherwise.items():
