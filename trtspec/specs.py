@@ -128,6 +128,7 @@ SIZES = (
     "num_experts_per_tok", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}  # far beyond any model; both are counted through
+YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
 
@@ -150,7 +151,7 @@ class RopeSpec:
         """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
         values = Values(config)
         scaling = values.mapping("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
-        theta = (scaling if "rope_theta" in scaling.values else values).number("rope_theta", 10000.0)
+        theta = (scaling if "rope_theta" in scaling.values else values).number("rope_theta", RopeSpec.theta)
         rope_type = scaling.text("rope_type", "") or scaling.text("type", "") or "default"
         if rope_type == "default":
             return RopeSpec(theta=theta)
@@ -160,16 +161,11 @@ class RopeSpec:
                 "check rope_scaling / rope_parameters in config.json",
                 "TS-CONFIG-ROPE",
             )
-        return RopeSpec(
-            theta=theta,
-            rope_type="yarn",
-            factor=scaling.number("factor", 1.0),
-            original_max_position_embeddings=scaling.whole("original_max_position_embeddings", 4096, least=1),
-            beta_fast=scaling.number("beta_fast", 32.0),
-            beta_slow=scaling.number("beta_slow", 1.0),
-            mscale=scaling.number("mscale", 1.0) if scaling.values.get("mscale") != 0 else 0.0,
-            mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
-        )
+        numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
+        if scaling.values.get("mscale") == 0:
+            numbers["mscale"] = 0.0  # as the models have it, where a 0 elsewhere stands for the default
+        length = scaling.whole("original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1)
+        return RopeSpec(theta, "yarn", original_max_position_embeddings=length, **numbers)
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ class ModelSpec:
     def default_aux_layers(self) -> tuple[int, ...]:
         """Layer outputs (0-based) that TensorRT-LLM and ModelOpt capture when nobody says otherwise: 1, L//2-1, L-4."""
         last = self.num_hidden_layers
-        return tuple(sorted({max(0, 1), max(0, last // 2 - 1), max(0, last - 4)}))
+        return tuple(sorted({1, max(0, last // 2 - 1), max(0, last - 4)}))
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -138,24 +138,14 @@ class LayerStream:
                     pending = ahead.submit(self.load, index + 1)
                 on_layer(index, layer)
                 with torch.inference_mode():
-                    self._pass(index, layer, batches, states, on_output)
+                    states.begin(index + 1)
+                    for number, tokens in enumerate(batches):
+                        output = layer(states.get(number).to(self.device), self._attention_step(tuple(tokens.shape)))
+                        states.put(number, output)
+                        on_output(index, number, output)
+                    states.seal()
                 del layer  # before another one is loaded
                 after_layer(index)
-
-    def _pass(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        batches: Sequence[Tensor],
-        states: States,
-        on_output: Callable[[int, int, Tensor], None],
-    ) -> None:
-        states.begin(index + 1)
-        for number, tokens in enumerate(batches):
-            output = layer(states.get(number).to(self.device), self._attention_step(tuple(tokens.shape)))
-            states.put(number, output)
-            on_output(index, number, output)
-        states.seal()
 
     def _attention_step(self, shape: tuple[int, ...]) -> AttentionStep:
         """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
