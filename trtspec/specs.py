@@ -163,7 +163,7 @@ class RopeSpec:
             )
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
-            numbers["mscale"] = 0.0  # as the models have it, where a 0 elsewhere stands for the default
+            numbers["mscale"] = 0.0  # the models read it so; elsewhere 0 means the default
         length = scaling.whole("original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1)
         return RopeSpec(theta, "yarn", original_max_position_embeddings=length, **numbers)
 
