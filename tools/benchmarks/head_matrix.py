@@ -168,7 +168,7 @@ def trained(shop: Workshop, options: TrainOptions, directory: Path) -> dict[str,
 @torch.no_grad()
 def difference(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -> float:
     """Largest |training module - exported head| over the draft logits of four steps, on held-out answers."""
-    for value in train.head_parameters(module).values():
+    for value in module.eagle_module.parameters():
         value.copy_(value.to(torch.bfloat16))
     module.eagle_ttt_steps = TTT
     samples = [sample.tokens for sample in shop.features.samples if len(sample.tokens) >= ROWS][-2:]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trtspec.cli.options import CountList, Gpu, directory_of
 from trtspec.errors import Interrupted, UsageError
+from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import remove_run, resumes
 from trtspec.heads.training.options import (
     EagleVersion,
@@ -180,8 +181,8 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
 
 
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
-    """Raises UsageError for what a file sets and the mode does not use; a dry run uses all."""
-    for name in sorted(name for name in names - {"gpu"} if not uses(TrainCommand, name, chosen)):
+    """Raises UsageError for what a file sets and the mode does not use."""
+    for name in sorted(name for name in names if not uses(TrainCommand, name, chosen)):
         flag = flag_of(TrainCommand, name)
         raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
 
@@ -367,6 +368,7 @@ def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sam
             "accepted": group.accepted or 0,
             "histogram": group.histogram or [],
             "acceptance_length": acceptance_length(group.steps or 0, group.accepted or 0) or 1.0,
+            "acceptance_length_interval": group.acceptance_length_interval,  # 95 % over prompts; None for fewer than 3
             "by_position": group.cumulative or [],
         }
         for name, group in groups.items()
@@ -418,4 +420,4 @@ def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
         where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"
-        yield f"acceptance  {row['acceptance_length']:.3f} ({where})"
+        yield f"acceptance  {row['acceptance_length']:.3f}, 95 % interval {interval_text(row)} ({where})"

@@ -93,7 +93,7 @@ def _measured(provenance: dict[str, Any]) -> str:
     if not measured:
         return "No acceptance was measured yet: `trtspec bench` against a server with this head does it."
     rows = [
-        (row["category"], row["prompts"], row["steps"], f"{row['acceptance_length']:.3f}")
+        (row["category"], row["prompts"], row["steps"], f"{row['acceptance_length']:.3f}", interval_text(row))
         + tuple(f"{share:.3f}" for share in row["by_position"])
         for row in measured["rows"]
     ]
@@ -104,7 +104,13 @@ def _measured(provenance: dict[str, Any]) -> str:
         f"at most {measured['max_tokens']} new tokens. Acceptance length = 1 + accepted drafts / verification steps; "
         "the last columns give the share of steps in which that draft was accepted."
     )
-    return text + "\n\n" + table(("category", "prompts", "steps", "acceptance length", *positions), rows)
+    return text + "\n\n" + table(("category", "prompts", "steps", "acceptance length", "95 %", *positions), rows)
+
+
+def interval_text(row: dict[str, Any]) -> str:
+    """The 95 % interval of a row's acceptance length over its prompts."""
+    interval = row.get("acceptance_length_interval")
+    return "{:.3f} to {:.3f}".format(*interval) if interval else "too few prompts"
 
 
 def _training(provenance: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.heads.training import loop
 from trtspec.heads.training.loop import Objective, Stepper
-from trtspec.heads.training.module import TrainingModule, build, head_parameters
+from trtspec.heads.training.module import TrainingModule, build
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import Sample
@@ -96,7 +96,7 @@ def test_a_training_step_reads_the_device_once(
 
     def backward(loss: Tensor) -> None:
         assert loss.is_cuda and loss.requires_grad
-        for value in head_parameters(model).values():
+        for value in model.eagle_module.parameters():
             value.grad = torch.empty_like(value)
 
     monkeypatch.setattr(loop, "read_back", reads)
@@ -133,7 +133,7 @@ def test_the_backward_pass_reads_nothing(
         hidden, aux = (torch.zeros(2, 14, n * target.hidden_size, device="meta") for n in (1, 3))
         loss, _ = objective(tokens, hidden, aux, places, counted)
         loss.backward()
-    parameters = head_parameters(model)
+    parameters = dict(model.eagle_module.named_parameters())
     assert [name for name, value in parameters.items() if value.grad is None] == []
     assert all(value.grad.is_meta and value.grad.shape == value.shape for value in parameters.values())
     assert not transfers.found

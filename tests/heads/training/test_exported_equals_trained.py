@@ -30,7 +30,7 @@ def scatter(model: nn.Module) -> None:
     """Random gains and larger weights, rounded to bf16 because that is what an export stores."""
     torch.manual_seed(5)
     with torch.no_grad():
-        for name, value in train.head_parameters(model).items():
+        for name, value in model.eagle_module.named_parameters():
             if name.endswith("norm.weight") or "fc_norm" in name:
                 value.copy_(1 + 0.3 * torch.randn_like(value))
             value.copy_(value.to(torch.bfloat16))
@@ -195,8 +195,8 @@ def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
     want.loss.backward()
     assert abs(loss.item() - want.loss.item()) < 1e-5
     assert accuracy.tolist() == pytest.approx(want.train_acc[0])
-    gradients = {name: value.grad for name, value in train.head_parameters(stock).items()}
-    for name, value in train.head_parameters(ours).items():
+    gradients = {name: value.grad for name, value in stock.eagle_module.named_parameters()}
+    for name, value in ours.eagle_module.named_parameters():
         assert torch.allclose(value.grad, gradients[name], atol=1e-6, rtol=1e-4), name
 
 

@@ -12,7 +12,8 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.cli.train import TrainCommand, curve_options, with_file
 from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
-from trtspec.heads.training.needs import decoded_layer_bytes, needs
+from trtspec.heads.training.loop import CHUNK_ELEMENTS, LOGIT_BYTES
+from trtspec.heads.training.needs import decoded_layer_bytes, needs, training_bytes
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
 
@@ -62,3 +63,16 @@ def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
     spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
     with pytest.raises(UsageError, match="cannot be counted"):
         plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), feature_source("memory"))
+
+
+def test_a_longer_sequence_needs_no_more_logits():
+    """The loop computes them for a chunk: 3.8 GB over the whole vocabulary, and layer activations of each token."""
+    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    counts, source = TrainingRecipe(samples=100, mean_tokens=100), feature_source("memory")
+    peaks = []
+    for length in (2048, 4096, 8192):
+        options = TrainOptions(seq_len=length)
+        plan = plan_without_data(spec, options, counts, "answers.jsonl", source)
+        peaks.append(training_bytes(plan, spec, options, rows=8))
+    assert peaks[2] - peaks[1] == 2 * (peaks[1] - peaks[0]) == 8 * 4096 * 2 * 24 * 3 * 7168
+    assert LOGIT_BYTES * CHUNK_ELEMENTS["cuda"] == pytest.approx(3.76e9, rel=0.01)

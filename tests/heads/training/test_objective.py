@@ -25,7 +25,6 @@ from trtspec.heads.training.loop import (
     losses,
     simulate_acceptance,
 )
-from trtspec.heads.training.module import head_parameters
 from trtspec.heads.training.options import (
     TrainOptions,
     learning_rate,
@@ -119,8 +118,8 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     assert point.loss == pytest.approx(loss.item(), rel=1e-5)
     assert point.accuracy == pytest.approx([r / c for r, c in zip(right, counts, strict=True)])
     assert point.tokens == sum(len(sample.tokens) for sample in samples)
-    worst = max(float((seen[k] - v.grad).abs().max()) for k, v in head_parameters(fresh).items())
-    norm = math.sqrt(sum(float(v.grad.square().sum()) for v in head_parameters(fresh).values()))
+    worst = max(float((seen[k] - v.grad).abs().max()) for k, v in fresh.eagle_module.named_parameters())
+    norm = math.sqrt(sum(float(v.grad.square().sum()) for v in fresh.eagle_module.parameters()))
     print(f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}")
     assert worst < 1e-5 and point.grad_norm == pytest.approx(norm, rel=1e-4)
 
@@ -138,7 +137,7 @@ def test_chunked_attention_changes_nothing(target, attention, monkeypatch):
         objective = Objective(model, TrainOptions(ttt_steps=4))
         loss, _ = objective(tokens, hidden, aux, places_of(mask), torch.tensor([78, 76, 74, 72]))
         loss.backward()
-        results.append((loss.item(), {k: v.grad for k, v in head_parameters(model).items()}))
+        results.append((loss.item(), {k: v.grad for k, v in model.eagle_module.named_parameters()}))
     (loss, gradients), *others = results
     for other, found in others:
         assert other == pytest.approx(loss, rel=1e-6)

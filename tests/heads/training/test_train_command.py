@@ -40,7 +40,7 @@ def trained(tmp_path_factory, target_dir, data):
 def test_the_command_writes_and_measures_a_head(trained):
     output, record = trained
     (row, *_) = record["acceptance"]["rows"]
-    assert row["prompts"] == 2
+    assert row["prompts"] == 2 and row["acceptance_length_interval"] is None  # too few prompts for one
     assert row["steps"] == sum(row["histogram"])
     assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
     assert {path.name for path in output.iterdir()} == {
@@ -106,3 +106,12 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
             with_file(TrainCommand(output=tmp_path / "head", config=path))
+
+
+def test_what_a_file_sets_and_the_run_does_not_use_is_refused(tmp_path, target_dir, data):
+    path = tmp_path / "train.yaml"
+    path.write_text("gpu: h200\n")
+    words = ("train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--config", str(path))
+    done = trtspec(*words)
+    assert done.status == 2 and "gpu (--gpu) is not used by a training run" in done.stderr
+    assert "Ways on h200" in trtspec(*words, "--dry-run").stdout

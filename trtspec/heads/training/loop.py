@@ -20,21 +20,26 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.module import TrainingModule, head_parameters
 from trtspec.heads.training.options import TrainOptions, learning_rate
 from trtspec.heads.training.plan import KeptState, SavedRun, load_state, save_state, state_tensors
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 from trtspec.heads.training.states import Features, collate
 
+if TYPE_CHECKING:
+    from trtspec.heads.training.module import TrainingModule  # ModelOpt takes many seconds, and a dry run needs none
+
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
+# of one logit while a chunk is computed: the target's product (bf16) and distribution (float32), the head's product
+# (bf16) and its log-probabilities, which become the gradient (float32), and that gradient for the products (bf16)
+LOGIT_BYTES = 2 + 4 + 2 + 4 + 2
 
 
 def train_head(
@@ -123,7 +128,7 @@ class Stepper:
         self.device = str(model.lm_head.weight.device)
         self.peak_lr = options.peak_lr(model.lm_head.in_features)
         self.objective = world.wrap(Objective(model, options))
-        self.parameters = head_parameters(model)
+        self.parameters = dict(model.eagle_module.named_parameters())  # by their exported names
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
         )
@@ -340,7 +345,7 @@ def losses(
     Positions whose row is above a step's depth have no draft at that step: they weigh nothing, and agree with nothing.
     """
     count, steps = len(positions.target), len(states)
-    chunk = chunk or max(64, CHUNK_ELEMENTS["cuda" if lm_head.is_cuda else "cpu"] // lm_head.shape[0])
+    chunk = chunk or chunk_positions(lm_head.shape[0], "cuda" if lm_head.is_cuda else "cpu")
     values = torch.zeros(steps, dtype=torch.float64, device=lm_head.device)
     agree = torch.zeros(steps, count, dtype=torch.bool, device=lm_head.device)
     for begin in range(0, count, chunk):
@@ -360,6 +365,11 @@ def losses(
             if gradients is not None:
                 gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
     return values, agree
+
+
+def chunk_positions(vocabulary: int, device: str) -> int:
+    """How many positions have logits over the draft vocabulary at a time."""
+    return max(64, CHUNK_ELEMENTS[device] // vocabulary)
 
 
 @dataclass

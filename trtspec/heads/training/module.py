@@ -331,11 +331,6 @@ def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[S
     return fetch
 
 
-def head_parameters(model: TrainingModule) -> dict[str, nn.Parameter]:
-    """The trainable parameters by their exported names."""
-    return dict(model.eagle_module.named_parameters())
-
-
 def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
     state = model.eagle_module.state_dict()

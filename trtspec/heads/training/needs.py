@@ -20,6 +20,7 @@ from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.errors import Problem, TrtspecError
+from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
 from trtspec.heads.training.producers import CHUNK_BYTES
@@ -154,14 +155,14 @@ def _power_of_two(ratio: float) -> int:
 def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int) -> float:
     """Peak of one GPU that trains on `rows` sequences at a time: optimizer, frozen ends, and what the backward needs.
 
-    Per token: the target's distribution and its logits, each step's log-probabilities (float32) and logits (bf16), one
-    gradient of logits; and the layer's activations.
+    The backward needs the layer's activations of every token, and logits over the draft vocabulary for one chunk.
     """
     tokens = rows * options.seq_len
     ends = 2 * 2 * target.vocab_size * target.hidden_size
-    over_vocabulary = 4 * target.vocab_size + plan.spec.draft_vocab_size * (8 + 6 * options.ttt_steps)
+    vocabulary = plan.spec.draft_vocab_size
+    logits = LOGIT_BYTES * vocabulary * min(tokens, chunk_positions(vocabulary, "cuda"))
     layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size
-    return OPTIMIZER_BYTES * plan.parameters + ends + tokens * (over_vocabulary + layer)
+    return OPTIMIZER_BYTES * plan.parameters + ends + logits + tokens * layer
 
 
 def dump_commands(
