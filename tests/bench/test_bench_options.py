@@ -12,7 +12,7 @@ import pytest
 
 from tests.command_line import trtspec
 from trtspec.bench.load.assemble import goodput
-from trtspec.bench.load.measure import ServiceLevel
+from trtspec.bench.results import ServiceLevel
 from trtspec.client.client import Answer
 from trtspec.errors import UsageError
 

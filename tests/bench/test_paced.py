@@ -18,8 +18,7 @@ import pytest
 
 from tests.bench.conftest import measured
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
-from trtspec.bench.load.measure import ServiceLevel
-from trtspec.bench.results import BenchResults
+from trtspec.bench.results import BenchResults, ServiceLevel
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2

@@ -6,6 +6,8 @@ of all their answers.
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
 from trtspec.bench.statistics import AcceptanceSummary, Ratio, paired_ratio, ratio
+from trtspec.client.client import Answer
 from trtspec.client.servers import Count, DetectedServer, TurnCounts
 from trtspec.client.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
@@ -31,6 +34,65 @@ class LatencySpread:
     p50: float
     p90: float
     p99: float
+
+
+@dataclass(frozen=True)
+class ServiceLevel:
+    """What a user is promised, in seconds: to the first token, between tokens (mean of an answer), to the last."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ServiceLevel:
+        """`ttft:500,tpot:20` in ms, as `vllm bench serve --goodput` has it. Raises UsageError with the first fault."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition(":")
+            limit, fault = math.nan, ""
+            with suppress(ValueError):
+                limit = float(value)
+            if name not in cls.__dataclass_fields__:
+                fault = f"{name!r} is none of {', '.join(cls.__dataclass_fields__)}"
+            elif name in limits:
+                fault = f"{name} is given twice"
+            elif not 0 < limit < math.inf:
+                fault = f"{value!r} is not a number of milliseconds above 0"
+            if fault:
+                example = "write `goodput` ttft:500,tpot:20,e2el:5000"
+                raise UsageError(f"`goodput` {text} is not a service level: {fault}", example)
+            limits[name] = limit / 1000
+        return cls(**limits)
+
+    def met(self, answer: Answer) -> bool:
+        """Whether one answer keeps every promise; a failed one keeps none."""
+        if answer.error or answer.first_token is None:
+            return False
+        found = {
+            "ttft": answer.first_token - answer.started,
+            "tpot": slowest_tpot(answer),
+            "e2el": answer.finished - answer.started,
+        }
+        return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
+
+    def words(self) -> str:
+        return ", ".join(f"{name} {1000 * limit:g} ms" for name, limit in vars(self).items() if limit is not None)
+
+
+def inter_token(answer: Answer) -> float | None:
+    """TPOT: mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
+    if answer.completion_tokens < 2 or len(answer.chunks) < 2:
+        return None
+    return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
+
+
+def slowest_tpot(answer: Answer) -> float:
+    """TPOT, or for an answer in a single chunk its whole time over its tokens. Infinite where nobody counted them."""
+    found = inter_token(answer)
+    if found is not None or answer.completion_tokens == 1:
+        return found or 0.0
+    return (answer.finished - answer.started) / (answer.completion_tokens - 1) if answer.completion_tokens else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,9 @@ def _refuse_overwrite(options: BenchOptions) -> None:
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     """What the options ask of these servers; UsageError names the first option that cannot be."""
-    from trtspec.bench.load.measure import BenchWorkload, ServiceLevel
+    from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.bench.results import ServiceLevel
     from trtspec.client.client import RequestSampling
 
     dataset = load_dataset(options.dataset, options.samples or None, split=options.split)

@@ -12,7 +12,7 @@ import numpy as np
 
 from trtspec.bench.check.rows import MIN_STEPS, TOKENS_PER_ARRIVAL, forced_sizes
 from trtspec.bench.load.journal import Round, good
-from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, ServiceLevel, inter_token, total_rate
+from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_rate
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
@@ -20,8 +20,10 @@ from trtspec.bench.results import (
     LatencySpread,
     LevelResult,
     QuestionSpeed,
+    ServiceLevel,
     SpeedUp,
     Throughput,
+    inter_token,
     speed_ratio,
 )
 from trtspec.bench.statistics import (
