@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trtspec.bench.statistics import length_interval
+from trtspec.bench.statistics import summarize
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import mean_distinct_ratio
@@ -99,7 +99,7 @@ class Workshop:
         ]
         return {
             "length": 1 + accepted / max(steps, 1),
-            "interval": length_interval(turns),
+            "interval": summarize(turns).acceptance_length_interval,
             "prompts": len(prompts),
             "steps": steps,
             "distinct": mean_distinct_ratio([self.tokenizer.decode(done[name].token_ids) for name in done]),
