@@ -71,7 +71,7 @@ def test_a_directory_of_the_user_comes_before_a_shipped_model(tmp_path: Path, mo
 
 @pytest.mark.parametrize("hub_id", [name for name in catalogue()["targets"]])
 def test_every_published_target_answers_offline(hub_id: str) -> None:
-    resolved = resolve(hub_id, allow_download=False)
+    resolved = resolve(hub_id, weights=False)
     spec = resolved.target_spec()
     assert resolved.path is None
     assert resolved.known is not None and spec.quant.format == resolved.known["format"]
@@ -81,29 +81,29 @@ def test_every_published_target_answers_offline(hub_id: str) -> None:
 
 @pytest.mark.parametrize("hub_id", [name for name, entry in catalogue()["heads"].items() if entry["config"]])
 def test_every_published_head_answers_offline(hub_id: str) -> None:
-    spec = resolve(hub_id, allow_download=False).head_spec()
+    spec = resolve(hub_id, weights=False).head_spec()
     assert (spec.hidden_size, spec.vocab_size, spec.num_aux) == (7168, 163840, 3)
     assert spec.eagle == ("3.1" if "3.1" in hub_id else "3")
 
 
 def test_a_head_without_a_known_config_says_so() -> None:
     with pytest.raises(TrtspecError, match="not known offline"):
-        resolve("AQ-MedAI/Kimi-K25-eagle3", allow_download=False).head_spec()
+        resolve("AQ-MedAI/Kimi-K25-eagle3", weights=False).head_spec()
 
 
 def test_aliases_and_case() -> None:
-    assert resolve("nvidia/kimi-k2.5-eagle3", allow_download=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
-    assert resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", allow_download=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
+    assert resolve("nvidia/kimi-k2.5-eagle3", weights=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
+    assert resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", weights=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
 
 
 def test_k3_is_refused_by_name() -> None:
     with pytest.raises(TrtspecError, match="kimi_k3"):
-        resolve("moonshotai/Kimi-K3", allow_download=False)
+        resolve("moonshotai/Kimi-K3", weights=False)
 
 
 def test_a_typo_gets_a_suggestion() -> None:
     with pytest.raises(MissingDependency) as caught:
-        resolve("nvidia/Kimi-K2.5-Eagle", allow_download=False)
+        resolve("nvidia/Kimi-K2.5-Eagle", weights=False)
     assert "nvidia/Kimi-K2.5-Eagle3" in caught.value.remedy
     assert "HF_HUB_OFFLINE" in caught.value.message
 
@@ -111,7 +111,7 @@ def test_a_typo_gets_a_suggestion() -> None:
 @pytest.mark.parametrize("name", ["no such thing", "./missing", "a/b/c", "https://huggingface.co/x/y", ""])
 def test_what_is_neither_is_a_usage_error(name: str) -> None:
     with pytest.raises(UsageError):
-        resolve(name, allow_download=False)
+        resolve(name, weights=False)
 
 
 def test_a_file_is_a_usage_error(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_partly_cached_checkpoint_is_not_whole(tmp_path: Path, empty_cache: Pa
     model = make_target(tmp_path / "model")
     published(empty_cache, "someone/kimi-tune", model, leave_out="model-00002-of-00002.safetensors")
     with pytest.raises(MissingDependency):
-        resolve("someone/kimi-tune", allow_download=True)
-    assert resolve("someone/kimi-tune", allow_download=False).config()["model_type"] == "kimi_k25"
+        resolve("someone/kimi-tune", weights=True)
+    assert resolve("someone/kimi-tune", weights=False).config()["model_type"] == "kimi_k25"
 
 
 def test_messages_never_hold_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_messages_never_hold_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9/secret-endpoint")
     monkeypatch.setenv("HF_TOKEN", "hf_secret_token")
     with pytest.raises(TrtspecError) as caught:
-        resolve("someone/private-thing", allow_download=False)
+        resolve("someone/private-thing", weights=False)
     assert "secret" not in caught.value.message + caught.value.remedy
 
 
@@ -159,7 +159,7 @@ def test_real_pairs() -> None:
 def test_published_exclude_lists_have_their_published_length() -> None:
     lengths = {"nvidia/Kimi-K2.5-NVFP4": 64, "nvidia/Kimi-K2.6-NVFP4": 124, "nvidia/Kimi-K2.7-Code-NVFP4": 125}
     for hub_id, length in lengths.items():
-        assert len(resolve(hub_id, allow_download=False).target_spec().quant.exclude) == length
+        assert len(resolve(hub_id, weights=False).target_spec().quant.exclude) == length
     assert expand_patterns(["a.{0..11}*", "b"])[:4] == ["a.0*", "a.1*", "a.10*", "a.11*"]
 
 

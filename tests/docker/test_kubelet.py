@@ -41,7 +41,8 @@ ENGINE = (
 VALUES = {
     "model": {"target": "/models/target", "head": "/models/head", "sizeGiB": 1}, "gpusPerNode": 1,
     "image": {"tag": "1.3.0rc20"}, "engineConfig": ENGINE, "download": {"enabled": False},
-    "cache": {"accessMode": "ReadWriteMany"}, "update": {"strategy": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0},
+    "cache": {"accessMode": "ReadWriteMany"},
+    "update": {"strategy": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0},
 }  # fmt: skip
 # the pod's volumes over a read-only view of this machine: /tmp is empty and /models holds the checkpoint
 ROOT = """

@@ -109,7 +109,7 @@ def test_a_truncated_checkpoint_is_incomplete(tmp_path: Path, tiny_target: Path)
 
 
 def test_what_may_not_be_fetched_is_told() -> None:
-    target = resolve("nvidia/Kimi-K2.6-NVFP4", allow_download=False)
+    target = resolve("nvidia/Kimi-K2.6-NVFP4", weights=False)
     assert [problem.code for problem in check_files(target, {"HF_HUB_OFFLINE": "1"})] == ["TS-SERVE-OFFLINE"]
     assert list(check_files(target, {})) == []
 
@@ -118,7 +118,7 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    target = resolve("nvidia/Kimi-K2.6-NVFP4", allow_download=False)
+    target = resolve("nvidia/Kimi-K2.6-NVFP4", weights=False)
     found = [
         *command.PROGRAM.check(), remote_code_problem(target),
         *check_environment({"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS": "2"}),

@@ -102,15 +102,15 @@ def refuse_stored(stored: Mapping[int, BenchResults], workload: Workload) -> Non
 def by_draft_len(
     endpoints: Sequence[EndpointResult], given_lengths: Mapping[str, int], earlier: Mapping[int, EndpointResult]
 ) -> dict[int, EndpointResult]:
-    """The endpoint of each draft length, to choose the best from: those of `earlier` runs, then the measured ones.
+    """The endpoint of each draft length, to choose the best from. One of `earlier` runs wins over one measured now.
 
     A length is what the server reports, else what the user gave for the endpoint's name. A second endpoint of one
     length is left out with a note, one of unknown length without. Raises UsageError where the first endpoint, the one
-    under test, has no known length, or where the two differ."""
+    under test, has no known length, or where a server reports another length than was given for it."""
     found: dict[int, EndpointResult] = dict(earlier)
-    for place, endpoint in enumerate(endpoints):
+    for index, endpoint in enumerate(endpoints):
         reported, given = served_length(endpoint), given_lengths.get(endpoint.name)
-        if given is None and reported is None and place == 0:
+        if given is None and reported is None and index == 0:
             remedy = f"write K={endpoint.url}, K being the number of drafts it serves; with -o DIR also give `resume`"
             raise UsageError(f"{endpoint.name} does not report its draft length", remedy)
         if reported is not None and given is not None and reported != given:

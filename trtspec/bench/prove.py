@@ -188,7 +188,7 @@ def prove(
 
 def _identity(name: str) -> str:
     """The fingerprint of a checkpoint that is on this machine; of any other its name is known."""
-    path = resolve(name, allow_download=False).path
+    path = resolve(name, weights=False).path
     return identity_digest(path)[:16] if path else "not on this machine"
 
 

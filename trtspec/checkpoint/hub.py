@@ -144,19 +144,19 @@ class Resolved:
         )
 
 
-def resolve(name_or_path: str, *, allow_download: bool = True) -> Resolved:
+def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
     """Finds a checkpoint.
 
-    A directory is taken as it is. A hub id is looked up in the hub cache; when it is not there, `allow_download`
-    decides: True fetches the whole checkpoint; False answers from data/models.yaml and fetches at most config.json,
-    and that only for an id which the file does not list.
+    A directory is taken as it is, a hub id from the hub's cache where all of it is there. Else `weights` fetches it;
+    without, the entry of data/models.yaml answers, or, for an id that is not listed there, the two config files, which
+    are fetched if need be.
     """
     hub_id, entry = hub_id_and_entry(name_or_path)
     if hub_id is None:
         return Resolved(name_or_path, local_directory(name_or_path), None, None)
-    cached = cached_snapshot(hub_id, complete=allow_download or entry is not None)
-    if cached is None and (allow_download or entry is None):
-        cached = _download(hub_id, CHECKPOINT_PATTERNS if allow_download else METADATA_PATTERNS)
+    cached = cached_snapshot(hub_id, complete=weights or entry is not None)
+    if cached is None and (weights or entry is None):
+        cached = _download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
     return Resolved(name_or_path, cached, hub_id, entry)
 
 
@@ -258,7 +258,7 @@ def unreachable(name: str) -> Problem | None:
     """What a dry run says of a published checkpoint that is not here and may not be fetched; None for any other."""
     if is_online():
         return None
-    found = resolve(name, allow_download=False)
+    found = resolve(name, weights=False)
     if found.path is not None or found.known is None:
         return None
     message = f"{found.name} is not here and HF_HUB_OFFLINE is set: its tensors were not looked at"
@@ -332,7 +332,7 @@ def load_target(name: str, like: str | None = None) -> Target:
 
 
 def _target(name: str) -> Resolved:
-    resolved = resolve(name, allow_download=False)
+    resolved = resolve(name, weights=False)
     must_be_target(resolved)
     return resolved
 
@@ -359,7 +359,7 @@ def _must_equal(name: str, here: ModelSpec, like: str) -> None:
 def load_head(name: str, *, values: bool = False) -> Head:
     """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
     for a head in which an error is found, with `values` in a sample of its weights too."""
-    resolved = resolve(name, allow_download=False)
+    resolved = resolve(name, weights=False)
     must_be_head(resolved)
     return Head(resolved, resolved.head_spec(values=values))
 

@@ -183,7 +183,7 @@ def _tokenizer(name: str) -> KimiTokenizer:
     from trtspec.errors import TrtspecError
 
     try:
-        path = resolve(name, allow_download=False).path
+        path = resolve(name, weights=False).path
         if path is None:
             raise UsageError(f"{name} is not in the hub cache", "")
         return KimiTokenizer(path)

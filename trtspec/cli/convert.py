@@ -52,18 +52,21 @@ def convert(options: ConvertOptions) -> Result:
     same = ("to", "from_", "embed_tokens", "rope_theta", "dry_run", "force")
     chosen = Options(**{name: getattr(options, name) for name in same})
     # offline, the catalogue's entry says what a published head is; whether it can be converted is not checked
-    if options.dry_run and (absent := unreachable(options.head)) is not None:
+    if options.dry_run and (remark := unreachable(options.head)) is not None:
         spec = load_head(options.head).spec
         about = {"from": spec.dialect, "to": options.to, "attention": spec.attention, "eagle": spec.eagle}
         line = f"would write {options.output}: {spec.dialect} -> {options.to}, EAGLE-{spec.eagle} {spec.attention}"
-        return Result({"output": None, "dry_run": True, **about}, [absent], (), [line])
-    # of a target, the config is enough
-    target = resolve(options.target, allow_download=False) if options.target is not None else None
+        return Result({"output": None, "dry_run": True, **about}, [remark], lines=[line])
+    # the target's config.json is enough: it fills in what the head's does not say
+    target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:
         done = convert_head(resolve(options.head), options.output, chosen, target, bar.show)
     values = {key: value for key, value in done.to_json().items() if key != "problems"}
-    wrong = CheckFailed(f"{options.head} was not converted to {options.to}", "follow the remedy of each error above")
-    return Result(values, done.problems, (), _lines(done, options.output), wrong if has_errors(done.problems) else None)
+    failure = None
+    if has_errors(done.problems):
+        message = f"{options.head} was not converted to {options.to}"
+        failure = CheckFailed(message, "follow the remedy of each error above")
+    return Result(values, done.problems, lines=_lines(done, options.output), failure=failure)
 
 
 def _lines(done: HeadConversion, output: Path) -> list[str]:

@@ -71,7 +71,7 @@ def look(options: InspectOptions) -> Found:
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
 
-    resolved = resolve(options.path, allow_download=False)
+    resolved = resolve(options.path, weights=False)
     read = options.sample if options.against is None else None  # what is compared with a source is read there
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
     options = checked(options, _mode(options, report.kind))
@@ -79,7 +79,7 @@ def look(options: InspectOptions) -> Found:
     found = values, list(report.problems)
     if options.against is None:
         return found
-    other = resolve(options.against, allow_download=False)
+    other = resolve(options.against, weights=False)
     values["against"] = other.name
     if report.kind == "head" and other.kind == "target":
         return compare_pair(found, report, resolved, other)

@@ -117,7 +117,7 @@ def _refuse_wrong_kind(name: str, require: Callable[[Resolved], None]) -> None:
     """Raises UsageError early if the name is known to be of the other kind, a head for a target. Fetches nothing."""
     from trtspec.checkpoint.hub import resolve
 
-    known = resolve(name, allow_download=False)
+    known = resolve(name, weights=False)
     if known.path is not None or known.known is not None:
         require(known)
 

@@ -71,9 +71,9 @@ def probabilities(
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor, most: int = 0) -> Tensor:
-    """Sets all but the `top_k` largest logits (and those equal to the last of them) to -inf; 0 keeps all.
+    """Sets all but the `top_k` [..., 1] largest logits (and those equal to the last of them) to -inf; 0 keeps all.
 
-    No top_k is above `most`, unless that is 0.
+    `most`: at least the largest top_k, so that fewer logits are sorted; 0 where that is not known or a row keeps all.
     """
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)

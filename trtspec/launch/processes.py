@@ -49,7 +49,7 @@ def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterato
     command = [sys.executable, "-m", "trtspec", *words]
     with log.open("wb") as stream, child(command, stdout=stream, stderr=stream, start_new_session=True) as process:
         why = ""
-        with noted_signals() as noted:
+        with deferred_signals() as noted:
             try:
                 asyncio.run(wait_ready(url, seconds, generate_once, lambda: noted or process.poll() is not None))
             except RequestFailed:
@@ -63,13 +63,14 @@ def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterato
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives no longer than the block, nor than this process. `options` are Popen's."""
+    """A process that is stopped at the end of the block, and by SIGTERM when the thread that started it dies.
+    `options` are Popen's, but for `env` and `preexec_fn`."""
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     # in the child between fork and exec: SIGTERM when its parent dies, even by SIGKILL
     options["preexec_fn"] = partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
-        with noted_signals():
+        with deferred_signals():
             process = subprocess.Popen(command, env=environment, **options)
         yield process
     finally:
@@ -78,7 +79,7 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 
 
 @contextmanager
-def noted_signals() -> Iterator[list[int]]:
+def deferred_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM are noted in the block and raised at its end.
 
     Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody knows, or a lock that
@@ -101,7 +102,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 def wait(process: subprocess.Popen[Any], show: Callable[[], None] = lambda: None) -> None:
     """Returns when the process has ended."""
-    with noted_signals() as noted:
+    with deferred_signals() as noted:
         while process.poll() is None and not noted:
             show()
             time.sleep(POLL_SECONDS)
@@ -109,7 +110,7 @@ def wait(process: subprocess.Popen[Any], show: Callable[[], None] = lambda: None
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then SIGKILL when that is not enough, or at once when another signal asks."""
-    with noted_signals() as noted:
+    with deferred_signals() as noted:
         if process.poll() is not None:
             return
         process.terminate()

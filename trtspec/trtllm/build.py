@@ -223,7 +223,7 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
 
 
 def _render(found: dict[str, EngineSetting]) -> str:
-    """YAML in the order of the choices, grouped by top-level key, each value with its reason behind it."""
+    """YAML in the order of `found`, grouped by top-level key, each value with its reason behind it."""
     tree: dict[str, Any] = {}
     for setting in found.values():
         *parents, name = setting.path.split(".")

@@ -24,7 +24,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding):
     typed, recipe, _ = with_file(TrainCommand(output=Path("head"), config=path))
-    options, resolved = curve_options(typed), resolve(typed.target, allow_download=False)
+    options, resolved = curve_options(typed), resolve(typed.target, weights=False)
     spec, data = resolved.target_spec(), str(*typed.data)
     sizes = plan_without_data(spec, options, recipe, Path(data), feature_source(typed.features))
     plan = sizes.to_dict()
@@ -54,13 +54,13 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
 
 def test_a_decoded_layer_is_34_gigabytes():
     """384 experts of three 7168 x 2048 matrices in bfloat16, and what stands beside them."""
-    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    spec = resolve("moonshotai/Kimi-K2.5", weights=False).target_spec()
     assert decoded_layer_bytes(spec) == pytest.approx(384 * 3 * 7168 * 2048 * 2, rel=0.02)
     assert 34e9 < decoded_layer_bytes(spec) < 34.2e9
 
 
 def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
-    spec = resolve("moonshotai/Kimi-K2.5", allow_download=False).target_spec()
+    spec = resolve("moonshotai/Kimi-K2.5", weights=False).target_spec()
     with pytest.raises(UsageError, match="cannot be counted"):
         plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), feature_source("memory"))
 

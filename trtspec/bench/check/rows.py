@@ -23,7 +23,7 @@ CERTAIN = (1.0, 2.0)  # nats: least and most of the regret from which one answer
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler
-FALL = 0.8  # accepted drafts per step over those of the same texts before: below it is a regression
+KEPT_DRAFTS = 0.8  # accepted drafts per step over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 MIN_STEPS = 50  # below, acceptance says nothing
 RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
@@ -470,18 +470,19 @@ def forced_sizes(sizes: Counter[int]) -> str:
 
 
 def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
-    """A fault where texts that came out the same saved fewer steps in this run than in the first one, "ids": less than
-    FALL of them, and beyond chance. A step that brings two tokens saves one."""
+    """A fault where equal texts saved fewer steps in this run than in the first one, whose name is "ids": under
+    KEPT_DRAFTS of them, and beyond chance. A step that brings two tokens saves one."""
     first = {one.key: one for one in got if one.run == "ids" and one.steps}
     pairs = [(first[one.key], one) for one in got if one.run == run and one.steps and one.key in first]
     pairs = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
-    before, now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
+    steps_before, steps_now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
     tokens = sum(_size(a) - 1 for a, _ in pairs)  # the first one comes from the prompt's own pass
-    if before < MIN_STEPS / 2 or tokens - now >= FALL * (tokens - before):
+    # half as many steps as elsewhere are enough: the same texts vary less
+    if steps_before < MIN_STEPS / 2 or tokens - steps_now >= KEPT_DRAFTS * (tokens - steps_before):
         return []
-    if not more_often(now, tokens, before, tokens):
+    if not more_often(steps_now, tokens, steps_before, tokens):
         return []
-    return [f"{run}: {tokens / now:.2f} tokens per step for the same texts, {tokens / before:.2f} at first"]
+    return [f"{run}: {tokens / steps_now:.2f} tokens per step for the same texts, {tokens / steps_before:.2f} at first"]
 
 
 def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:

@@ -74,13 +74,13 @@ def _norms(spec: HeadSpec) -> dict[str, Any]:
     return flags if spec.fc_norm or spec.norm_output else {}
 
 
-def _nested(ids: list[int] | None, **more: Any) -> dict[str, Any]:
+def _eagle_config(ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"eagle_config": ({} if ids is None else {IDS_KEY: ids}) | {"use_aux_hidden_state": True} | more}
 
 
 def write_modelopt(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     flags = _modelopt_flags() | ({"norm_before_fc": True} if spec.norm_before_fc else {})
-    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(ids, **flags)
+    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _eagle_config(ids, **flags)
 
 
 def _modelopt_flags() -> dict[str, Any]:
@@ -93,24 +93,24 @@ def write_vllm(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _:
     flags = {name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(spec, name)}
     nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
     top = {"num_aux_hidden_states": spec.num_aux} | ({} if ids is None else {IDS_KEY: ids})
-    return _flat(shared, spec) | top | _norms(spec) | flags | _nested(ids, **nested)
+    return _flat(shared, spec) | top | _norms(spec) | flags | _eagle_config(ids, **nested)
 
 
 def write_sglang(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     nested = {"norm_before_fc": True} if spec.norm_before_fc else {}
     borrows = {} if spec.has_lm_head else {"draft_vocab_size": None}  # null: lm_head comes from the target
     top = {"num_aux_hidden_states": spec.num_aux} | borrows
-    return _flat(shared, spec) | top | _norms(spec) | _nested(ids, **nested)
+    return _flat(shared, spec) | top | _norms(spec) | _eagle_config(ids, **nested)
 
 
 def write_torchspec(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     flags = dict.fromkeys(EAGLE_FLAGS, True) | {"use_mtp_layernorm": False}
-    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _nested(ids, **flags)
+    return _flat(shared, spec) | {"num_aux_hidden_states": spec.num_aux} | _norms(spec) | _eagle_config(ids, **flags)
 
 
 def write_specforge(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
     """Without fc_norm no norm_output is written: both meanings that SpecForge gave its absence are plain EAGLE-3."""
-    return _flat(shared, spec) | _norms(spec) | _nested(ids)
+    return _flat(shared, spec) | _norms(spec) | _eagle_config(ids)
 
 
 def write_safeailab(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
@@ -210,21 +210,21 @@ def rope_config(rope: RopeSpec) -> dict[str, Any]:
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """config.json of a new head in ModelOpt's layout."""
+    """config.json of a new head in ModelOpt's layout, whose layer ids are layer outputs counted from 0."""
     eos = target.eos_token_ids
-    ids = list(spec.aux_layers or target.default_aux_layers)
+    outputs = list(spec.aux_layers or target.default_aux_layers)
     return {
         **class_config(spec),
         **architecture_config(spec),
         **rope_config(spec.rope),
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": list(eos) if len(eos) > 1 else (eos or (None,))[0],
+        "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
         "pad_token_id": target.pad_token_id,
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "num_aux_hidden_states": spec.num_aux,
-        **_nested(ids, **_modelopt_flags()),
+        **_eagle_config(outputs, **_modelopt_flags()),
         **_norms(spec),
     }

@@ -224,19 +224,21 @@ class Dialect:
         return tuple(number - 1 for number in ids) if ran else ids
 
     def capture(self, config: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-        """Layer outputs that the head was trained on, None where config.json does not say; and why two readings
-        are possible, "" where only one is. Ids at the top level count the layers that ran, whoever wrote them."""
+        """(layer outputs that the head was trained on, None where config.json does not say; how two statements of
+        them contradict each other, "" where they do not, which `inspect` makes an error).
+
+        Ids at the top level count the layers that ran. Nested ids that differ from them are outputs already."""
         nested, top = layout.stated_ids(config)
         if not top:
             return self.outputs(nested) if nested else None, ""
-        ran = tuple(number - 1 for number in top)
-        other = self.outputs(nested or top) if nested in ((), top) else nested
-        if other == ran:
-            return ran, ""
+        by_top = tuple(number - 1 for number in top)
+        by_dialect = self.outputs(top) if nested in ((), top) else nested
+        if by_dialect == by_top:
+            return by_top, ""
         where = "eagle_config" if nested else f"{self.title} layout"
-        return other, (
-            f"config.json states layer ids twice: {list(top)} at the top level are the outputs {list(ran)} (ids there "
-            f"count the layers that ran), {list(nested or top)} in {where} are the outputs {list(other)}"
+        return by_dialect, (
+            f"config.json states layer ids twice: {list(top)} at the top level are the outputs {list(by_top)} (ids "
+            f"there count the layers that ran), {list(nested or top)} in {where} are the outputs {list(by_dialect)}"
         )
 
     def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:

@@ -308,16 +308,18 @@ class StepKeys:
 def draft_loss(
     lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
 ) -> tuple[Tensor, Tensor]:
-    """(the weighted sum of `losses` over the steps, a float32 scalar with gradients; agreement [K, N])."""
+    """(the loss: `losses` of the K steps added up, float32 with gradients; whether draft and target agree, bool
+    [K, N])."""
+    # `losses` chooses the dtype of each product itself
     with torch.autocast(lm_head.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return _Loss.apply(teacher, positions, lm_head, *states)
+            return _LossWithGradients.apply(teacher, positions, lm_head, *states)
         values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
         return values.sum().float(), agree
 
 
-class _Loss(torch.autograd.Function):
-    """`losses`, summed over the steps, whose gradients are there when the forward pass is done."""
+class _LossWithGradients(torch.autograd.Function):
+    """`losses`, summed over the steps. The forward pass makes the gradients too, chunk by chunk: no logits are kept."""
 
     @staticmethod
     def forward(ctx: Any, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):

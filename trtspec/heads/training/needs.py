@@ -36,7 +36,7 @@ OTHER_WAYS = "pass `features` stream, a directory of dumps, or a server's URL: `
 def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe, gpu: GpuSpec) -> dict[str, Any]:
     """Sizes, after every check that the run makes. A target that is not on this machine, or data not made yet, are
     taken from the recipe."""
-    resolved = resolve(request.target, allow_download=False)
+    resolved = resolve(request.target, weights=False)
     run = request.run
     spec, options = resolved.target_spec(), options.for_device(run.device)
     here = resolved.path is not None and all(Path(name).exists() for name in request.data)
