@@ -115,9 +115,9 @@ class RunJournal:
                 continue
             end = next((entry for entry in entries if "counts" in entry), None)
             # a process that was killed has left no end
-            told = end or {"seconds": max(answer.finished for answer in answers), "most": level.concurrency}
-            counts = COUNTS_IN.validate_python(told.get("counts", []))
-            found.append(Round(level, number, answers, told["seconds"], told["most"], counts, complete=end is not None))
+            last = end or {"seconds": max(answer.finished for answer in answers), "most": level.concurrency}
+            counts = COUNTS_IN.validate_python(last.get("counts", []))
+            found.append(Round(level, number, answers, last["seconds"], last["most"], counts, complete=end is not None))
         return found
 
     def kept(self) -> int:

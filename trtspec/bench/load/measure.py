@@ -39,8 +39,6 @@ THINKING_OWNED = dict.fromkeys(
     ("chat_template_kwargs", "reasoning_effort"), "leave `thinking` out and set it in `extra_body` with the rest"
 )
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
-
-
 Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
 Converse = Callable[[int, Question], Awaitable[None]]  # asks a question to its last turn
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
