@@ -72,7 +72,7 @@ def ci_steps(
     shim.chmod(0o755)
     path = f"{shim.parent}:{os.environ['PATH']}"
     env = {**os.environ, **job["env"], "PATH": path, "PYTHONPATH": str(ROOT), **variables}
-    steps = {step.get("name", ""): step for step in job["steps"]}
+    steps = {step.get("name") or step["uses"]: step for step in job["steps"]}
 
     def run(name: str) -> subprocess.CompletedProcess[str]:
         words = ["bash", "-ec", steps[name]["run"]]
