@@ -102,16 +102,18 @@ def test_host_limits(tmp_path: Path) -> None:
 def test_a_truncated_checkpoint_is_incomplete(tmp_path: Path, tiny_target: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_target, copy)
-    assert list(check_files(resolve(str(copy)), {})) == []
+    assert list(check_files(resolve(str(copy)))) == []
     shard = sorted(copy.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert [problem.code for problem in check_files(resolve(str(copy)), {})] == ["TS-SERVE-INCOMPLETE"]
+    assert [problem.code for problem in check_files(resolve(str(copy)))] == ["TS-SERVE-INCOMPLETE"]
 
 
-def test_what_may_not_be_fetched_is_told() -> None:
+def test_what_may_not_be_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     target = resolve("nvidia/Kimi-K2.6-NVFP4", weights=False)
-    assert [problem.code for problem in check_files(target, {"HF_HUB_OFFLINE": "1"})] == ["TS-SERVE-OFFLINE"]
-    assert list(check_files(target, {})) == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [problem.code for problem in check_files(target)] == ["TS-SERVE-OFFLINE"]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert list(check_files(target)) == []
 
 
 def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(

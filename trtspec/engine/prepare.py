@@ -85,9 +85,8 @@ class Preparation:
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")  # a free answer ends after its first call
         stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]
-        begins = special.get(SECTION if asked.strict_tools else "</think>" if thinking else "")
-        after = begins if grammar is not None else None  # what is behind it has the form
-        requests = self._choices(asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=after)
+        mark = "" if grammar is None else SECTION if asked.strict_tools else "</think>" if thinking else ""
+        requests = self._choices(asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=special.get(mark))
         return ApiCall(asked, self.tokenizer, self.model, requests, thinking)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
@@ -131,8 +130,8 @@ class Preparation:
         """The checked requests behind the choices for one prompt, each with its own seed."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
-        scores = 0 if asked.top is None else max(1, asked.top)
-        common = GenerationRequest("", prompt, max_tokens, stop=asked.stops, logprobs=scores, grammar=grammar, **fields)
+        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)
+        common = GenerationRequest("", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields)
         self.engine.check(common)
         stops = [*common.stop_token_ids, *(grammar.ends if grammar is not None else [])]
         requests = []
@@ -140,8 +139,7 @@ class Preparation:
             seed = common.seed
             if seed is not None and choice:
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
-            own = {"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
-            requests.append(common.model_copy(update=own))
+            requests.append(common.model_copy(update={"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}))
         return requests
 
     def _require_short(self, size: int, param: str) -> None:

@@ -35,7 +35,6 @@ class Steering:
     @cached_property
     def grammar(self) -> Grammar:
         """This sequence's own copy, made with its first token: those that wait share the request's."""
-        assert self.request.grammar is not None
         return self.request.grammar.copy()
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
 from trtspec.launch.server import ServerLaunch
 from trtspec.report import file_sha256, problem_lines, say, write_stderr
@@ -74,10 +74,8 @@ OF_THIS_MACHINE = (
     "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE", "TS-LINT-DISK-CACHE-PATH",
 )  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_RECIPE = 179 * 2**30  # the smallest that a published Kimi recipe for an engine gives it
 GIB = 2**30
-
-
+SHARED_MEMORY_RECIPE = 179 * GIB  # the smallest that a published Kimi recipe for an engine gives it
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
 
@@ -135,7 +133,7 @@ def check_start(
     """What any start needs of this machine. `models`: target and head."""
     yield from check_port(host, port)
     for model in models:
-        yield from check_files(model, os.environ)
+        yield from check_files(model)
     if untrusted:
         yield remote_code_problem(models[0])
     yield from check_gpus(needed, gpus)
@@ -183,7 +181,7 @@ def check_gpus(
         yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, f"lower `tp_size`, or {remedy}")
 
 
-def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Problem]:
+def check_files(resolved: Resolved) -> Iterator[Problem]:
     """A local checkpoint must be whole, a target also without anything that `inspect` calls an error; one that is not
     here must be allowed to come."""
     from trtspec.checkpoint.target_problems import read_target
@@ -196,7 +194,7 @@ def check_files(resolved: Resolved, environ: Mapping[str, str]) -> Iterator[Prob
                 Checkpoint.open(resolved.path)
         except TrtspecError as error:
             yield Problem("TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy)
-    elif environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    elif not is_online():
         message = f"{resolved.hub_id} is not on this machine and HF_HUB_OFFLINE is set"
         yield Problem("TS-SERVE-OFFLINE", "error", resolved.name, message, "unset it, or pass a local directory")
 

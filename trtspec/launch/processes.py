@@ -31,11 +31,10 @@ def run_trtspec(
 ) -> int:
     """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
     `show` is called again and again while it runs."""
-    command = [sys.executable, "-m", "trtspec", *words]
     with ExitStack() as files:
         out = files.enter_context(output.open("wb"))
         err = files.enter_context(log.open("wb")) if log else None
-        process = files.enter_context(child(command, stdout=out, stderr=err))
+        process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err))
         wait(process, show)
         os.fsync(out.fileno())
     return int(process.returncode)
@@ -135,10 +134,8 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
 
 def duration(seconds: float) -> str:
     """`42 s` or `3 min 05 s`."""
-    whole = round(seconds)
-    return (
-        f"{seconds:.1f} s" if seconds < 10 else f"{whole} s" if whole < 90 else f"{whole // 60} min {whole % 60:02d} s"
-    )
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{seconds:.{seconds < 10:d}f} s" if seconds < 90 else f"{minutes} min {rest:02d} s"
 
 
 def tail(log: Path) -> str:

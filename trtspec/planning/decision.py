@@ -187,13 +187,8 @@ def route_refusals(model: ModelSpec, head: HeadSpec | None, layout: Layout, sett
 
 def ladder(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, .. and `most` itself."""
-    found = {1, most}
-    for step in STEPS:
-        value = step
-        while value < most:
-            found.add(value)
-            value *= 2
-    return sorted(found)
+    doubled = {step << times for step in STEPS for times in range(most.bit_length())}
+    return sorted({1, most} | {value for value in doubled if value < most})
 
 
 def command(row: Row, target: str, head: str | None, setting: Setting) -> str:
