@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from trtspec.report import (
     file_sha256,
     peak_rss,
     provenance,
-    refuse_overwrite,
     versions,
     write_json,
 )
@@ -130,8 +128,7 @@ class Calibration:
     @property
     def work(self) -> OutputDirectory:
         """Journal and states of a run that is not finished, beside the output; two layers' states at the most."""
-        path = self.output.with_name(f".{self.output.name}.calibrate")
-        return OutputDirectory(path, "calibrate", frozenset(), 2 * self.states().bytes)
+        return OutputDirectory.beside(self.output, "calibrate", 2 * self.states().bytes)
 
     @property
     def tokens(self) -> int:
@@ -167,15 +164,14 @@ def calibrate_checkpoint(
     with calibration.stream:
         work = calibration.work
         done = not again.force and _is_finished(calibration)
-        if output.is_dir():
-            raise UsageError(f"{output} is a directory", "pass a file name, for example -o scales.safetensors")
-        if not done and not work.journal.exists():
-            refuse_overwrite(output, again.force)
-        if again.dry_run:
-            return _estimate(calibration, not again.restart and (done or work.check(again)))
         if done and not again.restart:
-            shutil.rmtree(work.path, ignore_errors=True)  # of a run killed after its last rename
+            if again.dry_run:
+                return _estimate(calibration, resumes=True)
+            work.finish()  # of a run killed after its last rename
             return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
+        again = replace(again, force=again.force or done)  # `restart` may replace what this very request wrote
+        if again.dry_run:
+            return _estimate(calibration, work.check(again))
         with work.claim(calibration.header, again) as journal:
             resumed = _measure(calibration, journal, progress)
             layers = [journal.done[_key(index)] for index in range(calibration.stream.num_layers)]
@@ -412,7 +408,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     more = {"data": text, "request": calibration.header, "layers": kept}
     write_json(_provenance_path(calibration.output), provenance("calibrate", source, options, **more))
     write_shard(calibration.output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
-    shutil.rmtree(calibration.work.path)
+    calibration.work.finish()
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:

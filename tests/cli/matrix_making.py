@@ -104,7 +104,7 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
         target=Effect(instead=(*line("train {other} {data} -o {out}"), *mode)),
         data=Effect(instead=(*line("train {target} {answers} -o {out}"), *mode)),
         output=Effect(instead=(*line("train {target} {data} -o {out}-2"), *mode)),
-        restart=Effect(line("--restart"), base=base, before=journal("{out}/.trtspec/state")),
+        restart=Effect(line("--restart"), base=base, before=journal("{out}/.trtspec-train.jsonl")),
         force=Effect(line("--force"), base=base, before=occupied),
         **more,
     )
@@ -233,7 +233,8 @@ MAKING: dict[str, dict[str, Situation]] = {
                 shard="--shard 0/2",
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
                 dry_run="--dry-run",
-                restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"), before=journal(".{out}.journal")),
+                restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
+                               before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
                 force=Effect(line("--force"), before=a_file),
                 json_="--json",
             ),

@@ -164,8 +164,8 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     """Training and the demo take minutes: what they would begin with is kept instead, as a record."""
     finished = {"parameters": 1, "training": {"steps": 1, "tokens_seen": 1, "seconds": 1.0, "accuracy": [0.5]}}
 
-    def train(run: Any, options: Any) -> dict[str, Any]:
-        stage.handed.append(repr((run, options)))
+    def train(*given: Any) -> dict[str, Any]:
+        stage.handed.append(repr(given))
         return finished
 
     monkeypatch.setattr("trtspec.cli.train._train", train)

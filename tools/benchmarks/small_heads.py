@@ -18,9 +18,8 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint
-from trtspec.heads.training.loop import Result, RunControls, train_head
-from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.plan import KeptState
+from trtspec.heads.training.loop import Result, train_head
+from trtspec.heads.training.options import TrainingRun, TrainOptions, new_head_spec
 from trtspec.heads.training.samples import draft_vocabulary, read_samples
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.models.eagle3 import Eagle3Head
@@ -70,8 +69,8 @@ class Workshop:
     ) -> Result:  # fmt: skip
         """Trains in place on the shared states; resumes a killed run in `work`, refuses other options."""
         fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
-        kept = KeptState(work, work / "training.jsonl", fingerprint, save_every=50)
-        return train_head(module, self.features, options, kept, controls=RunControls(on_step))
+        run = TrainingRun(Path(), "data", work, save_every=50)
+        return train_head(module, self.features, options, run, fingerprint, on_step=on_step)
 
     def acceptance(
         self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int

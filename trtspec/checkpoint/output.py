@@ -1,6 +1,6 @@
-"""The directory that a command writes a checkpoint into: checked, claimed, resumed after a kill, finished.
+"""The output of a long command: checked, claimed, resumed after a kill, finished. The same for all of them.
 
-    directory = OutputDirectory(path, "quantize", names, size)
+    directory = OutputDirectory(path, "quantize", names, size)     # or OutputDirectory.beside(file, "calibrate")
     with directory.claim(header, again) as journal:
         ...                                    # shards that `journal.done` records are kept
         carry_files(source, path)              # what the source has beside its weights
@@ -31,6 +31,7 @@ SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
 OWN_PREFIX = ".trtspec-"
 TEMPORARY = (".partial", ".tmp")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
+HEAD_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md")
 WRITTEN = ("config.json", HF_QUANT_NAME, INDEX_NAME, "README.md", "provenance.json")  # beside the shards
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 MOST_NAMES = 5  # of files that a message lists
@@ -38,12 +39,19 @@ MOST_NAMES = 5  # of files that a message lists
 
 @dataclass(frozen=True)
 class OutputDirectory:
-    """`names` are the files that `command` will write into `path`, `size` is the bytes of the shards among them."""
+    """`names` are the files and folders that `command` will write into `path`, `size` is the bytes of the weights among
+    them. An output that is one `file` has a work directory beside it, which is `path`."""
 
     path: Path
     command: str
     names: frozenset[str]
     size: int
+    file: Path | None = None
+
+    @staticmethod
+    def beside(file: Path, command: str, size: int = 0) -> OutputDirectory:
+        """The work directory of a run that writes `file`."""
+        return OutputDirectory(file.with_name(f".{file.name}.{command}"), command, frozenset(), size, file)
 
     @property
     def journal(self) -> Path:
@@ -80,22 +88,35 @@ class OutputDirectory:
         Raises UsageError if the directory contains files that the command did not write, TrtspecError if there is no
         room.
         """
-        begun = self.journal.exists()
-        if not begun:
+        begun, parent = self.journal.exists(), machine.existing(self.path)
+        if self.file is not None and self.file.is_dir():
+            raise UsageError(f"{self.file} is a directory", f"pass a file name, for example {self.file / 'output'}")
+        if not begun and self.file is not None:
+            refuse_overwrite(self.file, again.force)
+        elif not begun:
             self._refuse_foreign(again.force)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise TrtspecError(f"cannot write {self.path}: no permission in {parent}", "choose another `output`")
         present = {path.name for path in self.path.glob("*.safetensors")}
         if strays := sorted(present - self._ours()):
             raise UsageError(
                 f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
                 "move it away, or choose another `output`",
             )
-        free, replaced = machine.free_disk(self.path), sum(path.stat().st_size for path in self.path.glob("*"))
+        free, replaced = machine.free_disk(self.path), sum(path.stat().st_size for path in self.path.rglob("*"))
         if free + replaced < self.size + SPARE_BYTES:
             raise TrtspecError(
                 f"{self.path} needs {self.size:,} bytes and its disk has {free:,} free",
                 "free space, or choose an `output` on another disk",
             )
         return begun and not again.restart
+
+    def finish(self) -> None:
+        """Removes what only an unfinished run needs: the journal, or the work directory."""
+        if self.file is None:
+            self.journal.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def refuse_other(self, header: dict[str, Any]) -> None:
         """Raises UsageError naming what differs between `header` and the journal's."""
@@ -132,10 +153,12 @@ class OutputDirectory:
     def _clear(self, resumes: bool) -> None:
         patterns = (".*.partial", *(f".{name}.*.tmp" for name in WRITTEN))
         stale = [path for pattern in patterns for path in self.path.glob(pattern)]
-        if not resumes:
-            names = ["config.json", INDEX_NAME, *(name for name in self._ours() if name.endswith(".safetensors"))]
+        if not resumes:  # config.json first; not provenance.json, which tells the names of an earlier run
+            names = ["config.json", *sorted(self._ours() - {"config.json", "provenance.json"})]
             stale += [self.path / name for name in names]
         for path in stale:
+            if path.is_dir():
+                shutil.rmtree(path)
             path.unlink(missing_ok=True)
 
 

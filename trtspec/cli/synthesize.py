@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trtspec.cli.options import JsonObject
 from trtspec.errors import TrtspecError
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, argument, option
-from trtspec.report import Result, file_sha256, progress_bar, provenance, refuse_overwrite, value_table, write_json
+from trtspec.report import OutputOptions, Result, file_sha256, progress_bar, provenance, value_table, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
@@ -70,24 +70,19 @@ def synthesize(options: SynthesizeOptions) -> Result:
     The seed of each prompt follows from its text. Run an interrupted command again to resume it;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
-    from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard
+    from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, work_directory
 
     endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     same = ("model", "max_tokens", "temperature", "top_p", "raw", "thinking")
     given = {name: getattr(options, name) for name in same}
     sampling = AnswerSampling(**given, extra_body=options.extra_body.value)
     chosen = shard(read_prompts(options.prompts, options.split, options.samples), options.shard)
-    output = options.output
-    journal = output.with_name(f".{output.name}.journal")
-    resumes = journal.exists() and not options.restart
-    if not resumes:
-        refuse_overwrite(output, options.force)
+    output, again = options.output, OutputOptions(options.dry_run, options.restart, options.force)
+    resumes = work_directory(output).check(again)
     if options.dry_run:
         plan = _dry_run(options, len(chosen), sampling, resumes)
         return Result(plan, tables=[value_table(plan)])
-    if options.restart:
-        journal.unlink(missing_ok=True)
-    outcome = _answer(chosen, output, endpoint, sampling, journal)
+    outcome = _answer(chosen, output, endpoint, sampling, again)
     quality, bad = judge_answers(outcome.rows)
     summary = {
         "output": str(output),
@@ -106,7 +101,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; {name}: {reason}"
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
-        journal.unlink(missing_ok=True)
+        work_directory(output).finish()
     summary["errors"] = outcome.failed
     return Result(summary, tables=[value_table(summary)], failure=failure)
 
@@ -141,7 +136,7 @@ def _record(
 
 
 def _answer(
-    chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Path
+    chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, again: OutputOptions
 ) -> Outcome:
     from trtspec.heads.synthesis import synthesize as answer
 
@@ -154,7 +149,7 @@ def _answer(
             bar.advance(1, f"{tokens:,} tokens")
 
         return answer(
-            chosen, output, endpoint, sampling, journal_path=journal, on_answer=on_answer,
+            chosen, output, endpoint, sampling, again, on_answer=on_answer,
             on_resumed=lambda count: bar.advance(count, f"{count} were answered before" if count else ""),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from trtspec.cli.options import CountList, Gpu, directory_of
 from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.card import interval_text
-from trtspec.heads.training.curve import remove_run, resumes
+from trtspec.heads.training.curve import run_directory, run_options
 from trtspec.heads.training.options import (
     EagleVersion,
     Precision,
@@ -21,7 +21,6 @@ from trtspec.heads.training.options import (
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
-    TrainRequest,
     dump_directory,
     feature_source,
     read_config,
@@ -43,13 +42,14 @@ from trtspec.records import (
     uses,
     words,
 )
-from trtspec.report import Result, Table, progress_bar, say
+from trtspec.report import OutputOptions, Result, Table, progress_bar, say
 from trtspec.specs import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trtspec.heads.training.curve import CurvePoint
+    from trtspec.heads.training.options import FeatureSource
     from trtspec.heads.training.plan import TrainingPlan
     from trtspec.heads.training.processes import World
     from trtspec.heads.training.samples import Sample
@@ -213,25 +213,20 @@ def train(command: TrainCommand) -> Result | None:
         name = "DATA" if command.target else "TARGET"
         remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
         raise UsageError(f"{name} is missing", remedy)
-    request = TrainRequest(
-        target=command.target,
-        data=command.data,
-        features=features,
-        run=_run(command),
-        acceptance_prompts=command.acceptance_prompts,
-        asked_for_acceptance=mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file,
-        again=shlex.join(["trtspec", "train", *words(replace(typed, restart=False, force=False, dry_run=False))]),
-    )
+    run = _run(command)
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
-    goes_on = main and resumes(command.output, command.restart, command.force)
+    resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
         from trtspec.data_files import gpu_spec
         from trtspec.heads.training.needs import dry_run
 
-        return _needs(dry_run(request, options, recipe, gpu_spec(command.gpu)) | {"resumes": goes_on})
-    if main and not goes_on:
-        remove_run(command.output)
-    return _result(request, _train(request, options))
+        found = dry_run(command.target, command.data, features, run, options, recipe, gpu_spec(command.gpu))
+        return _needs(found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes})
+    asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
+    run = replace(run, target_dir=directory_of(command.target))
+    record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
+    again = words(replace(typed, restart=False, force=False, dry_run=False))
+    return _result(command.output, record, shlex.join(["trtspec", "train", *again]))
 
 
 def _needs(found: dict[str, Any]) -> Result:
@@ -278,59 +273,62 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
 def _run(command: TrainCommand) -> TrainingRun:
     deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
     values = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
-    return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, **values)
+    again = OutputOptions(command.dry_run, command.restart, command.force)
+    return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=again, **values)
 
 
-def _train(request: TrainRequest, options: TrainOptions) -> dict[str, Any]:
-    """Plans, trains and measures. Returns the record of the run in the main process, {} in the others."""
+def _train(
+    run: TrainingRun, data: tuple[str, ...], features: FeatureSource, options: TrainOptions, prompts: int, asked: bool
+) -> dict[str, Any]:
+    """Plans, trains and measures on `prompts`. Returns the record of the run in the main process, {} in the others.
+
+    `asked`: the user gave --acceptance-prompts, so a measurement that is impossible is an error.
+    """
     # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.target_problems import require_target
     from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import process_group
 
-    target = directory_of(request.target)
-    request = replace(request, run=replace(request.run, target_dir=target))
-    with process_group(request.run.device) as world:
+    with process_group(run.device) as world:
         if not world.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        options = options.for_device(request.run.device)
-        plan = make_plan(target, require_target(target).spec, request.data, options, request.features)
-        return _train_and_measure(request, plan, options, world)
+        options, spec = options.for_device(run.device), require_target(run.target_dir).spec
+        plan = make_plan(run.target_dir, spec, data, options, features)
+        return _train_and_measure(run, plan, options, prompts, asked, world)
 
 
 def _train_and_measure(
-    request: TrainRequest, plan: TrainingPlan, options: TrainOptions, world: World
+    run: TrainingRun, plan: TrainingPlan, options: TrainOptions, prompts: int, asked: bool, world: World
 ) -> dict[str, Any]:
     from trtspec.heads.training.plan import check_run
 
-    check_run(request.run, plan, options)
+    check_run(run, plan, options)
     for line in plan.told():
         say(line)
-    if request.acceptance_prompts and request.features.with_layers and not plan.held_out:
+    if prompts and plan.features.with_layers and not plan.held_out:
         text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
-        if request.asked_for_acceptance:
+        if asked:
             raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
         say(text)
 
     from trtspec.heads.training.producers import open_target
     from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
 
-    target_dir = request.run.target_dir
-    model, whole = open_target(target_dir, plan, options.dtype, world.device(request.run.device))
-    if not whole and request.asked_for_acceptance and request.acceptance_prompts:
+    model, whole = open_target(run.target_dir, plan, options.dtype, world.device(run.device))
+    if not whole and asked and prompts:
         text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
         raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
     with progress_bar("training", plan.steps, "steps") as bar:
-        record = run_training(request.run, model, plan, options, on_step=_shown(bar.advance), world=world)
-    if not record or not request.acceptance_prompts or not record["training"]["finished"]:
+        record = run_training(run, model, plan, options, on_step=_shown(bar.advance), world=world)
+    if not record or not prompts or not record["training"]["finished"]:
         return record
     if not whole:
         say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
     elif record["held_out"]:
         held = [sample for sample in plan.samples if sample.id in set(record["held_out"]) and sample.prompt > 0]
-        record["acceptance"] = measure_acceptance(model, request.run, held[: request.acceptance_prompts])
-        write_record(request.run.output, plan.spec, record)
+        record["acceptance"] = measure_acceptance(model, run, held[:prompts])
+        write_record(run.output, plan.spec, record)
     return record
 
 
@@ -393,19 +391,20 @@ def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
     return on_step
 
 
-def _result(request: TrainRequest, record: dict[str, Any]) -> Result | None:
-    """The end of a run; it fails where a signal ended it. None on the processes that do not write."""
+def _result(output: Path, record: dict[str, Any], again: str) -> Result | None:
+    """The end of a run, which the command `again` resumes; it fails where a signal ended it. None on the processes that
+    do not write."""
     if not record:
         return None
-    output, training = request.run.output, record["training"]
+    training = record["training"]
     values, lines = {"output": str(output), **record}, list(_lines(output, record))
     if training.get("finished", True):
         return Result(values, lines=lines)
     where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
     if training["stopped"] in ("SIGINT", "SIGTERM"):
-        failure = Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{request.again}`")
+        failure = Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{again}`")
         return Result(values, lines=lines, failure=failure)
-    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {request.again}"])
+    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {again}"])
 
 
 def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:

@@ -22,11 +22,12 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
 from trtspec.client.client import CHAT, OWNED, RAW, RequestFailed, complete, first_model, new_client, refuse_owned
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import write_atomic
+from trtspec.report import OutputOptions, write_atomic
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -178,23 +179,27 @@ def synthesize(
     output: Path,
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
+    again: OutputOptions = OutputOptions(),
     *,
-    journal_path: Path,
     on_answer: Callable[[int], None] = lambda _: None,
     on_resumed: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
-    """Answers every prompt that the journal lacks, then writes `output`. `on_resumed` gets the number of prompts that
-    the journal has, `on_answer` the tokens of each further one. Raises TrtspecError when the server is gone
-    or refuses, UsageError when the journal belongs to another sampling."""
-    journal = Journal(journal_path, {"sampling": asdict(sampling)})
-    try:
+    """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
+
+    `on_resumed` gets the number of prompts that the journal has, `on_answer` the tokens of each further one. Raises
+    TrtspecError when the server is gone or refuses, UsageError when the journal belongs to another sampling.
+    """
+    with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
         on_resumed(sum(prompt.id in journal.done for prompt in prompts))
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, on_answer))
         outcome.rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
         write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows))
-    finally:
-        journal.close()
     return outcome
+
+
+def work_directory(output: Path) -> OutputDirectory:
+    """Holds the journal while answers are missing."""
+    return OutputDirectory.beside(output, "synthesize")
 
 
 async def _answer_all(

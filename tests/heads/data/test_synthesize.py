@@ -70,9 +70,8 @@ def write(path: Path, rows: list) -> Path:
 
 def run(prompts: Path, output: Path, url: str, sampling: AnswerSampling | None = None, **endpoint):
     options = TargetEndpoint(url, first_delay=0.01, **endpoint)
-    journal = output.with_name("journal")
     chosen = read_prompts(prompts)
-    return synthesize(chosen, output, options, sampling or AnswerSampling(max_tokens=8), journal_path=journal)
+    return synthesize(chosen, output, options, sampling or AnswerSampling(max_tokens=8))
 
 
 def rows(path: Path) -> list[dict]:
@@ -290,7 +289,7 @@ def test_killed_and_run_again_asks_nothing_twice(tmp_path):
         command = [sys.executable, "-m", "trtspec", "synthesize", str(prompts), "-o", str(tmp_path / "data.jsonl")]
         command += ["--base-url", url, "--concurrency", "2", "--max-tokens", "8"]
         process = subprocess.Popen(command, cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": "."})
-        journal = tmp_path / ".data.jsonl.journal"
+        journal = tmp_path / ".data.jsonl.synthesize" / ".trtspec-synthesize.jsonl"
         for _ in range(4000):
             if journal.exists() and journal.read_bytes().count(b"\n") > 15:
                 break

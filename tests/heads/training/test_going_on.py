@@ -60,7 +60,7 @@ def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, da
     assert first["training"]["finished"]
     with pytest.raises(UsageError, match="is finished: it has had all 2 steps"):
         train_once(target_dir, data, parts, longer(LASTING, eval_every=2))
-    with pytest.raises(UsageError, match=r"batch-size was 8, now 4; lr was 0\.003, now 0\.001$"):
+    with pytest.raises(UsageError, match=r"options\.batch_size was 8, now 4; options\.lr was 0\.003, now 0\.001$"):
         train_once(target_dir, data, parts, longer(LASTING, eval_every=2, batch_size=4, lr=1e-3, epochs=3))
     train_once(target_dir, data, parts, longer(LASTING, epochs=3, eval_every=2))
     assert (parts / "training.jsonl").read_bytes() == (whole / "training.jsonl").read_bytes()

@@ -59,7 +59,7 @@ def test_synthesize_killed_twenty_times(tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"question {n}"} for n in range(150)])
     text = {prompt.id: prompt.turns[0][0]["content"] for prompt in read_prompts(prompts)}
     log, output = tmp_path / "requests.jsonl", tmp_path / "data.jsonl"
-    journal = tmp_path / ".data.jsonl.journal"
+    journal = tmp_path / ".data.jsonl.synthesize" / ".trtspec-synthesize.jsonl"
     shuffle, kills, rounds, repeated = random.Random(0), 0, 0, 0
     with serving(log, "0", "0.01") as url:
         seconds = timed(quiet_synthesize, prompts, tmp_path / "whole.jsonl", url)

@@ -16,9 +16,9 @@ import torch
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
-from trtspec.heads.training.loop import RunControls, train_head
-from trtspec.heads.training.options import FeatureSource, TrainOptions, feature_source
-from trtspec.heads.training.plan import KeptState, TrainingPlan, make_plan
+from trtspec.heads.training.loop import train_head
+from trtspec.heads.training.options import FeatureSource, TrainingRun, TrainOptions, feature_source
+from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.producers import StreamedFeatures, chunks_in_order, stream_features
 from trtspec.heads.training.samples import split_data
 from trtspec.heads.training.states import Features, HeldFeatures, compute_features
@@ -89,9 +89,9 @@ def losses(
         if point.step == stop:
             raise KeyboardInterrupt
 
-    kept = KeptState(directory / "work", directory / "curve.jsonl", {}, save_every=1)
-    train_head(module, features, options, kept, controls=RunControls(on_step))
-    return [json.loads(line) for line in (directory / "curve.jsonl").read_text().splitlines()]
+    run = TrainingRun(Path(), "data", directory, save_every=1)
+    train_head(module, features, options, run, {}, on_step=on_step)
+    return [json.loads(line) for line in run.curve.read_text().splitlines()]
 
 
 def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream, plan, model):

@@ -45,7 +45,7 @@ def test_the_command_writes_and_measures_a_head(trained):
     assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
     assert {path.name for path in output.iterdir()} == {
         "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
-        "best", ".trtspec",
+        "best", ".trtspec", ".trtspec-train.jsonl",
     }  # fmt: skip
     assert json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
     card = (output / "README.md").read_text()

@@ -22,6 +22,7 @@ from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.identity import recorded
+from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import Problem, UsageError, has_errors
@@ -30,16 +31,14 @@ from trtspec.heads.convert.tensors import (
     Choice,
     Lender,
     OutputTensor,
-    check_output,
-    check_room,
     opened,
     plan_tensors,
     sizes,
     vocabulary_targets,
     with_ownership,
-    write_output,
-)  # fmt: skip
-from trtspec.report import peak_rss, provenance, write_atomic, write_json
+    write_tensors,
+)
+from trtspec.report import OutputOptions, peak_rss, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -116,30 +115,42 @@ def convert_head(
     progress: Callable[[int, int], None] | None = None,
 ) -> HeadConversion:
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
-    run checks, every value of every tensor too. Raises UsageError for an output that is in the way or has no room."""
+    run checks, every value of every tensor too. Raises UsageError for an output that is in the way, TrtspecError for
+    one that has no room."""
     begun = time.monotonic()
     path = _local(source)
-    check_output(output, path, options.force)
+    if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
+        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another `output`")
+    licences = sorted(path.glob("LICENSE*"))
+    names = frozenset((*HEAD_FILES, *(licence.name for licence in licences)))
+    directory = OutputDirectory(output, "convert", names, size=0)
+    again = OutputOptions(options.dry_run, restart=True, force=options.force)  # a killed conversion begins anew
+    directory.check(again)
     with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
             return HeadConversion(None, options.to, options.dry_run, [wrong])
         found, entries = _plan(checkpoint, output, options, target)
         found = replace(found, repairs=decoded + found.repairs)
+        directory = replace(directory, size=found.bytes_out)
         if not has_errors(found.problems):
-            check_room(output, found.bytes_out)
+            directory.check(again)
         if has_errors(found.problems) or options.dry_run:
             return replace(found, seconds=round(time.monotonic() - begun, 3))
         done = replace(found, output=output)
         assert done.head is not None
-        licences = sorted(path.glob("LICENSE*"))
-        with write_output(output, entries, done.config, licences, progress) as (partial, tensors):
+        with directory.claim({}, again):
+            tensors = write_tensors(output / "model.safetensors", entries, progress)
+            for licence in licences:
+                write_atomic(output / licence.name, licence.read_bytes())
             origin = {"head": source.name, "dialect": done.source_dialect, "config": checkpoint.config}
             origin |= {"provenance": recorded(path) or None, "target": target.name if target else None}
             more = {"dialect": done.head.dialect, "tensors": tensors, "repairs": done.to_json()["repairs"]}
             record = provenance("convert", origin, options.chosen(), **more)
-            write_json(partial / "provenance.json", record)
-            write_atomic(partial / "README.md", conversion_card(done.head, done.to_json(), record))
+            write_json(output / "provenance.json", record)
+            write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
+            write_json(output / "config.json", done.config)  # last: without it the directory is no head
+            directory.finish()
     return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
 
 

@@ -1,14 +1,11 @@
-"""The tensors of a converted head, where the bytes of each come from, and the directory that they are written to: what
-may be in its way, and how it appears whole or not at all. Heads that exist only as pickles (SafeAILab's
+"""The tensors of a converted head, and where the bytes of each come from. Heads that exist only as pickles (SafeAILab's
 pytorch_model.bin, a trainer's .pt) are read without running code."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo, read_config
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import (
@@ -35,17 +31,14 @@ from trtspec.checkpoint.heads.shapes import (
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile, write_shard
-from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
+from trtspec.errors import CheckFailed, Problem, TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE
-from trtspec.report import fsync_directory, refuse_overwrite, write_atomic, write_json
+from trtspec.report import write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "target"]
-Progress = Callable[[int, int], None]
 PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
 NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
-OWN_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md", "LICENSE")
-MARGIN = 1 << 20  # bytes, for all but the tensors
 PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 
 
@@ -323,63 +316,6 @@ def _pickles(path: Path) -> list[Path]:
     found = sorted({file for pattern in PATTERNS for file in path.glob(pattern)})
     other = ("optimizer", "scheduler", "training_args", "rng_state", "trainer_state")
     return [file for file in found if not file.name.startswith(other)]
-
-
-def check_output(output: Path, source: Path, force: bool) -> None:
-    """Raises UsageError where writing would overwrite, or cannot succeed; with `force`, what `trtspec` wrote may be
-    replaced and nothing else."""
-    if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
-        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another `output`")
-    refuse_overwrite(output, force)
-    parent = machine.existing(output.resolve().parent)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{output} cannot be written: no permission to write in {parent}", "choose another `output`")
-    strangers = [file.name for file in output.iterdir() if file.name not in OWN_FILES] if output.is_dir() else []
-    if strangers:
-        raise UsageError(
-            f"{output} holds more than a head of trtspec's ({sorted(strangers)[0]}), so `force` does not replace it",
-            "choose another `output`, or remove the directory yourself",
-        )
-
-
-def check_room(output: Path, size: int) -> None:
-    """Raises UsageError where the file system has less than the head will take."""
-    free = machine.free_disk(output.resolve().parent)
-    if free < size + MARGIN:
-        raise UsageError(
-            f"{output} needs {size:,} bytes, and its disk has {free:,} free", "make room, or choose another `output`"
-        )
-
-
-@contextmanager
-def write_output(
-    output: Path,
-    entries: dict[str, OutputTensor],
-    config: dict[str, Any],
-    licences: list[Path],
-    progress: Progress | None,
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Writes the head to a directory beside `output` that takes its name when it is complete. The block gets that
-    directory and the digests of the tensors, and adds the record and the card."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.parent.resolve() / f".{output.name}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial, write_tensors(partial / "model.safetensors", entries, progress)
-        for licence in licences:
-            write_atomic(partial / licence.name, licence.read_bytes())
-        write_json(partial / "config.json", config)
-        # what was there is set aside first and removed last
-        old = partial.with_suffix(".old")
-        if output.exists():
-            os.rename(output, old)
-        os.rename(partial, output)
-        fsync_directory(output.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def write_tensors(

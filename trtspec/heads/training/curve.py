@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.files import read_object
-from trtspec.report import refuse_overwrite
+from trtspec.report import OutputOptions, refuse_overwrite
 
 WORK_NAME = ".trtspec"  # the state of a run, and states of a streamed target
 CHECKPOINT, BEST = "checkpoint-", "best"  # folders of exported heads
 CURVE_NAME, SPEED_NAME = "training.jsonl", "speed.jsonl"
-HEAD_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md")
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -37,31 +36,22 @@ def is_finished(output: Path) -> bool:
     return bool(read_object(output / "provenance.json").get("training", {}).get("finished", True))
 
 
-def foreign(output: Path) -> list[Path]:
-    """What no run of `trtspec train` left here."""
-    ours = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, *HEAD_FILES, *(p.name for p in checkpoints(output))}
-    return [path for path in output.iterdir() if path.name not in ours] if output.is_dir() else []
+def run_directory(output: Path, size: int = 0) -> OutputDirectory:
+    """What a run writes into `output`, `size` bytes at the most."""
+    names = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, *HEAD_FILES, *(path.name for path in checkpoints(output))}
+    return OutputDirectory(output, "train", frozenset(names), size)
 
 
-def resumes(output: Path, restart: bool, force: bool) -> bool:
-    """Whether the run in this output would be resumed. Raises UsageError where something else is in the way."""
-    finished = is_finished(output)
-    if (output / WORK_NAME).is_dir() and not restart and not (finished and force):
-        return True
-    if finished or foreign(output):
-        refuse_overwrite(output, force)
-    return False
+def run_options(output: Path, again: OutputOptions) -> OutputOptions:
+    """With `restart` set where a finished run is to start over, which `force` asks for: else it can be extended.
 
-
-def remove_run(output: Path) -> None:
-    """Removes what a run left in `output`; what others put there stays."""
-    for folder in (output / WORK_NAME, output / BEST, *checkpoints(output), *output.glob(".*.partial")):
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        else:
-            folder.unlink(missing_ok=True)
-    for name in (*HEAD_FILES, CURVE_NAME, SPEED_NAME):
-        (output / name).unlink(missing_ok=True)
+    Raises UsageError for `restart` alone.
+    """
+    if not is_finished(output):
+        return again
+    if again.restart:
+        refuse_overwrite(output, again.force)
+    return replace(again, restart=again.force)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.options import TrainOptions, learning_rate
-from trtspec.heads.training.plan import KeptState, SavedRun, load_state, save_state, state_tensors
+from trtspec.heads.training.options import TrainingRun, TrainOptions, learning_rate
+from trtspec.heads.training.plan import SavedRun, load_state, save_state, state_tensors
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 from trtspec.heads.training.states import Features, collate
@@ -46,19 +46,25 @@ def train_head(
     model: TrainingModule,
     features: Features,
     options: TrainOptions,
-    kept: KeptState,
+    run: TrainingRun,
+    fingerprint: dict[str, Any],
     *,
-    controls: RunControls | None = None,
+    on_step: Callable[[CurvePoint], None] = lambda _: None,
+    export: Callable[[CurvePoint], None] = lambda _: None,
+    stop: Stop | None = None,
     world: World = ALONE,
 ) -> Result:
-    """Trains in place. The state is saved as `kept` says; a rerun resumes there, and its curve is
-    that of an uninterrupted run. Raises TrtspecError when the loss is NaN or infinite."""
-    controls, data = controls or RunControls(), split_data(features.samples, options)
+    """Trains in place. The state is saved every `run.save_every` steps; a rerun with the same `fingerprint` resumes
+    there, and its curve is that of an uninterrupted run. `export` writes the heads that are due after a step.
+
+    Raises TrtspecError when the loss is NaN or infinite.
+    """
+    stop, data = stop or Stop(), split_data(features.samples, options)
     total = data.total
     stepper = Stepper(model, features, options, total, world)
-    saved = load_state(kept.work, stepper.parameters, stepper.optimizer, kept.fingerprint, total)
+    saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
     world.wait()  # nobody saves before everybody has read
-    curve = Curve(kept.curve, saved.position) if world.main else None
+    curve = Curve(run.curve, saved.position) if world.main else None
     result = Result(saved.step, total)
     began, slowest, saving = time.monotonic(), 0.0, 0.0
     plan = list(data.steps())[saved.step :]
@@ -74,29 +80,20 @@ def train_head(
         if curve:
             curve.add(point)
         slowest, result.steps = max(slowest, point.seconds), step
-        stopping = step < total and controls.stop.asked(world, slowest + saving)
+        stopping = step < total and stop.asked(world, slowest + saving)
         before = time.monotonic()
-        controls.export(point)
-        if curve and (stopping or step % kept.save_every == 0 or step == total):
+        export(point)
+        if curve and (stopping or step % run.save_every == 0 or step == total):
             tensors = state_tensors(stepper.parameters, stepper.optimizer)
-            save_state(kept.work, tensors, SavedRun(step, total, curve.position, kept.fingerprint))
+            save_state(run.work, tensors, SavedRun(step, total, curve.position, fingerprint))
         saving = max(saving, time.monotonic() - before)
-        controls.on_step(point)
+        on_step(point)
         if stopping:
             break
     if curve:
         curve.close()
-    result.stopped = controls.stop.reason
+    result.stopped = stop.reason
     return result
-
-
-@dataclass
-class RunControls:
-    """How a run goes, which its curve does not depend on."""
-
-    on_step: Callable[[CurvePoint], None] = lambda _: None
-    stop: Stop = field(default_factory=Stop)
-    export: Callable[[CurvePoint], None] = lambda _: None  # writes the heads that are due after a step
 
 
 @dataclass

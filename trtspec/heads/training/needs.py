@@ -21,7 +21,7 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.target_tensors import linear_shapes
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions
-from trtspec.heads.training.options import TrainingRecipe, TrainOptions, TrainRequest
+from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainingRun, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
 from trtspec.heads.training.producers import CHUNK_BYTES
 from trtspec.planning.layout import refusals
@@ -33,20 +33,27 @@ LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per toke
 OTHER_WAYS = "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
 
 
-def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe, gpu: GpuSpec) -> dict[str, Any]:
+def dry_run(
+    target: str,
+    data: tuple[str, ...],
+    features: FeatureSource,
+    run: TrainingRun,
+    options: TrainOptions,
+    recipe: TrainingRecipe,
+    gpu: GpuSpec,
+) -> dict[str, Any]:
     """Sizes, after every check that the run makes. A target that is not on this machine, or data not made yet, are
     taken from the recipe."""
-    resolved = resolve(request.target, weights=False)
-    run = request.run
+    resolved = resolve(target, weights=False)
     spec, options = resolved.target_spec(), options.for_device(run.device)
-    here = resolved.path is not None and all(Path(name).exists() for name in request.data)
+    here = resolved.path is not None and all(Path(name).exists() for name in data)
     if here:
         assert resolved.path is not None
         spec = require_target(resolved.path).spec
-        plan = make_plan(resolved.path, spec, request.data, options, request.features)
+        plan = make_plan(resolved.path, spec, data, options, features)
         found = plan.to_dict() | check_run(replace(run, target_dir=resolved.path), plan, options)
     else:
-        plan = plan_without_data(spec, options, recipe, run.data, request.features)
+        plan = plan_without_data(spec, options, recipe, run.data, features)
         found = plan.to_dict()
     about = {
         "output": str(run.output),
@@ -55,13 +62,12 @@ def dry_run(request: TrainRequest, options: TrainOptions, recipe: TrainingRecipe
         "save_every": run.save_every,
         "keep": run.keep,
         "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
-        "acceptance_prompts": request.acceptance_prompts,
         "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
         "warnings": plan.warnings,
     }
-    needed = needs(plan, spec, options, stored_bytes(resolved), gpu, request.target, run.data)
+    needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
     online = needed["ways"]["online"]
-    if str(request.features) == "memory" and not online["possible"]:
+    if features.text == "memory" and not online["possible"]:
         raise TrtspecError(f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS)
     return found | {"measured": here, **about, **needed}
 

@@ -17,6 +17,7 @@ from trtspec.client.addresses import server_url
 from trtspec.errors import UsageError
 from trtspec.files import load_file
 from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME
+from trtspec.report import OutputOptions
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class TrainingRun:
     keep: int = 2  # of those heads, the newest
     deadline: float | None = None
     device: str = "cpu"
+    again: OutputOptions = OutputOptions()
 
     @property
     def work(self) -> Path:
@@ -171,20 +173,6 @@ def dump_directory(data: tuple[str, ...]) -> Path | None:
             "give the conversations, and the directory as `features`",
         )
     return Path(folders[0]) if folders else None
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """What is to be trained on what, by the names that were given, and how: all that does not change the loss curve.
-    `run.target_dir` is known once the target's name was looked up."""
-
-    target: str
-    data: tuple[str, ...]  # files of conversations, or one directory of dumps
-    features: FeatureSource
-    run: TrainingRun
-    acceptance_prompts: int  # held-out prompts that the new head drafts on at the end
-    asked_for_acceptance: bool
-    again: str  # the command that resumes this run
 
 
 @dataclass(frozen=True)

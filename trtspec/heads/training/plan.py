@@ -20,9 +20,9 @@ from trtspec import machine
 from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.checkpoint.writer import write_shard
+from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.curve import is_finished
+from trtspec.heads.training.curve import is_finished, run_directory, run_options
 from trtspec.heads.training.options import (
     FeatureSource,
     TrainingRecipe,
@@ -63,6 +63,12 @@ class TrainingPlan:
     def warnings(self) -> list[str]:
         """What engines cannot do with the head that is to be trained."""
         return [text for engine in ENGINES.values() if (text := engine.cannot_load(self.spec))]
+
+    def output_bytes(self, keep: int) -> int:
+        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the kept
+        heads, one more, the best and the last."""
+        state, head = 4 * (1 + len(MOMENTS)) * self.parameters, 2 * self.parameters
+        return 2 * state + (keep + 3) * head
 
     def told(self) -> list[str]:
         """What is trained on what, line by line, for whoever waits."""
@@ -145,11 +151,12 @@ def _count(spec: HeadSpec) -> int:
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
-    """Whether the head to start from fits, and the run that the output holds would resume with these options; raises
-    otherwise. Returns what a dry run says about it."""
+    """Whether the head to start from fits, the disk has room, and the run that the output holds would resume with these
+    options; raises otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    saved = saved_run(run.work)
+    resumes = run_directory(run.output, plan.output_bytes(run.keep)).check(run_options(run.output, run.again))
+    saved = saved_run(run.work) if resumes else None
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
     return {"steps_done": saved.step if saved else 0, "free_memory_bytes": machine.free_memory()}
@@ -186,16 +193,6 @@ def check_initial(head: Path, spec: HeadSpec) -> None:
 
 
 @dataclass(frozen=True)
-class KeptState:
-    """Where an unfinished run is saved, how often, and what a resumed run must have been begun with."""
-
-    work: Path
-    curve: Path
-    fingerprint: dict[str, Any]
-    save_every: int = 100
-
-
-@dataclass(frozen=True)
 class SavedRun:
     """What a state file says of its run. `position`: see `Curve`."""
 
@@ -221,8 +218,10 @@ def saved_run(work: Path) -> SavedRun | None:
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
     """Raises UsageError where a run of `total` steps cannot resume from `saved`: what changed, by name, or that it has
     had its steps."""
-    _compare(saved.fingerprint, fingerprint, output)
-    if total == saved.step and is_finished(output):
+    finished = is_finished(output)
+    remedy = f"repeat the command as it was, or pass {'`force`' if finished else '`restart`'} to start over"
+    refuse_changed(output, saved.fingerprint, fingerprint, remedy)
+    if total == saved.step and finished:
         raise UsageError(
             f"the run in {output} is finished: it has had all {total} steps",
             "extend it with more `epochs` or `steps`, or pass `force` to start over",
@@ -249,7 +248,7 @@ def save_state(directory: Path, tensors: dict[str, Tensor], run: SavedRun) -> No
 
 
 def load_state(
-    directory: Path,
+    run: TrainingRun,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     fingerprint: dict[str, Any],
@@ -259,11 +258,11 @@ def load_state(
 
     Raises UsageError as `check_saved`.
     """
-    saved = saved_run(directory)
+    saved = saved_run(run.work)
     if saved is None:
         return SavedRun(0, total, [0, 0], fingerprint)
-    check_saved(saved, fingerprint, total, directory.parent)
-    with safe_open(directory / STATE_NAME, "pt") as state, torch.no_grad():
+    check_saved(saved, fingerprint, total, run.output)
+    with safe_open(run.work / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():
             value.copy_(state.get_tensor(f"head.{name}"))
             optimizer.state[value] = {
@@ -271,26 +270,6 @@ def load_state(
                 **{moment: state.get_tensor(f"{moment}.{name}").to(value.device) for moment in MOMENTS},
             }
     return saved
-
-
-def _compare(old: dict[str, Any], new: dict[str, Any], output: Path) -> None:
-    """Names every option and every source that is not what it was."""
-    before, now = _flat(old), _flat(json.loads(json.dumps(new)))
-    changed = [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        remedy = (
-            f"repeat the command as it was, or pass {'`force`' if is_finished(output) else '`restart`'} to start over"
-        )
-        raise UsageError(f"the run in {output} was begun with something else: {'; '.join(changed)}", remedy)
-
-
-def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in fingerprint.items() if key != "options"}
-    return {key.replace("_", "-"): value for key, value in (rest | fingerprint.get("options", {})).items()}
 
 
 def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,11 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
-from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, summary
-from trtspec.heads.training.loop import RunControls, train_head
+from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, run_directory, run_options, summary
+from trtspec.heads.training.loop import train_head
 from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.plan import (
     STATE_NAME,
-    KeptState,
     TrainingPlan,
     check_initial,
     run_fingerprint,
@@ -57,22 +56,26 @@ def run_training(
     record says so (`training.finished`). In a group of processes all train and the main one writes. With streamed or
     served states the model may lack its decoder layers.
     """
-    require_shared(run.work, world, "resumes from the state that the main one saved there")
     options = options.for_device(run.device)
     fingerprint = run_fingerprint(run, plan.samples, options)
-    module = _fresh_module(plan, model, options)
-    if run.init is not None:
-        check_initial(run.init, plan.spec)
-        module.eagle_module.load_state_dict(initial_tensors(run.init))
-    source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")} | {"target_config": fingerprint["target"]}
-    writer = HeadWriter(run, plan, options, model.spec, module, world, source)
-    kept = KeptState(run.work, run.curve, fingerprint, run.save_every)
-    with closing(open_states(run, model, plan, options, world)) as features, Stop(run.deadline) as stop:
-        controls = RunControls(on_step, stop, writer.after)
-        result = train_head(module, features, options, kept, controls=controls, world=world)
-        record = writer.write(run.output, result.to_dict())
-    if world.main and result.finished:
-        _tidy(run)
+    again = run_options(run.output, run.again)
+    world.wait()  # the main process removes nothing before all have checked the output
+    directory = run_directory(run.output, plan.output_bytes(run.keep))
+    with directory.claim({}, again) if world.main else nullcontext():
+        require_shared(run.work, world, "resumes from the state that the main one saved there")
+        module = _fresh_module(plan, model, options)
+        if run.init is not None:
+            check_initial(run.init, plan.spec)
+            module.eagle_module.load_state_dict(initial_tensors(run.init))
+        source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
+        source["target_config"] = fingerprint["target"]
+        writer = HeadWriter(run, plan, options, model.spec, module, world, source)
+        with closing(open_states(run, model, plan, options, world)) as features, Stop(run.deadline) as stop:
+            controls: dict[str, Any] = {"on_step": on_step, "export": writer.after, "stop": stop, "world": world}
+            result = train_head(module, features, options, run, fingerprint, **controls)
+            record = writer.write(run.output, result.to_dict())
+        if world.main and result.finished:
+            _tidy(run)
     return record
 
 
