@@ -70,8 +70,12 @@ class CalibrationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationSize:
-    """What a calibration covers."""
+class CalibrationResult:
+    """What was measured, or with `dry_run` what a run would read, hold and write; None: not part of that answer.
+
+    `unreached`: by layer, the experts that no token was given; `dead_inputs` were always zero; `input_scale`: min,
+    median and max.
+    """
 
     output: str
     policy: str
@@ -81,35 +85,24 @@ class CalibrationSize:
     tokens: int
     layers: int
     linears: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibrated(CalibrationSize):
-    """The scales that were written. `unreached`: by layer, the experts that no token was given; `dead_inputs` were
-    always zero; `input_scale`: min, median and max."""
-
-    sha256: str
-    experts: int
-    experts_unreached: int
-    unreached: dict[str, list[int]]
-    dead_inputs: list[str]
-    input_scale: dict[str, float]
-    layers_resumed: int
-    seconds: float
-    peak_rss_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationPlan(CalibrationSize):
-    """What a run would read, hold and write; nothing was written."""
-
-    layer_bytes: int
-    states_bytes: int
-    memory_bytes_estimate: int
-    disk_bytes: int
-    free_bytes: int
-    resumes: bool
-    dry_run: bool = True
+    # of a run
+    sha256: str | None = None
+    experts: int | None = None
+    experts_unreached: int | None = None
+    unreached: dict[str, list[int]] | None = None
+    dead_inputs: list[str] | None = None
+    input_scale: dict[str, float] | None = None
+    layers_resumed: int | None = None
+    seconds: float | None = None
+    peak_rss_bytes: int | None = None
+    # of a dry run
+    layer_bytes: int | None = None
+    states_bytes: int | None = None
+    memory_bytes_estimate: int | None = None
+    disk_bytes: int | None = None
+    free_bytes: int | None = None
+    resumes: bool | None = None
+    dry_run: bool | None = None
 
 
 @dataclass
@@ -152,7 +145,7 @@ def calibrate_checkpoint(
     options: CalibrationOptions | None = None,
     again: OutputOptions | None = None,
     progress: Progress | None = None,
-) -> Calibrated | CalibrationPlan:
+) -> CalibrationResult:
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
 
     Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
@@ -281,20 +274,19 @@ class ObservedExperts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
-        _see(self.observers, "experts.gate_up", x)
+        self._see("experts.gate_up", x)
         self.tokens += torch.bincount(ids.flatten().cpu(), minlength=len(self.tokens))
         return dispatch(x, ids, weights, len(self.tokens), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
         active = F.silu(gate) * up
-        _see(self.observers, "experts.down", active)
+        self._see("experts.down", active)
         return F.linear(active, self.experts.down[expert])
 
-
-def _see(observers: dict[str, InputObserver], point: str, x: Tensor) -> None:
-    if point in observers:
-        observers[point].see(x)
+    def _see(self, point: str, x: Tensor) -> None:
+        if point in self.observers:
+            self.observers[point].see(x)
 
 
 class LayerObserver:
@@ -439,16 +431,14 @@ def _is_finished(calibration: Calibration) -> bool:
     return _provenance(calibration.output).get("request") == json.loads(json.dumps(calibration.header))
 
 
-def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> Calibrated:
+def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> CalibrationResult:
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
-    experts = spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace)
     unreached = {str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]}
-    return Calibrated(
-        **_sizes(calibration),
-        linears=len(scales),
+    return replace(
+        _sizes(calibration),
         sha256=file_sha256(calibration.output),
-        experts=experts,
+        experts=spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace),
         experts_unreached=sum(len(ids) for ids in unreached.values()),
         unreached=unreached,
         dead_inputs=[f"layer {index} {point}" for index, layer in enumerate(layers) for point in layer["dead"]],
@@ -459,31 +449,30 @@ def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int
     )
 
 
-def _sizes(calibration: Calibration) -> dict[str, Any]:
-    stream = calibration.stream
-    return {
-        "output": str(calibration.output),
-        "policy": calibration.policy.name,
-        "dtype": calibration.header["options"]["dtype"],
-        "device": calibration.options.device,
-        "texts": len(calibration.texts),
-        "tokens": calibration.tokens,
-        "layers": stream.num_layers,
-    }
+def _sizes(calibration: Calibration) -> CalibrationResult:
+    """What a run and a dry run both tell."""
+    return CalibrationResult(
+        output=str(calibration.output),
+        policy=calibration.policy.name,
+        dtype=calibration.header["options"]["dtype"],
+        device=calibration.options.device,
+        texts=len(calibration.texts),
+        tokens=calibration.tokens,
+        layers=calibration.stream.num_layers,
+        linears=sum(calibration.policy.quantizes(module) for module in _linears(calibration.stream)),
+    )
 
 
-def _estimate(calibration: Calibration, resumes: bool) -> CalibrationPlan:
-    """What a run would read, hold and write; writes nothing."""
+def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
     stream, states = calibration.stream, calibration.states()
     layer = max(stream.layer_bytes(index) for index in {0, stream.num_layers - 1})
-    linears = sum(calibration.policy.quantizes(module) for module in _linears(stream))
-    return CalibrationPlan(
-        **_sizes(calibration),
-        linears=linears,
+    return replace(
+        _sizes(calibration),
         layer_bytes=layer,
         states_bytes=states.bytes,
         memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
         disk_bytes=2 * states.bytes,
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,
+        dry_run=True,
     )

@@ -51,6 +51,6 @@ def calibrate(options: CalibrateOptions) -> Result:
     again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
-    values = asdict(result)
+    values = {name: value for name, value in asdict(result).items() if value is not None}
     then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
     return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

@@ -15,9 +15,6 @@ from trtspec.errors import Interrupted, UsageError
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
 from trtspec.heads.training.options import (
-    EagleVersion,
-    Precision,
-    Schedule,
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
@@ -43,7 +40,6 @@ from trtspec.records import (
     words,
 )
 from trtspec.report import OutputOptions, Result, Table, progress_bar, say
-from trtspec.specs import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,21 +53,26 @@ if TYPE_CHECKING:
 
 
 ACCEPTANCE_TOKENS, DRAFTS = 64, 3  # of an answer, and per step, when acceptance is measured at the end
-CURVE, RUN = TrainOptions(), TrainingRun(Path(), "", Path())  # their defaults
-
-
+RUN = TrainingRun(Path(), "", Path())  # its defaults
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
 WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
-NO_DUMPS = Excludes("dumps")
+
+
+# TrainOptions has the numbers, the command line their text
+AuxLayersOption = Annotated[
+    CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand:
-    """Those that decide the loss curve are fields of TrainOptions, where their defaults are too."""
+class TrainCommand(TrainOptions):
+    """What decides the loss curve, from TrainOptions, and where a run reads and writes."""
 
-    panels: ClassVar = {"attention": "Head", "ttt_steps": "Training", "held_out": "Data", "features": "Run"}
+    panels: ClassVar = {
+        "attention": "Head", "ttt_steps": "Training", "held_out": "Data", "init": "Head", "features": "Run"
+    }  # fmt: skip
 
     target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = None
     data: Annotated[
@@ -79,55 +80,12 @@ class TrainCommand:
         argument("Conversations answered by the target: files, or a directory of dumps."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
-    attention: Annotated[Attention, option("Attention of the head.")] = CURVE.attention
-    eagle: Annotated[EagleVersion, option("EAGLE version.")] = CURVE.eagle
-    draft_vocab_size: Annotated[
-        int | None, option("Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1)
-    ] = None
-    intermediate_size: Annotated[int | None, option("MLP width of the head.", default="the target's", min=1)] = None
-    aux_layers: Annotated[
-        CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
-    ] = None
+    aux_layers: AuxLayersOption = None  # type: ignore[assignment]
     init: Annotated[Path | None, option("Start from the weights of this head, with its architecture.")] = None
-    ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = CURVE.ttt_steps
-    ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = (
-        CURVE.ttt_decay
-    )
-    answer_only: Annotated[
-        bool,
-        option("Compute the loss on the target's own tokens only, or on all tokens.", "--answer-only/--all-tokens"),
-    ] = CURVE.answer_only
-    epochs: Annotated[
-        int,
-        option("Passes over the data; more than a finished run had extend it.", min=1),
-        Excludes("steps"),
-    ] = CURVE.epochs
-    steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
-    batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = CURVE.batch_size
-    accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = CURVE.accumulation
-    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8), NO_DUMPS] = CURVE.seq_len
-    lr: Annotated[float | None, option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168")] = (
-        None
-    )
-    schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = CURVE.schedule
-    warmup: Annotated[float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)] = (
-        CURVE.warmup
-    )
-    weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = CURVE.weight_decay
-    grad_clip: Annotated[float, option("Largest norm of the gradient.")] = CURVE.grad_clip
-    precision: Annotated[
-        Precision, option("Precision of matrix products; auto: bf16 where the device supports it natively.")
-    ] = CURVE.precision
-    seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = CURVE.seed
-    held_out: Annotated[
-        float,
-        option("Share of the conversations that is held out for evaluations.", min=0, max=0.99),
-    ] = CURVE.held_out
-    eval_every: Annotated[int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)] = None
     features: Annotated[
         str,
         option("Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."),
-        NO_DUMPS,
+        Excludes("dumps"),
     ] = "auto"
     config: Annotated[
         Path | None, option("YAML file with any of these options by name; flags and variables take precedence.")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.client.addresses import server_url
 from trtspec.errors import UsageError
 from trtspec.files import load_file
 from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME
+from trtspec.records import Excludes, option
 from trtspec.report import OutputOptions
 from trtspec.specs import Attention, HeadSpec, ModelSpec, RopeSpec
 
@@ -34,30 +35,43 @@ PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Sizes in tokens and steps. `None` means: derived from the target (see the property of the same meaning)."""
+    """What decides the loss curve, as the command declares it. None: derived from the target or from the run."""
 
-    attention: Attention = "mla"
-    eagle: EagleVersion = "3"
-    draft_vocab_size: int | None = None
-    intermediate_size: int | None = None
+    attention: Annotated[Attention, option("Attention of the head.")] = "mla"
+    eagle: Annotated[EagleVersion, option("EAGLE version.")] = "3"
+    draft_vocab_size: Annotated[
+        int | None, option("Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1)
+    ] = None
+    intermediate_size: Annotated[int | None, option("MLP width of the head.", default="the target's", min=1)] = None
     aux_layers: tuple[int, ...] | None = None
-    ttt_steps: int = 3
-    ttt_decay: float = 0.9  # weight of each training-time-test step in the loss, as a share of the step before
-    epochs: int = 3
-    steps: int | None = None
-    lr: float | None = None
-    schedule: Schedule = "cosine"
-    warmup: float = 0.05  # a share of the steps, or from 1 on a number of them
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    seq_len: int = 2048
-    batch_size: int = 8
-    accumulation: int = 1  # batches of one step
-    seed: int = 0
-    answer_only: bool = False
-    held_out: float = 0.05
-    eval_every: int | None = None  # steps between evaluations; a tenth of the run
-    precision: Precision = "auto"  # auto: bf16 where the device has it natively
+    ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = 3
+    ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = 0.9
+    answer_only: Annotated[
+        bool,
+        option("Compute the loss on the target's own tokens only, or on all tokens.", "--answer-only/--all-tokens"),
+    ] = False
+    epochs: Annotated[
+        int, option("Passes over the data; more than a finished run had extend it.", min=1), Excludes("steps")
+    ] = 3
+    steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
+    batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = 8
+    accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = 1
+    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8), Excludes("dumps")] = 2048
+    lr: Annotated[float | None, option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168")] = (
+        None
+    )
+    schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = "cosine"
+    warmup: Annotated[float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)] = 0.05
+    weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = 0.0
+    grad_clip: Annotated[float, option("Largest norm of the gradient.")] = 1.0
+    precision: Annotated[
+        Precision, option("Precision of matrix products; auto: bf16 where the device supports it natively.")
+    ] = "auto"
+    seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = 0
+    held_out: Annotated[
+        float, option("Share of the conversations that is held out for evaluations.", min=0, max=0.99)
+    ] = 0.05
+    eval_every: Annotated[int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)] = None
 
     def peak_lr(self, hidden_size: int) -> float:
         return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
