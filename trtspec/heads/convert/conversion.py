@@ -124,7 +124,7 @@ def convert_head(
     licences = sorted(path.glob("LICENSE*"))
     names = frozenset((*HEAD_FILES, *(licence.name for licence in licences)))
     directory = OutputDirectory(output, "convert", names, size=0)
-    again = OutputOptions(options.dry_run, restart=True, force=options.force)  # a killed conversion begins anew
+    again = OutputOptions(options.dry_run, restart=True, force=options.force)  # a killed conversion starts over
     directory.check(again)
     with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
