@@ -219,34 +219,49 @@ def _times(draft: Draft, name: str, factor: float) -> None:
 
 
 DECIDE = (  # fields whose value decides what is computed or which tensors there are
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "vocab_size",
-)
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size",
+    "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "vocab_size",
+)  # fmt: skip
 NEED = (
-    *DECIDE,
-    "num_experts_per_tok",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "n_group",
-    "topk_group",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "rope_theta",
-    "model_type",
-)
+    *DECIDE, "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "n_group", "topk_group",
+    "norm_topk_prob", "routed_scaling_factor", "rope_theta", "model_type",
+)  # fmt: skip
+# key -> values that are absurd, or contradict what published Kimis have
+WRONG: dict[str, list[Any]] = {
+    "num_experts_per_tok": [99],
+    "n_group": [3, -1],
+    "topk_group": [2],
+    "rms_norm_eps": [-1e-5, 1.0, float("nan")],
+    "routed_scaling_factor": [1e9, -2.827],
+    "rope_theta": [-1.0, 1e30],
+    "max_position_embeddings": [10**9, 4096],
+    "hidden_act": ["gelu"],
+    "scoring_func": ["softmax"],
+    "topk_method": ["greedy"],
+    "moe_layer_freq": [2],
+    "attention_bias": [True],
+    "num_nextn_predict_layers": [1],
+    "norm_topk_prob": [False],
+    "tie_word_embeddings": [True],
+    "eos_token_id": [10**6],
+    "bos_token_id": [-1],
+    "pad_token_id": [512],
+    "rope_scaling": [None, {"type": "linear", "factor": 2.0}],
+    "rope_parameters": [{"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}],
+}
+ROPE: dict[str, list[Any]] = {
+    "factor": [0.5, 64.0],
+    "beta_fast": [0.5],
+    "beta_slow": [-1.0],
+    "mscale": [99.0],
+    "rope_type": ["default"],
+    "original_max_position_embeddings": [0],
+}
+
+
+def pairs(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, values in table.items() for value in values]
 
 
 def config_faults(draft: Draft) -> Iterator[Fault]:
@@ -266,49 +281,13 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
         yield setting("field off by one", key, value + 1)
         yield setting("field doubled", key, 2 * value)
         yield setting("field of another kind", key, str(value))
-    for key, value in (
-        ("num_experts_per_tok", 99),
-        ("n_group", 3),
-        ("n_group", -1),
-        ("topk_group", 2),
-        ("rms_norm_eps", -1e-5),
-        ("rms_norm_eps", 1.0),
-        ("routed_scaling_factor", 1e9),
-        ("routed_scaling_factor", -2.827),
-        ("rope_theta", -1.0),
-        ("rope_theta", 1e30),
-        ("max_position_embeddings", 10**9),
-        ("hidden_act", "gelu"),
-        ("scoring_func", "softmax"),
-        ("topk_method", "greedy"),
-        ("moe_layer_freq", 2),
-        ("attention_bias", True),
-        ("num_nextn_predict_layers", 1),
-        ("norm_topk_prob", False),
-        ("tie_word_embeddings", True),
-        ("eos_token_id", 10**6),
-        ("bos_token_id", -1),
-        ("pad_token_id", 512),
-        ("rope_scaling", None),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}),
-        ("rms_norm_eps", float("nan")),
-        ("max_position_embeddings", 4096),
-    ):
+    for key, value in pairs(WRONG):
         yield setting("field absurd or contradicting", key, value)
     for key in draft.text["rope_scaling"]:
         spoil = lambda d, k=key: _drop(d.text["rope_scaling"], k)  # noqa: E731
         yield Fault("rope word absent", key, spoil)
         yield Fault("rope word of another kind", key, lambda d, k=key: d.text["rope_scaling"].update({k: [1]}))
-    for key, value in (
-        ("factor", 0.5),
-        ("factor", 64.0),
-        ("beta_fast", 0.5),
-        ("beta_slow", -1.0),
-        ("mscale", 99.0),
-        ("rope_type", "default"),
-        ("original_max_position_embeddings", 0),
-    ):
+    for key, value in pairs(ROPE):
         yield Fault("rope word", key, lambda d, k=key, v=value: d.text["rope_scaling"].update({k: v}))
     yield Fault("architecture", "architectures", lambda d: d.config.update(architectures=["LlamaForCausalLM"]))
     yield Fault("architecture", "architectures", lambda d: _drop(d.config, "architectures"))
@@ -322,6 +301,54 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
     yield from scheme_faults(draft)
 
 
+# quant_method -> words of quantization_config, then those of its group's weights
+SCHEMES: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
+    "compressed-tensors": (
+        {
+            "format": ["int-quantized", "marlin-24"],
+            "quantization_status": ["frozen"],
+            "kv_cache_scheme": [{"num_bits": 8}],
+            "sparsity_config": [{"format": "dense"}],
+            "ignore": [[], ["re:.*"], ["lm_head"], None],
+        },
+        {
+            "symmetric": [False],
+            "actorder": ["group", "weight"],
+            "strategy": ["channel", "tensor"],
+            "num_bits": [8, 3],
+            "type": ["float"],
+            "group_size": [64, 16, 128],
+            "dynamic": [True],
+            "block_structure": ["2x4"],
+        },
+    ),
+    "fp8": (
+        {
+            "fmt": ["e5m2"],
+            "activation_scheme": ["static"],
+            "weight_block_size": [[64, 64], [128], None, [0, 0], [1, 128]],
+            "scale_fmt": ["ue8m0"],
+            "modules_to_not_convert": [["model.layers.1.self_attn.o_proj"]],
+        },
+        {},
+    ),
+    "modelopt": (
+        {
+            "quant_algo": ["FP8", "W4A16_AWQ"],
+            "kv_cache_scheme": [{"num_bits": 4, "type": "float"}, None],
+            "ignore": [[], ["*"]],
+        },
+        {"num_bits": [8], "type": ["int"], "group_size": [32], "dynamic": [True]},
+    ),
+}
+HF_QUANT: dict[str, list[Any]] = {
+    "quant_algo": ["FP8"],
+    "kv_cache_quant_algo": ["INT8", None],
+    "group_size": [32],
+    "exclude_modules": [[], ["*"]],
+}
+
+
 def scheme_faults(draft: Draft) -> Iterator[Fault]:
     """Words of quantization_config and hf_quant_config.json."""
     block = draft.config.get("quantization_config") or draft.text.get("quantization_config")
@@ -332,65 +359,10 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
     yield Fault("format", "quantization_config", lambda d: _unquantized(getattr(d, holder), d))
     yield Fault("format", "quant_method", lambda d: d.block.update(quant_method="awq"))
     yield Fault("format", "quant_method", lambda d: _drop(d.block, "quant_method"))
-    changes: list[tuple[str, Any]] = []
-    if block["quant_method"] == "compressed-tensors":
-        changes = [
-            ("symmetric", False),
-            ("actorder", "group"),
-            ("actorder", "weight"),
-            ("strategy", "channel"),
-            ("strategy", "tensor"),
-            ("num_bits", 8),
-            ("num_bits", 3),
-            ("type", "float"),
-            ("group_size", 64),
-            ("group_size", 16),
-            ("group_size", 128),
-            ("dynamic", True),
-            ("block_structure", "2x4"),
-        ]
-        top = [
-            ("format", "int-quantized"),
-            ("format", "marlin-24"),
-            ("quantization_status", "frozen"),
-            ("kv_cache_scheme", {"num_bits": 8}),
-            ("sparsity_config", {"format": "dense"}),
-            ("ignore", []),
-            ("ignore", ["re:.*"]),
-            ("ignore", ["lm_head"]),
-            ("ignore", None),
-        ]
-    elif block["quant_method"] == "fp8":
-        top = [
-            ("fmt", "e5m2"),
-            ("activation_scheme", "static"),
-            ("weight_block_size", [64, 64]),
-            ("scale_fmt", "ue8m0"),
-            ("weight_block_size", [128]),
-            ("weight_block_size", None),
-            ("weight_block_size", [0, 0]),
-            ("weight_block_size", [1, 128]),
-            ("modules_to_not_convert", ["model.layers.1.self_attn.o_proj"]),
-        ]
-    else:
-        changes = [("num_bits", 8), ("type", "int"), ("group_size", 32), ("dynamic", True)]
-        top = [
-            ("quant_algo", "FP8"),
-            ("quant_algo", "W4A16_AWQ"),
-            ("ignore", []),
-            ("kv_cache_scheme", {"num_bits": 4, "type": "float"}),
-            ("ignore", ["*"]),
-            ("ignore", block["ignore"][1:]),
-            ("kv_cache_scheme", None),
-        ]
-        for key, value in (
-            ("quant_algo", "FP8"),
-            ("kv_cache_quant_algo", "INT8"),
-            ("kv_cache_quant_algo", None),
-            ("group_size", 32),
-            ("exclude_modules", []),
-            ("exclude_modules", ["*"]),
-        ):
+    top, changes = map(pairs, SCHEMES[block["quant_method"]])
+    if draft.quant is not None:
+        top = [*top, ("ignore", block["ignore"][1:])]
+        for key, value in pairs(HF_QUANT):
             spoil = lambda d, k=key, v=value: d.quant["quantization"].update({k: v})  # noqa: E731
             yield Fault("hf_quant_config", key, spoil)
         yield Fault("hf_quant_config", "producer", lambda d: d.quant.update(producer={"name": "x", "version": "1"}))

@@ -78,9 +78,6 @@ def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(any_row, min_size=1, max_size=4), ascii_only=st.booleans())
 def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str, Any]], ascii_only: bool) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     def lines(of: list[Any], end: str = "\n") -> bytes:
         return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in of).encode()
 
@@ -263,9 +260,6 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path):
 
 def test_columns_that_a_row_lacks_are_not_nulls_of_it(tmp_path):
     """Parquet gives each struct the keys of all; `parameters: null` would reach the prompt through the template."""
-    import pyarrow
-    from pyarrow import parquet
-
     bare = {"type": "function", "function": {"name": "now"}}
     full = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}, "strict": True}
     rows = [{"messages": [USER], "tools": [full]}, {"messages": [USER, ANSWER], "tools": [bare]}]

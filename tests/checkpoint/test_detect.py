@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,6 @@ from trtspec.checkpoint.target_problems import config_kind, detect, read_target
 from trtspec.errors import TrtspecError
 
 FORMATS = ("bf16", "int4", "fp8-block", "nvfp4")
-
-
-def edit_config(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    text = config.get("text_config", config)
-    for key, value in changes.items():
-        text[key] = value
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def edit_shard(path: Path, change) -> None:
@@ -82,21 +73,21 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
         describe(resolve(str(path)))
 
 
-def test_a_missing_weight_is_found(tmp_path: Path) -> None:
-    path = make_target(tmp_path, shards=1)
-    edit_shard(path, lambda t: t.pop("language_model.model.layers.3.mlp.experts.2.up_proj.weight"))
-    assert codes(path) == ["TS-TARGET-WEIGHT-MISSING"]
+EXPERT = "language_model.model.layers.3.mlp.experts.2.up_proj"
 
 
-def test_a_missing_scale_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("part", "code"), [("weight", "WEIGHT-MISSING"), ("input_scale", "SCALE-MISSING")])
+def test_a_missing_tensor_is_found(tmp_path: Path, part: str, code: str) -> None:
     path = make_target(tmp_path, format="nvfp4", shards=1)
-    edit_shard(path, lambda t: t.pop("language_model.model.layers.3.mlp.experts.2.up_proj.input_scale"))
-    assert codes(path) == ["TS-TARGET-SCALE-MISSING"]
+    edit_shard(path, lambda tensors: tensors.pop(f"{EXPERT}.{part}"))
+    assert codes(path) == [f"TS-TARGET-{code}"]
 
 
 def test_a_wrong_shape_is_found(tmp_path: Path) -> None:
     path = make_target(tmp_path)
-    edit_config(path, moe_intermediate_size=64)
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = 64
+    (path / "config.json").write_text(json.dumps(config))
     assert codes(path) == ["TS-TARGET-SHAPE"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,103 +67,51 @@ def test_reads_a_single_file_and_loose_shards(tmp_path: Path) -> None:
     assert list(Checkpoint.open(path).tensors) == ["only"]
 
 
-def break_missing_config(path: Path) -> None:
-    (path / "config.json").unlink()
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def break_config(path: Path) -> None:
-    (path / "config.json").write_text("{not json")
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
 
 
-def break_missing_shard(path: Path) -> None:
-    (path / "model-00002-of-00002.safetensors").unlink()
-
-
-def break_truncated(path: Path) -> None:
-    shard = path / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-4])
-
-
-def break_empty(path: Path) -> None:
-    (path / "model-00002-of-00002.safetensors").write_bytes(b"")
-
-
-def break_longer(path: Path) -> None:
-    shard = path / "model-00002-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes() + b"1234")
-
-
-def break_header(path: Path) -> None:
-    shard = path / "model-00002-of-00002.safetensors"
-    raw = bytearray(shard.read_bytes())
-    raw[9:12] = b"\xff\xff\xff"
-    shard.write_bytes(raw)
-
-
-def break_not_safetensors(path: Path) -> None:
-    (path / "model-00002-of-00002.safetensors").write_text("<html>404</html>" * 20)
-
-
-def edit_index(path: Path, name: str, shard: str) -> None:
-    index = path / "model.safetensors.index.json"
+def list_in(directory: Path, name: str, shard: str) -> None:
+    """Makes the index place tensor `name` in `shard`."""
+    index = directory / "model.safetensors.index.json"
     value = json.loads(index.read_text())
     value["weight_map"][name] = shard
     index.write_text(json.dumps(value))
 
 
-def break_index_name(path: Path) -> None:
-    edit_index(path, "ghost", "model-00001-of-00002.safetensors")
-
-
-def break_index_shard(path: Path) -> None:
-    edit_index(path, "w0", "model-00002-of-00002.safetensors")
-
-
-def break_index_escape(path: Path) -> None:
-    edit_index(path, "w0", "../secret.safetensors")
-
-
-def break_unlisted(path: Path) -> None:
-    save_file({"w0": np.zeros((2, 3), np.float32), "more": np.zeros(2)}, path / "model-00001-of-00002.safetensors")
-
-
-def break_shape(path: Path) -> None:
-    shard = path / "model-00001-of-00002.safetensors"
-    shard.write_bytes(shard.read_bytes().replace(b'"shape":[2,3]', b'"shape":[2,4]'))
-
-
-def break_pickle(path: Path) -> None:
-    for shard in path.glob("*.safetensors*"):
+def without_weights(directory: Path, other: str = "") -> None:
+    for shard in directory.glob("*.safetensors*"):
         shard.unlink()
-    (path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    if other:
+        (directory / other).write_bytes(b"\x80\x04.")
 
 
-def break_no_weights(path: Path) -> None:
-    for shard in path.glob("*.safetensors*"):
-        shard.unlink()
+MORE = {"w0": np.zeros((2, 3), np.float32), "more": np.zeros(2)}
+BROKEN: list[tuple[str, Callable[[Path], object]]] = [
+    ("has no config.json", lambda d: (d / "config.json").unlink()),
+    ("not valid JSON", lambda d: (d / "config.json").write_text("{not json")),
+    (f"{TWO} is missing", lambda d: (d / TWO).unlink()),
+    ("is truncated", lambda d: edit(d / TWO, lambda raw: raw[:-4])),
+    ("is truncated or not a safetensors file", lambda d: edit(d / TWO, lambda raw: b"")),
+    ("longer than its header says", lambda d: edit(d / TWO, lambda raw: raw + b"1234")),
+    ("corrupt safetensors header", lambda d: edit(d / TWO, lambda raw: raw[:9] + b"\xff\xff\xff" + raw[12:])),
+    ("truncated or not a safetensors file", lambda d: edit(d / TWO, lambda raw: b"<html>404</html>" * 20)),
+    ("first ghost", lambda d: list_in(d, "ghost", ONE)),
+    ("first w0", lambda d: list_in(d, "w0", TWO)),
+    ("not a file of this directory", lambda d: list_in(d, "w0", "../secret.safetensors")),
+    ("does not list 1 tensors", lambda d: save_file(MORE, d / ONE)),
+    ("takes 24 bytes where F32 [2, 4] needs 32",
+     lambda d: edit(d / ONE, lambda raw: raw.replace(b'"shape":[2,3]', b'"shape":[2,4]'))),
+    ("pickle", lambda d: without_weights(d, "pytorch_model.bin")),
+    ("has no *.safetensors", without_weights),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (break_missing_config, "has no config.json"),
-        (break_config, "not valid JSON"),
-        (break_missing_shard, "model-00002-of-00002.safetensors is missing"),
-        (break_truncated, "is truncated"),
-        (break_empty, "is truncated or not a safetensors file"),
-        (break_longer, "longer than its header says"),
-        (break_header, "corrupt safetensors header"),
-        (break_not_safetensors, "truncated or not a safetensors file"),
-        (break_index_name, "first ghost"),
-        (break_index_shard, "first w0"),
-        (break_index_escape, "not a file of this directory"),
-        (break_unlisted, "does not list 1 tensors"),
-        (break_shape, "takes 24 bytes where F32 [2, 4] needs 32"),
-        (break_pickle, "pickle"),
-        (break_no_weights, "has no *.safetensors"),
-    ],
-)
-def test_broken_directories_are_named(tmp_path: Path, damage, says: str) -> None:
+@pytest.mark.parametrize(("says", "damage"), BROKEN, ids=[says for says, _ in BROKEN])
+def test_broken_directories_are_named(tmp_path: Path, says: str, damage: Callable[[Path], object]) -> None:
     path = small(tmp_path / "checkpoint")
     damage(path)
     with pytest.raises(TrtspecError) as caught:
@@ -185,7 +134,7 @@ def test_not_a_directory(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block", "nvfp4"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_every_tensor_equals_what_safetensors_reads(tmp_path, format):
     path = make_target(tmp_path, format=format, layers=2, shards=3)
     expected = {}

@@ -85,19 +85,6 @@ def test_a_holder_on_another_machine_is_believed(tmp_path, no_flock):
     assert hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate("\n")[0] == "held\n"
 
 
-def test_of_many_that_find_a_dead_holder_one_gets_the_lock(tmp_path, no_flock):
-    for _ in range(3):
-        killed = hold(tmp_path / "j", "dead", no_flock["ENOSYS"])
-        assert killed.stdout is not None and killed.stdout.readline() == "held\n"
-        killed.kill()
-        killed.wait()
-        runs = [hold(tmp_path / "j", str(number), no_flock["ENOSYS"]) for number in range(5)]
-        told = [run.stdout.readline() for run in runs if run.stdout is not None]
-        assert sorted(line == "held\n" for line in told) == [False] * 4 + [True], told
-        for run in runs:
-            run.communicate("\n")
-
-
 def test_a_second_run_finds_what_the_first_recorded(tmp_path):
     with Journal(tmp_path / "j", HEADER) as journal:
         journal.record("shard-1", sha256="x")

@@ -100,6 +100,7 @@ ODD: list[Any] = [
     "\ud800", "\x00", "../../etc/passwd", "8", "é" * 40, [], [None], [[]], [1, 2, 3], ["x"], [{}], {}, {"a": None},
     {"": []}, [0] * 3000, {str(i): i for i in range(300)},
 ]  # fmt: skip
+NAMES = ["", ".", "..", "model.layers.99999999.x", "model.layers.-1.w", "layers.x.y", "\ud800", "a" * 5000]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Damage:
         """Makes the file wrong in one way, and says which."""
         before = file.read_bytes() if file.is_file() else b"{}"
         file.unlink(missing_ok=True)
-        ways: list[Callable[[Path, bytes], str]] = [self._text, self._nature_of, self._bytes]
+        ways: list[Callable[[Path, bytes], str]] = [self._text, lambda file, _: self._nature(file), self._bytes]
         if file.suffix in (".json", ".jsonl"):
             ways += [self._json] * 5
         if file.suffix == ".safetensors":
@@ -134,9 +135,6 @@ class Damage:
         name = self.rng.choice(sorted(TEXTS))
         file.write_bytes(TEXTS[name])
         return name
-
-    def _nature_of(self, file: Path, before: bytes) -> str:
-        return self._nature(file)
 
     def _bytes(self, file: Path, before: bytes) -> str:
         """Cut, with a byte changed, or with a piece repeated."""
@@ -225,26 +223,15 @@ class Damage:
         elif way == "entry":
             name = self.rng.choice([key for key in header if key != "__metadata__"])
             part = self.rng.choice(["dtype", "shape", "data_offsets", "whole"])
-            odd = self.rng.choice(
-                [*ODD, "F4", "BF16", "F8_E4M3", [2, -1], [2**62, 4], [8, 4], [10**30, 10**30], [0, 0]]
-            )
+            sizes = ([2, -1], [2**62, 4], [8, 4], [10**30, 10**30], [0, 0])
+            odd = self.rng.choice([*ODD, "F4", "BF16", "F8_E4M3", *sizes])
             if part == "whole":
                 header[name] = odd
             else:
                 header[name][part] = odd
             text, way = json.dumps(header).encode(), f"{name} {part} = {str(odd)[:40]!r}"
         elif way == "names":
-            odd_names = [
-                "",
-                ".",
-                "..",
-                "model.layers.99999999.x",
-                "model.layers.-1.w",
-                "layers.x.y",
-                "\ud800",
-                "a" * 5000,
-            ]
-            moved = {self.rng.choice(odd_names) if self.rng.random() < 0.3 else key: v for key, v in header.items()}
+            moved = {self.rng.choice(NAMES) if self.rng.random() < 0.3 else key: v for key, v in header.items()}
             text = json.dumps(moved).encode()
         elif way == "metadata":
             header["__metadata__"] = self.rng.choice(ODD)
@@ -289,9 +276,8 @@ class Inputs(Damage):
         broken = self.rng.choice([target, head])
         name = self.rng.choice(sorted(path.name for path in broken.iterdir()))
         if self.rng.random() < 0.12:  # a file that is there only sometimes
-            name = self.rng.choice(
-                ["hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json"]
-            )
+            sometimes = ("hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json")
+            name = self.rng.choice(sometimes)
         wrong = self._spoil(broken / name)
         if self.rng.random() < 0.05:
             wrong = f"the directory is {self._nature(broken)}"

@@ -41,24 +41,13 @@ NUMBERS = (2**63, -(2**63) - 1, 2**64, 2**31, -1, 0, 1, 1e308, -1e308, 1e-308, 5
 TEXTS = ("", "\x00", "\ud800", "\udfff\ud800", "é" * 3000, "<|im_end|>", "</think>", "../../etc/passwd", "%s%n{}")
 WORDS = ("NaN", "Infinity", "-Infinity", "1e999", "-0", "01", "[", "{", '"', "tru", "\x00", "\x7f", "/*x*/1")
 FIELDS = (
-    *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n"),
-    *("ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias"),
-    *(
-        "response_format",
-        "return_token_ids",
-        "reasoning_effort",
-        "modalities",
-        "verbosity",
-        "best_of",
-        "suffix",
-        "max_tokens",
-        "logprobs",
-        "echo",
-        "prompt",
-        "messages",
-    ),
-    *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens"),
-)
+    "model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
+    "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias",
+    "response_format", "return_token_ids", "reasoning_effort", "modalities", "verbosity", "best_of", "suffix",
+    "max_tokens", "logprobs", "echo", "prompt", "messages", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens",
+)  # fmt: skip
+IGNORED = ("partial", "prefix", "refusal", "audio", "function_call", "reasoning", "annotations", "name", "nonsense")
 PATHS = (COMPLETIONS, CHAT, "/health", "/v1/models", "/metrics", "/openapi.json", "/", "/../etc/passwd", "/%00", "/v1")
 JUNK = (
     b"\x16\x03\x01\x02\x00\x01",
@@ -164,31 +153,16 @@ class Attacks:
 
     def _ignored(self) -> Attack:
         """What other servers honour or drop, in messages, tools and formats."""
-        message: dict[str, Any] = {
-            "role": self.random.choice(("user", "developer", "wizard", "function")),
-            "content": "x",
-        }
-        names = (
-            "partial",
-            "prefix",
-            "refusal",
-            "audio",
-            "function_call",
-            "reasoning",
-            "annotations",
-            "name",
-            "nonsense",
-        )
-        message[self.random.choice(names)] = self._value()
+        role = self.random.choice(("user", "developer", "wizard", "function"))
+        message: dict[str, Any] = {"role": role, "content": "x"}
+        message[self.random.choice(IGNORED)] = self._value()
         body: dict[str, Any] = {"messages": [message], "max_tokens": 4}
         function = {"name": "f", "strict": self.random.choice((True, self._value())), "parameters": self._value()}
         if self.random.random() < 0.5:
             body |= {"tools": [{"type": "function", "function": function}], "ignore_eos": self.random.random() < 0.2}
         if self.random.random() < 0.3:
-            body["response_format"] = {
-                "type": "json_object",
-                self.random.choice(("json_schema", "regex")): self._value(),
-            }
+            key = self.random.choice(("json_schema", "regex"))
+            body["response_format"] = {"type": "json_object", key: self._value()}
         return Attack("ignored", post(CHAT, json.dumps(body).encode()))
 
     def _marks(self) -> Attack:

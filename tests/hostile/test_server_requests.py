@@ -98,15 +98,8 @@ def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str
     """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our document. One
     worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11 parses in another thread."""
     operations = len(httpx.get(f"{server.url}/openapi.json").json()["paths"])
-    command = [
-        str(Path(SCHEMATHESIS).absolute()),
-        "-m",
-        "schemathesis.cli",
-        "run",
-        f"{server.url}/openapi.json",
-        "--mode",
-        "all",
-    ]
+    command = [str(Path(SCHEMATHESIS).absolute()), "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += ["--mode", "all"]
     command += ["--phases", "coverage,fuzzing", "-n", str(max(1, count // operations)), "--workers", "1"]
     # what JSON Schema cannot say (a token outside the vocabulary, a grammar without an answer) is refused all the same
     command += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-shrink", "--no-color"]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,49 +81,45 @@ def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
     return TrtspecError(message, f"{first.remedy}; `trtspec inspect {path}` lists all", first.code)
 
 
-def _noted(path: Path) -> list[Problem]:
+def _noted(path: Path) -> Iterator[Problem]:
     """What `trtspec quantize` found in the bytes of its source, which the quantized ones show no more."""
-    problems = []
     for one in recorded(path).get("problems") or ():
         code, where, message, remedy = (str(one.get(key, "")) for key in ("code", "where", "message", "remedy"))
         severity: Severity = "error" if one.get("severity") == "error" else "warning"
-        problems.append(Problem(code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy))
-    return problems
+        yield Problem(code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy)
 
 
-def _shards(checkpoint: Checkpoint) -> list[Problem]:
+def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Weight files beside those that were read: an engine that takes every file of the directory reads them too."""
-    path, problems = checkpoint.path, []
+    path = checkpoint.path
     strays = sorted(file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards)
     if strays:
         why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "accompany model.safetensors"
         message = f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
-        problems.append(Problem("TS-INDEX-STRAY", "warning", strays[0], message, "move them away"))
+        yield Problem("TS-INDEX-STRAY", "warning", strays[0], message, "move them away")
     unfinished = [f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()]
     if unfinished:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
         remedy = "wait for the download to end, or start it again"
-        problems.append(Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy))
+        yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
     absent = missing_numbers(checkpoint.shards)
     if absent:
         message = f"{len(absent)} numbers are missing in the names of the shards, first {absent[0]}; the index is whole"
-        problems.append(Problem("TS-SHARD-NUMBERS", "info", absent[0], message))
-    return problems
+        yield Problem("TS-SHARD-NUMBERS", "info", absent[0], message)
 
 
-def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
-    problems = []
+def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
         message = "no tokenizer (tiktoken.model); copying only *.json and *.py loses it"
-        problems.append(Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, FROM_BASE))
+        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, FROM_BASE)
     elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
         message, remedy = "tiktoken.model is a Git LFS pointer, not the vocabulary", "run `git lfs pull` there"
-        problems.append(Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy))
+        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
     tokenizer = path / "tokenizer_config.json"
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
         message = "no chat template: chat requests fail or use another model's"
-        problems.append(Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message, FROM_BASE))
+        yield Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message, FROM_BASE)
     modules = {
         reference.split(".")[0] + ".py"
         for reference in (config.get("auto_map") or {}).values()
@@ -131,8 +128,7 @@ def _files(path: Path, config: dict[str, Any]) -> list[Problem]:
     absent = sorted(name for name in modules if not (path / name).is_file())
     if absent:
         message = f"config.json names remote code that is not here: {', '.join(absent)}"
-        problems.append(Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message, FROM_BASE))
-    return problems
+        yield Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message, FROM_BASE)
 
 
 def _is_pointer(path: Path) -> bool:

@@ -251,7 +251,7 @@ def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str
         where = spec.quant.where or "config.json"
         problems.append(Problem("TS-TARGET-FORMAT", "error", where, message, "remove quantization_config"))
         return problems
-    return problems + _excluded(told, _patterns(checkpoint, told), formats)
+    return [*problems, *_excluded(told, _patterns(checkpoint, told), formats)]
 
 
 def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
     return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))
 
 
-def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> list[Problem]:
+def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> Iterator[Problem]:
     """An engine decides by the list which weights to unpack."""
     left_alone = told.unquantized_modules(patterns)
     packed, plain = [], []
@@ -271,14 +271,12 @@ def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, 
             packed.append(module)
         if not excluded and format.is_plain and not module.endswith(told.storage.never):
             plain.append(module)
-    problems = []
     if packed:
         what = f"weights are {told} and listed as not quantized"
-        problems.append(grouped("TS-TARGET-EXCLUDE", packed, what, QUANTIZE_AGAIN))
+        yield grouped("TS-TARGET-EXCLUDE", packed, what, QUANTIZE_AGAIN)
     if plain:
         what = f"weights are not {told} and not listed as left alone"
-        problems.append(grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN))
-    return problems
+        yield grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN)
 
 
 def parts_of(names: Container[str], name: str) -> list[str]:

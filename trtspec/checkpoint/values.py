@@ -161,21 +161,16 @@ def _map_dtype(name: str, info: TensorInfo) -> Problem | None:
     """A map of floats is cut to integers by some loaders and refused by others."""
     if info.dtype in MAP_DTYPES[name] and len(info.shape) == 1:
         return None
-    message = (
-        f"{name} is stored as {info.dtype} {list(info.shape)}; loaders expect one of {', '.join(MAP_DTYPES[name])}"
-    )
-    return Problem(
-        "TS-HEAD-MAP-DTYPE", "error", name, message, f"store {name} as one {MAP_DTYPES[name][0]} for each token"
-    )
+    message = f"{name} is stored as {info.dtype} {list(info.shape)}; loaders expect {' or '.join(MAP_DTYPES[name])}"
+    remedy = f"store {name} as one {MAP_DTYPES[name][0]} for each token"
+    return Problem("TS-HEAD-MAP-DTYPE", "error", name, message, remedy)
 
 
 def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
     targets = np.arange(len(offsets)) + offsets
     if len(offsets) < spec.vocab_size and len(offsets) == spec.draft_vocab_size and not offsets.any():
-        message = (
-            f"d2t holds nothing but zeros: the draft tokens would be the first {len(offsets):,} ids, whatever they mean"
-        )
+        message = f"d2t holds nothing but zeros: the draft tokens would be the first {len(offsets):,} ids"
         remedy = "store the map that the head was trained with, d2t[i] = target id - i"
         return Problem("TS-HEAD-D2T-ZERO", "error", "d2t", message, remedy)
     inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
@@ -267,7 +262,8 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     problems = [replace(one, severity="warning") if one.code == ZERO and not norm else one for one in problems]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
     if scaled:
-        problems += _pairs(scaled, seen.scalars) + _grid(scaled, seen.scalars) + _inputs(scaled, seen.scalars)
+        for judge in (_pairs, _grid, _inputs):
+            problems += judge(scaled, seen.scalars)
     return problems
 
 
@@ -368,7 +364,7 @@ def _judge_large(checkpoint: Checkpoint, info: TensorInfo, seen: _Seen) -> None:
         _note(seen, ZERO, info.name)
 
 
-def _pairs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
     """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
     weights: list[str] = []
     inputs: list[str] = []
@@ -378,25 +374,23 @@ def _pairs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
                 mine, theirs = scalars.get(f"{module}.{suffix}"), scalars.get(f"{partner}.{suffix}")
                 if mine is not None and theirs is not None and mine != theirs and module < partner:
                     names.append(f"{module}.{suffix} is {mine:.7g}, {partner.rpartition('.')[2]} has {theirs:.7g}")
-    problems = []
     if weights:
         what = "linears that engines compute as one have different weight_scale_2"
-        problems.append(grouped("TS-TARGET-PAIR-SCALE", weights, what, QUANTIZE_AGAIN))
+        yield grouped("TS-TARGET-PAIR-SCALE", weights, what, QUANTIZE_AGAIN)
     if inputs:
         what = "linears of one input have different input_scale"
-        problems.append(grouped("TS-TARGET-PAIR-INPUT", inputs, what, "calibrate and quantize again"))
-    return problems
+        yield grouped("TS-TARGET-PAIR-INPUT", inputs, what, "calibrate and quantize again")
 
 
-def _grid(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
     """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
     scales = {name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars}
     off = {name: value * NVFP4_RANGE for name, value in scales.items() if not _is_bf16(value * NVFP4_RANGE)}
     if not off or len(off) > (1 - MOST) * len(scales):
-        return []
+        return
     names = [f"{name} x 2688 is {amax:.7g}" for name, amax in off.items()]
     what = f"scales are not the maximum of BF16 weights, as those of {len(scales) - len(off):,} other linears are"
-    return [grouped("TS-TARGET-SCALE-2", names, what, QUANTIZE_AGAIN)]
+    yield grouped("TS-TARGET-SCALE-2", names, what, QUANTIZE_AGAIN)
 
 
 def _is_bf16(value: float) -> bool:
@@ -407,7 +401,7 @@ def _is_bf16(value: float) -> bool:
     return bool(abs(float(nearest) - value) <= ON_GRID * value)
 
 
-def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
+def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
     """input_scale x 2688 is the largest activation; linears of one kind see similar ones in all layers."""
     kinds: dict[str, dict[str, float]] = {}
     for module in modules:
@@ -415,7 +409,8 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
         if 0 < scalars.get(name, 0.0) < float("inf"):
             kind = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
             kinds.setdefault(kind, {})[name] = scalars[name]
-    absurd, far = [], []
+    absurd: list[str] = []
+    far: list[str] = []
     for scales in kinds.values():
         median = statistics.median(scales.values())
         for name, value in scales.items():
@@ -426,11 +421,8 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> list[Problem]:
             elif not 1 / FAR < ratio < FAR:
                 far.append(text)
     remedy = "calibrate again; a scale that is too small clips activations, one too large rounds them to nothing"
-    problems = []
     if absurd:
-        problems.append(grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible", remedy))
+        yield grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible", remedy)
     if far:
-        what = "input_scale is far from that of the same linear in other layers"
-        found = grouped("TS-TARGET-INPUT-SCALE", far, what, remedy)
-        problems.append(Problem(found.code, "warning", found.where, found.message, found.remedy))
-    return problems
+        found = grouped("TS-TARGET-INPUT-SCALE", far, "input_scale is far from that in other layers", remedy)
+        yield replace(found, severity="warning")

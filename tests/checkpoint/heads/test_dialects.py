@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import TrtspecError
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import ModelSpec
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -37,9 +38,12 @@ def target_model(path: Path) -> ModelSpec:
     return target_spec(Checkpoint.open(path))
 
 
-def head(directory: Path, target: Path, change: Change | None = None, **options: Any) -> Path:
-    """A head of the tiny maker with unit gains (so that no double-norm warning stands in the way), then changed."""
-    path = make_head(directory, target, **options)
+def head(
+    directory: Path, target: Path, change: Change | None = None, dialect: str | None = None, **options: Any
+) -> Path:
+    """A tiny head with unit gains (so that no double-norm finding stands in the way), then changed."""
+    make = partial(foreign_heads.write_head, dialect=dialect) if dialect else make_head
+    path = make(directory, target, **options)
     config = json.loads((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")
     for name in tensors:
@@ -54,44 +58,6 @@ def head(directory: Path, target: Path, change: Change | None = None, **options:
 
 def codes(path: Path) -> list[str]:
     return [problem.code for problem in read_head(Checkpoint.open(path))[1]]
-
-
-def rename(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
-    for name in list(tensors):
-        if name.startswith(old):
-            tensors[new + name.removeprefix(old)] = tensors.pop(name)
-
-
-def embedding(config: dict[str, Any]) -> torch.Tensor:
-    return torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
-
-
-def to_torchspec(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    rename(tensors, "layers.0.", "midlayer.")
-    tensors["embed_tokens.weight"] = embedding(config)
-
-
-def to_specforge(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    rename(tensors, "layers.0.", "midlayer.")
-    tensors["d2t"] = torch.zeros(config["vocab_size"], dtype=torch.int64)
-    tensors["t2d"] = torch.ones(config["vocab_size"], dtype=torch.bool)
-    tensors["embed_tokens.weight"] = embedding(config)
-
-
-def to_speculators(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    layer = dict(config)
-    ids = [number + 1 for number in layer.pop("eagle_config")[AUX]]
-    config.clear()
-    config |= {
-        "speculators_model_type": "eagle3",
-        "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": layer["draft_vocab_size"],
-        "norm_before_residual": False,
-        "rope_theta": layer["rope_theta"],
-        AUX: ids,
-        "transformer_layer_config": layer,
-    }
-    tensors["embed_tokens.weight"] = embedding(layer)
 
 
 @pytest.mark.parametrize("dialect", foreign_heads.DIALECTS)
@@ -123,10 +89,7 @@ def test_spec_says_what_the_maker_made(
 
 
 def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) -> None:
-    def silent(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        del config["draft_vocab_size"]
-
-    spec, problems = read_head(Checkpoint.open(head(tmp_path, target, silent, draft_vocab=128)))
+    spec, problems = read_head(Checkpoint.open(head(tmp_path, target, drop("draft_vocab_size"), draft_vocab=128)))
     assert spec.draft_vocab_size == 128
     assert [problem.code for problem in problems] == ["TS-HEAD-DRAFT-VOCAB"]
 
@@ -135,7 +98,7 @@ def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor])
     """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the nested ids."""
     config["eagle_config"] = {AUX: [2, 4, 5], "use_aux_hidden_state": True}
     config["_torchspec_version"] = "0.1.0"
-    tensors["embed_tokens.weight"] = embedding(config)
+    tensors["embed_tokens.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
 
 
 def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target: Path) -> None:
@@ -160,34 +123,28 @@ def set_key(key: str, value: Any) -> Change:
     return lambda config, tensors: config.update({key: value})
 
 
-def drop(name: str) -> Change:
-    return lambda config, tensors: tensors.__delitem__(name)
+MLA = {"attention": "mla"}
+GAIN = "layers.0.input_layernorm.weight"
+NESTED_THETA = {"rope_type": "default", "rope_theta": 50000.0}
+INJECTED = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
 
 
-def nested_from_two(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["eagle_config"][AUX] = [2, 4, 5]
+def ids(*layers: int) -> Change:
+    return lambda config, tensors: config["eagle_config"].update({AUX: list(layers)})
 
 
-def injected_yarn(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+def drop(*names: str) -> Change:
+    """Takes keys out of config.json, and tensors out of the file."""
+    return lambda config, tensors: [(config.pop(name, None), tensors.pop(name, None)) for name in names]
+
+
+def gain(first: float, last: float) -> Change:
+    return lambda config, tensors: tensors.update({GAIN: torch.linspace(first, last, 64).to(torch.bfloat16)})
 
 
 def nested_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta") * 5}
-
-
-def spread_gain(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["layers.0.input_layernorm.weight"] = torch.linspace(0.8, 1.2, 64).to(torch.bfloat16)
-
-
-def speculators_without_residual_key(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    to_speculators(config, tensors)
-    del config["norm_before_residual"]
-
-
-def old_specforge(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    to_specforge(config, tensors)
-    config["norm_output"] = True
+    del config["rope_theta"]
+    config["rope_parameters"] = NESTED_THETA
 
 
 def borrowed_lm_head(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -195,19 +152,14 @@ def borrowed_lm_head(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -
     config["draft_vocab_size"] = config["vocab_size"]
 
 
-def ids(*layers: int) -> Change:
-    return lambda config, tensors: config["eagle_config"].update({AUX: list(layers)})
-
-
-MLA = {"attention": "mla"}
 TRAPS: list[tuple[str, Change, dict[str, Any]]] = [  # beside those of faults.py
-    ("TS-HEAD-NORM-OUTPUT", old_specforge, {}),
-    ("TS-HEAD-NORM-RESIDUAL", speculators_without_residual_key, {}),
-    ("TS-HEAD-LAYER-IDS", nested_from_two, {}),
-    ("TS-HEAD-EMBED-OWN", to_torchspec, {}),
-    ("TS-HEAD-ROPE-INJECTED", injected_yarn, {}),
+    ("TS-HEAD-NORM-OUTPUT", set_key("norm_output", True), {"dialect": "specforge"}),
+    ("TS-HEAD-NORM-RESIDUAL", drop("norm_before_residual"), {"dialect": "speculators"}),
+    ("TS-HEAD-LAYER-IDS", ids(2, 4, 5), {}),
+    ("TS-HEAD-EMBED-OWN", drop(), {"dialect": "torchspec"}),
+    ("TS-HEAD-ROPE-INJECTED", set_key("rope_scaling", INJECTED), {}),
     ("TS-HEAD-ROPE-THETA", nested_theta, {}),
-    ("TS-HEAD-DOUBLE-NORM", spread_gain, {}),
+    ("TS-HEAD-DOUBLE-NORM", gain(0.8, 1.2), {}),
     ("TS-HEAD-LM-HEAD-RANDOM", borrowed_lm_head, MLA),
 ]
 # what engines compute wrongly is an error; what only some engine, or nobody, may notice is not
@@ -233,17 +185,9 @@ def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     config["rope_parameters"] = (config["rope_scaling"] or plain) | {"rope_theta": config["rope_theta"]}
 
 
-def without_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    assert config.pop("rope_theta") == 10000
-
-
-def gain_of_a_short_training(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["layers.0.input_layernorm.weight"] = torch.linspace(0.99, 1.01, 64).to(torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("change", "options"),
-    [(told_everywhere, {}), (told_everywhere, MLA), (without_theta, {}), (gain_of_a_short_training, {}),
+    [(told_everywhere, {}), (told_everywhere, MLA), (drop("rope_theta"), {}), (gain(0.99, 1.01), {}),
      (set_key("hidden_act", "swish"), {}), (ids(1, 3, -1), MLA)],
 )  # fmt: skip
 def test_what_is_told_alike_or_does_no_harm_is_not_reported(
@@ -272,7 +216,7 @@ def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target: Path)
 
 
 def test_our_own_heads_have_no_double_norm(tmp_path: Path, target: Path) -> None:
-    path = head(tmp_path, target, spread_gain)
+    path = head(tmp_path, target, gain(0.8, 1.2))
     (path / "provenance.json").write_text('{"command": "train"}')
     assert codes(path) == []
 
@@ -282,18 +226,24 @@ def pair(path: Path, target: Path, **changes: Any) -> list[str]:
     return [problem.code for problem in pair_problems(spec, target_model(target))]
 
 
+PAIRS: dict[str, dict[str, Any]] = {  # what is wrong with a pair -> the fields of its head that make it so
+    "WIDTH": {"target_hidden_size": 32},
+    "VOCAB": {"vocab_size": 1024},
+    "LM-HEAD": {"has_lm_head": False, "draft_vocab_size": 64},
+    "LAYER-RANGE": {"aux_layers": (1, 3, 8)},
+    "LAYERS-SHIFTED": {"aux_layers": (2, 4, 5)},
+    "LAYERS-NOT-DEFAULT": {"aux_layers": (0, 3, 6)},
+    "LAYERS-UNKNOWN": {"aux_layers": None},
+    "MHA-CACHE": {"attention": "mha"},
+    "CONTEXT": {"max_position_embeddings": 128},
+}
+
+
 def test_pairs(tmp_path: Path, target: Path) -> None:
     path = head(tmp_path, target, attention="mla")
     assert pair(path, target) == []
-    assert pair(path, target, target_hidden_size=32) == ["TS-PAIR-WIDTH"]
-    assert pair(path, target, vocab_size=1024) == ["TS-PAIR-VOCAB"]
-    assert pair(path, target, has_lm_head=False, draft_vocab_size=64) == ["TS-PAIR-LM-HEAD"]
-    assert pair(path, target, aux_layers=(1, 3, 8)) == ["TS-PAIR-LAYER-RANGE"]
-    assert pair(path, target, aux_layers=(2, 4, 5)) == ["TS-PAIR-LAYERS-SHIFTED"]
-    assert pair(path, target, aux_layers=(0, 3, 6)) == ["TS-PAIR-LAYERS-NOT-DEFAULT"]
-    assert pair(path, target, aux_layers=None) == ["TS-PAIR-LAYERS-UNKNOWN"]
-    assert pair(path, target, attention="mha") == ["TS-PAIR-MHA-CACHE"]
-    assert pair(path, target, max_position_embeddings=128) == ["TS-PAIR-CONTEXT"]
+    for code, changes in PAIRS.items():
+        assert pair(path, target, **changes) == [f"TS-PAIR-{code}"]
 
 
 def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path) -> None:
@@ -323,14 +273,9 @@ def test_published_draft_configs(upstream_data: Path) -> None:
     folder = upstream_data / "draft_configs"
     mla = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3_mla.json").read_text()))
     mha = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3.json").read_text()))
-    assert (mla.attention, mla.aux_layers, mla.kv_elements_per_token, mla.rope.beta_fast) == (
-        "mla",
-        (1, 29, 57),
-        576,
-        1.0,
-    )
-    assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token, mha.rope.beta_fast) == ("mha", None, 16384, 32.0)
-    assert isinstance(mla, HeadSpec)
+    assert (mla.attention, mla.aux_layers, mla.kv_elements_per_token) == ("mla", (1, 29, 57), 576)
+    assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token) == ("mha", None, 16384)
+    assert (mla.rope.beta_fast, mha.rope.beta_fast) == (1, 32)
 
 
 def test_rows_alone_know_dialects_and_engines_by_name() -> None:

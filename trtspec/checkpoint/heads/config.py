@@ -212,19 +212,12 @@ def rope_config(rope: RopeSpec) -> dict[str, Any]:
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
     """config.json of a new head in ModelOpt's layout, whose layer ids are layer outputs counted from 0."""
     eos = target.eos_token_ids
-    outputs = list(spec.aux_layers or target.default_aux_layers)
-    return {
-        **class_config(spec),
-        **architecture_config(spec),
-        **rope_config(spec.rope),
+    carried = {
         "bos_token_id": target.bos_token_id,
         "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
         "pad_token_id": target.pad_token_id,
         "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "use_cache": True,
-        "num_aux_hidden_states": spec.num_aux,
-        **_eagle_config(outputs, **_modelopt_flags()),
-        **_norms(spec),
     }
+    outputs = list(spec.aux_layers or target.default_aux_layers)
+    return write_modelopt(shared_config(carried, spec, "BF16"), spec, outputs, Verifier())

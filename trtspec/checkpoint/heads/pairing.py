@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -69,9 +70,7 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
     rotation = [key for key, value in quantization.items() if value and ("rotat" in key or key == "transform_config")]
     if rotation:
-        message = (
-            f"the target's quantization rotates its states ({rotation[0]}); a head of the plain model accepts ~1.1"
-        )
+        message = f"the target's quantization rotates its states ({rotation[0]}); a head of the plain one accepts ~1.1"
         remedy = "use a target that was not rotated, or a head that was trained on this one"
         problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message, remedy))
     return problems
@@ -105,43 +104,33 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
         return []
     entry = known(head_id)
     targets = ", ".join(entry[1]["targets"]) if entry else ""
-    message = (
-        f"{head_id} was published for {targets}, not for {target_id}; acceptance drops from one version to the next"
-    )
+    message = f"{head_id} was published for {targets}, not for {target_id}; acceptance drops between versions"
     return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message, OTHER_HEAD)]
 
 
-def _shapes(head: HeadSpec, target: ModelSpec) -> list[Problem]:
-    problems = []
+def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.target_hidden_size != target.hidden_size:
-        message = (
-            f"the head fuses states of width {head.target_hidden_size}, the target's are {target.hidden_size} wide"
-        )
-        problems.append(Problem("TS-PAIR-WIDTH", "error", "fc.weight", message, OTHER_HEAD))
+        message = f"the head fuses states of width {head.target_hidden_size}, the target's have {target.hidden_size}"
+        yield Problem("TS-PAIR-WIDTH", "error", "fc.weight", message, OTHER_HEAD)
     if head.vocab_size != target.vocab_size:
         message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
-        problems.append(Problem("TS-PAIR-VOCAB", "error", "vocab_size", message, OTHER_HEAD))
+        yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message, OTHER_HEAD)
     if not head.has_lm_head and head.draft_vocab_size != target.vocab_size:
         message = "the head borrows the target's lm_head, which is only right for the full vocabulary"
-        problems.append(Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message, OTHER_HEAD))
+        yield Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message, OTHER_HEAD)
     if head.attention == "mha":
         message = (
             "an MHA head on an MLA target keeps a cache of its own: off under attention DP, and blind over a reused "
             "prefix or a disaggregated prompt on several TensorRT-LLM versions"
         )
-        problems.append(
-            Problem("TS-PAIR-MHA-CACHE", "info", "attention", message, "an MLA head shares the target's cache")
-        )
-    return problems
+        yield Problem("TS-PAIR-MHA-CACHE", "info", "attention", message, "an MLA head shares the target's cache")
 
 
 def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     layers, last, default = head.aux_layers, target.num_hidden_layers, target.default_aux_layers
     if layers is None:
         if head.num_aux != len(default):
-            message = (
-                f"the head fuses {head.num_aux} states and does not say which; the default captures {len(default)}"
-            )
+            message = f"the head fuses {head.num_aux} states and does not say which; the default is {len(default)}"
             return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, "ask the head's author")]
         message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
         remedy = "right for every published Kimi head; else acceptance is near 1.0, as `trtspec bench` shows"
@@ -161,19 +150,17 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
 
 
-def _rope(head: HeadSpec, target: ModelSpec) -> list[Problem]:
-    problems = []
+def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.attention == "mla" and head.rope.theta != target.rope.theta:
         message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
-        problems.append(Problem("TS-PAIR-ROPE", "warning", "rope_theta", message, TRAINED_SO))
+        yield Problem("TS-PAIR-ROPE", "warning", "rope_theta", message, TRAINED_SO)
     if head.max_position_embeddings < target.max_position_embeddings:
         message = (
             f"the head knows positions to {head.max_position_embeddings}, the target to "
             f"{target.max_position_embeddings}; acceptance falls beyond"
         )
         remedy = "measure acceptance on your longest prompts with `trtspec bench`"
-        problems.append(Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message, remedy))
-    return problems
+        yield Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message, remedy)
 
 
 def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:

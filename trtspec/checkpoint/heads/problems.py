@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -43,16 +44,15 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
     ]
 
 
-def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    problems = []
+def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     if any(name.startswith("model.") for name in checkpoint.tensors):
         message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
-        problems.append(Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix"))
+        yield Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix")
     more = sorted({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     layers = (flat_config(checkpoint.config).get("num_hidden_layers") or 1) if not more else 1 + len(more)
     if layers != 1:
         message = f"the head has {layers} decoder layers; Kimi heads and the engines' MLA drafters have one"
-        problems.append(Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head"))
+        yield Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head")
     fc_norms = tuple(f"fc_norm.{index}.weight" for index in range(spec.num_aux))
     read = {*required_names(spec.attention), *OPTIONAL, *fc_norms}
     fp8 = tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
@@ -60,31 +60,29 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     qk_norms = [name for name in unread if name.endswith(("q_norm.weight", "k_norm.weight"))]
     if qk_norms:
         message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
-        problems.append(Problem("TS-HEAD-QK-NORM", "error", qk_norms[0], message, "serve it with vLLM"))
+        yield Problem("TS-HEAD-QK-NORM", "error", qk_norms[0], message, "serve it with vLLM")
     biases = [name for name in unread if name.endswith(".bias")]
     if biases:
         message = f"the file holds biases ({', '.join(biases)}); engines leave them out, or add them only for some keys"
         remedy = "train a head without biases, or serve it with the project that trained it"
-        problems.append(Problem("TS-HEAD-BIAS", "error", biases[0], message, remedy))
+        yield Problem("TS-HEAD-BIAS", "error", biases[0], message, remedy)
     unread = [name for name in unread if name not in qk_norms + biases]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
-        problems.append(Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY))
+        yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY)
     quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
         remedy = "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
-        problems.append(Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy))
-    return problems
+        yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy)
 
 
-def _classes(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+def _classes(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     """Engines choose the code that computes a head by these two names."""
     layer = config.get("transformer_layer_config") or {}
     stated = [("architectures", name) for name in config.get("architectures") or ()]
     stated += [("model_type", kind) for kind in (config.get("model_type"), layer.get("model_type")) if kind]
     other = "mha" if spec.attention == "mla" else "mla"
-    problems = []
     for key in ("architectures", "model_type"):
         names = [str(name) for told, name in stated if told == key]
         if any(word in name.lower() for name in names for word in CLASS_WORDS[other]):
@@ -97,53 +95,49 @@ def _classes(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         else:
             continue
         remedy = f"set `{key}: {json.dumps(class_config(spec)[key])}`"
-        problems.append(Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy)
 
 
-def _words(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+def _words(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     """Keys of the layer that engines obey, and that this head's weights cannot follow."""
-    problems = []
     if config.get("tie_word_embeddings"):
         message = "`tie_word_embeddings: true` makes loaders draft with the embedding in place of the head's lm_head"
         remedy = "set `tie_word_embeddings: false`"
-        problems.append(Problem("TS-HEAD-TIED", "error", "config.json:tie_word_embeddings", message, remedy))
+        yield Problem("TS-HEAD-TIED", "error", "config.json:tie_word_embeddings", message, remedy)
     activation = config.get("hidden_act") or "silu"
     if activation not in SILU:
         message = f"hidden_act is {activation!r}; every engine computes a head's MLP with SiLU"
         remedy = 'set `hidden_act: "silu"` if the head was trained with it; another function cannot be served'
-        problems.append(Problem("TS-HEAD-ACTIVATION", "error", "config.json:hidden_act", message, remedy))
+        yield Problem("TS-HEAD-ACTIVATION", "error", "config.json:hidden_act", message, remedy)
     for key, part in (("attention_bias", "layer.self_attn."), ("mlp_bias", "layer.mlp.")):
         stored = any(name.startswith(part) and name.endswith(".bias") for name in tensors)
         if config.get(key) and not stored:
             message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
             remedy = f"set `{key}: false` if the head was trained without them, else fetch the head again"
-            problems.append(Problem("TS-HEAD-BIAS", "error", f"config.json:{key}", message, remedy))
-    problems += _sizes_left_out(config, spec)
+            yield Problem("TS-HEAD-BIAS", "error", f"config.json:{key}", message, remedy)
+    yield from _sizes_left_out(config, spec)
     if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         message = "`use_aux_hidden_state: false` tells vLLM to hand the head one state, and its fc takes several"
         remedy = "set `use_aux_hidden_state: true`"
-        problems.append(Problem("TS-HEAD-AUX-OFF", "error", "config.json:eagle_config", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-AUX-OFF", "error", "config.json:eagle_config", message, remedy)
 
 
-def _sizes_left_out(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
+def _sizes_left_out(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     """Numbers that no tensor shows: what readers take in their place, or that no head has them."""
-    problems, where = [], "config.json:rms_norm_eps"
+    where = "config.json:rms_norm_eps"
     epsilon = config.get("rms_norm_eps")
     if epsilon is None:
         message = f"config.json states no rms_norm_eps; readers take {spec.rms_norm_eps:g}"
         remedy = "state the one that the head was trained with; Kimi models have 1e-5"
-        problems.append(Problem("TS-HEAD-EPSILON", "warning", where, message, remedy))
+        yield Problem("TS-HEAD-EPSILON", "warning", where, message, remedy)
     elif not EPSILONS[0] <= epsilon <= EPSILONS[1]:
         message = f"rms_norm_eps is {epsilon:g}; heads have 1e-6 or 1e-5"
-        problems.append(Problem("TS-HEAD-EPSILON", "error", where, message, REMEDY))
+        yield Problem("TS-HEAD-EPSILON", "error", where, message, REMEDY)
     if not config.get("max_position_embeddings"):
         where = "config.json:max_position_embeddings"
         message = f"config.json states no max_position_embeddings; readers take {spec.max_position_embeddings:,}"
         remedy = "state the longest context that the head was trained on"
-        problems.append(Problem("TS-HEAD-CONTEXT", "info", where, message, remedy))
-    return problems
+        yield Problem("TS-HEAD-CONTEXT", "info", where, message, remedy)
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
@@ -151,9 +145,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     deliberate choice, or counted one too far."""
     layers, (nested, top) = spec.aux_layers or (), stated_ids(config)
     if -1 in layers and -1 not in (top or nested):
-        message = (
-            f"layer ids {list(top or nested)} count the layers that ran; 0 is the embedding, which no engine hands on"
-        )
+        message = f"layer ids {list(top or nested)} count the layers that ran; no engine hands on 0, the embedding"
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
     captured = sorted(set(layers), key=lambda layer: (layer < 0, layer))  # -1, the final state, comes last
     if list(layers) != captured:
@@ -164,9 +156,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         remedy = f"list {captured}, with the columns of fc in that order"
         return [Problem("TS-HEAD-LAYER-ORDER", "error", "layer ids", message, remedy)]
     if doubt := DIALECTS[spec.dialect].capture(config)[1]:
-        remedy = (
-            "keep the ids that the head was trained on: layer outputs in eagle_config, or one more at the top level"
-        )
+        remedy = "keep the ids that the head was trained on: outputs in eagle_config, or one more at the top level"
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", doubt, remedy)]
     if not nested or top or min(nested) != 2:
         return []
@@ -179,102 +169,92 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
-def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     """Flags that make the trained function another one than TensorRT-LLM computes."""
-    problems = []
     if "target_hidden_size" in config and config["target_hidden_size"] is None:
         message = "`target_hidden_size: null` makes loaders that only test for the key fail"
-        problems.append(Problem("TS-HEAD-TARGET-HIDDEN-NULL", "error", "config.json", message, "remove the key"))
+        yield Problem("TS-HEAD-TARGET-HIDDEN-NULL", "error", "config.json", message, "remove the key")
     if spec.norm_before_residual:
         stated = "norm_before_residual" in config
         message = "the residual is the normalised state (norm_before_residual), which TensorRT-LLM does not compute"
         if not stated:
             message += "; config.json does not say so, vLLM assumes it for a speculators head"
         remedy = "serve it with vLLM, or train a head with norm_before_residual=false"
-        problems.append(Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy))
+        yield Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy)
     dialect = DIALECTS[spec.dialect]
     if dialect.norm_output_since and config.get("norm_output") is not None and not spec.fc_norm:
         changed = f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}"
         message = f"{changed}; read here as plain EAGLE-3, because the head has no fc_norm"
         remedy = f"check the {dialect.title} version that trained the head"
-        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+        yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.fc_norm and not spec.norm_output and not config.get("norm_output"):
         message = (
-            "the head norms its captured states (fc_norm) and feeds back the state before its norm; EAGLE-3.1 does "
+            "the head norms its captured states (fc_norm) and not the state that it feeds back; EAGLE-3.1 norms both"
         )
-        message += "both or neither"
         remedy = "set `norm_output: true` if it was trained as EAGLE-3.1"
-        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+        yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.norm_output and not (spec.fc_norm or spec.norm_before_fc):
         message = "`norm_output: true` without a norm before fc: EAGLE-3.1 has both or neither"
         remedy = "remove norm_output if the head was trained as EAGLE-3"
-        problems.append(Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy))
+        yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
-        problems.append(Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY))
-    return problems
+        yield Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY)
 
 
-def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    problems = []
+def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     pruned = spec.draft_vocab_size != spec.vocab_size
     if pruned and not checkpoint.config.get("draft_vocab_size"):
         message = f"the head drafts from {spec.draft_vocab_size} tokens and config.json has no draft_vocab_size"
         remedy = f"add `draft_vocab_size: {spec.draft_vocab_size}`"
-        problems.append(Problem("TS-HEAD-DRAFT-VOCAB", "error", "config.json", message, remedy))
+        yield Problem("TS-HEAD-DRAFT-VOCAB", "error", "config.json", message, remedy)
     if pruned and not spec.has_d2t:
         message = "the draft vocabulary is pruned and d2t is absent: engines would take the first tokens instead"
-        problems.append(Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message, KEEP_DRAFT))
+        yield Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message, KEEP_DRAFT)
     if pruned and not spec.has_lm_head:
         message = "the draft vocabulary is pruned and the head has no lm_head of its own"
-        problems.append(Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT))
+        yield Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT)
     if not pruned and not spec.has_lm_head and flat_config(checkpoint.config).get("draft_vocab_size"):
         message = (
             "the head has no lm_head and states draft_vocab_size: SGLang then keeps a random lm_head instead of the "
             "target's, and accepts nothing"
         )
         remedy = "remove draft_vocab_size (`trtspec convert` does), or store the target's lm_head: `lm_head` target"
-        problems.append(Problem("TS-HEAD-LM-HEAD-RANDOM", "warning", "config.json:draft_vocab_size", message, remedy))
+        yield Problem("TS-HEAD-LM-HEAD-RANDOM", "warning", "config.json:draft_vocab_size", message, remedy)
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
         remedy = "nothing to do unless the embedding was trained"
-        problems.append(Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message, remedy)
 
 
-def unloadable(spec: HeadSpec) -> list[Problem]:
+def unloadable(spec: HeadSpec) -> Iterator[Problem]:
     """Engines that fail on such a head; a warning where its layout is made for one of them."""
-    problems = []
     for engine in (engine for engine in ENGINES.values() if engine.cannot_load(spec)):
         first = DIALECTS[spec.dialect].read_by[:1] == (engine.name,)
         remedy = f"for {engine.title} train a head with the whole vocabulary, or an MHA head; others load this one"
         severity: Severity = "warning" if first else "info"
-        problems.append(Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy))
-    return problems
+        yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy)
 
 
-def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> list[Problem]:
+def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Iterator[Problem]:
     """How the weights are stored against what config.json says of it."""
-    problems = []
     if config.get("quantization_config"):
         message = "config.json carries a quantization_config, the target's it seems; engines would apply it to the head"
-        problems.append(Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key"))
+        yield Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key")
     stated = config.get("torch_dtype") or config.get("dtype")
     stored = DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
     if stored and not stated:
         message = f"config.json states no torch_dtype (the weights are {stored}); some engines need it, others guess"
         remedy = f'set `torch_dtype: "{stored}"`'
-        problems.append(Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy))
+        yield Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy)
     if stated and stored and str(stated).removeprefix("torch.") != stored:
         message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
         remedy = f'set `torch_dtype: "{stored}"`'
-        problems.append(Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy)
 
 
-def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
-    problems = []
-    rope = spec.rope
+def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
+    flat, rope = flat_config(config), spec.rope
     dialect, yarn = DIALECTS[spec.dialect], rope.rope_type == "yarn"
     injected, fixed = dialect.injected_rope, dialect.fixed_rope_base
     written = (rope.factor, rope.original_max_position_embeddings)
@@ -284,15 +264,13 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
             f"{injected.writer} writes into an export trained with plain rope"
         )
         remedy = "if the head was trained with plain rope, set `rope_scaling: null`"
-        problems.append(Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy))
-    flat = flat_config(config)
-    problems += _told_twice(flat)
+        yield Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy)
+    yield from (twice := list(_told_twice(flat)))
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
-        message = (
-            f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g} to {rope.beta_slow:g}"
-        )
+        message = f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g}-{rope.beta_slow:g}"
         message += " turns no position as any head was trained"
-        return [*problems, Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message, REMEDY)]
+        yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message, REMEDY)
+        return
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
     if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
         message = (
@@ -300,35 +278,33 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
             f"{rope.theta:g}"
         )
         remedy = f"add `rope_theta: {rope.theta:g}`"
-        problems.append(Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy))
-    if spec.attention == "mla" and not yarn and not any(problem.code == "TS-HEAD-ROPE-TWICE" for problem in problems):
+        yield Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy)
+    if spec.attention == "mla" and not yarn and not twice:
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
-        problems.append(Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY))
+        yield Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY)
     if spec.attention == "mha" and yarn and not injected:
-        problems.append(_llama_yarn(flat, spec))
+        yield _llama_yarn(flat, spec)
     if fixed and spec.attention == "mla" and yarn and rope.theta != fixed.theta:
         message = (
             f"{fixed.trainer} computes an MLA head's YaRN with base {fixed.theta:g} whatever rope_theta says; "
             f"the file says {rope.theta:g}"
         )
         remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {fixed.theta:g}` writes the other"
-        problems.append(Problem("TS-HEAD-ROPE-TORCHSPEC", "info", "config.json:rope_theta", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-ROPE-TORCHSPEC", "info", "config.json:rope_theta", message, remedy)
 
 
-def _told_twice(flat: dict[str, Any]) -> list[Problem]:
+def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
     """Rope is in up to three places, and readers differ in which one they use."""
     scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
     places = (flat, scaling, parameters)
     thetas = {Values(place, "config.json").number("rope_theta") for place in places if place.get("rope_theta")}
-    problems = []
     if len(thetas) > 1:
         told = " and ".join(f"{theta:g}" for theta in sorted(thetas))
         message = f"config.json tells rope_theta twice and differently: {told}; engines differ in which one they read"
         remedy = "keep the one that the head was trained with; `trtspec convert --rope-theta` writes it everywhere"
-        problems.append(Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy))
+        yield Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy)
     if "rope_scaling" not in flat or not parameters:
-        return problems
+        return
     one, other = (
         RopeSpec.from_config({"rope_scaling": place | {"rope_theta": 1.0}}) for place in (scaling, parameters)
     )
@@ -337,8 +313,7 @@ def _told_twice(flat: dict[str, Any]) -> list[Problem]:
         told = ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
         message = f"rope_scaling and rope_parameters of config.json differ: {told}; engines differ in which they read"
         remedy = "keep the one that the head was trained with, and write it in both places"
-        problems.append(Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy))
-    return problems
+        yield Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy)
 
 
 def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
@@ -348,9 +323,7 @@ def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         message = f"YaRN in an MHA head: vLLM before it read mscale multiplies attention logits by {gain**2:.3f}"
         return Problem("TS-HEAD-ROPE-MSCALE", "info", "config.json:rope_scaling", message, "use a current vLLM")
-    message = (
-        f"YaRN in an MHA head without mscale and mscale_all_dim: engines multiply attention logits by {gain**2:.3f}"
-    )
+    message = f"YaRN in an MHA head without mscale and mscale_all_dim: engines scale its logits by {gain**2:.3f}"
     remedy = "right only if it was trained so; else set both to 1.0"
     return Problem("TS-HEAD-ROPE-MSCALE", "warning", "config.json:rope_scaling", message, remedy)
 

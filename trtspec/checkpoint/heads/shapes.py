@@ -188,9 +188,7 @@ def fc_width(tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, A
         return [Problem("TS-HEAD-FC-WIDTH", "error", "fc.weight", message, REMEDY)]
     stated = config.get("num_aux_hidden_states")
     if stated and stated != states:
-        message = (
-            f"config.json says num_aux_hidden_states {stated}, fc takes {states} states; vLLM builds fc by the key"
-        )
+        message = f"config.json says num_aux_hidden_states {stated}, fc takes {states} states; vLLM believes the key"
         remedy = f"set `num_aux_hidden_states: {states}`"
         return [Problem("TS-HEAD-FC-WIDTH", "error", "config.json:num_aux_hidden_states", message, remedy)]
     return []
