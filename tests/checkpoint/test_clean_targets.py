@@ -89,12 +89,6 @@ def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
     require_target(path)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("vision", [True, False])
-def test_bf16(tmp_path: Path, nested: bool, vision: bool) -> None:
-    assert not above_info(make_target(tmp_path, nested=nested, vision=vision and nested, layers=3))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_our_own(tmp_path: Path, policy: str, format: str) -> None:

@@ -159,12 +159,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
             size = os.fstat(stream.fileno()).st_size
-            prefix = stream.read(len(POINTER))
-            length = struct.unpack("<Q", prefix[:8])[0] if len(prefix) >= 8 else 0
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise _no_safetensors(path, size, prefix)
-            stream.seek(0)
-            raw = stream.read(8 + length)
+            raw = stream.read(len(POINTER))
+            raw += stream.read(max(data_start(raw, size) - len(raw), 0))
     except FileNotFoundError:
         raise _missing_shard(path) from None
     except OSError as error:
@@ -174,14 +170,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def header_tensors(path: Path, raw: bytes, size: int) -> dict[str, TensorInfo]:
     """`read_header` of the first bytes of a file of `size` bytes, wherever they come from."""
-    length = struct.unpack("<Q", raw[:8])[0] if len(raw) >= 8 else 0
-    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8, len(raw) - 8):
+    start = data_start(raw, size)
+    if not 0 < start <= len(raw):
         raise _no_safetensors(path, size, raw[: len(POINTER)])
-    header = _parsed_header(path, raw[8 : 8 + length])
-    tensors = [_tensor_info(path, name, entry, 8 + length) for name, entry in header.items()]
+    header = _parsed_header(path, raw[8:start])
+    tensors = [_tensor_info(path, name, entry, start) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    _check_offsets(path, tensors, 8 + length, size)
+    _check_offsets(path, tensors, start, size)
     return {tensor.name: tensor for tensor in tensors}
+
+
+def data_start(raw: bytes, size: int) -> int:
+    """Where the data begins, by the first 8 bytes of a file of `size` bytes; 0 if no header can be that long."""
+    length = struct.unpack("<Q", raw[:8])[0] if len(raw) >= 8 else 0
+    return 8 + length if 2 <= length <= min(MAX_HEADER_BYTES, size - 8) else 0
 
 
 def _parsed_header(path: Path, raw: bytes) -> dict[str, Any]:

@@ -4,7 +4,6 @@ reads. For a terabyte of weights that is a few megabytes."""
 from __future__ import annotations
 
 import re
-import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec import machine
-from trtspec.checkpoint.headers import INDEX_NAME, MAX_HEADER_BYTES, Checkpoint, TensorInfo, header_tensors
+from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint, TensorInfo, data_start, header_tensors
 from trtspec.checkpoint.hub import (
     SMALL_PATTERNS,
     cache_directory,
@@ -101,10 +100,7 @@ class HubFiles:
         """`headers.read_header` of a shard that is not here."""
         size, where = self.sizes[shard], Path(self.hub_id) / shard
         first = self.bytes_at(shard, 0, min(FIRST_READ, size))
-        length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else 0
-        rest = 8 + length - len(first)
-        if rest > 0 and 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            first += self.bytes_at(shard, len(first), rest)
+        first += self.bytes_at(shard, len(first), max(data_start(first, size) - len(first), 0))
         return header_tensors(where, first, size)
 
     def bytes_at(self, shard: str, begin: int, size: int) -> bytes:

@@ -141,7 +141,13 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
         return Problem("TS-HEAD-OTHER-DRAFT", "error", "speculators_model_type", message, TRAIN)
     fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
     if fc is not None:
-        return _first_generation(fc, names)
+        # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
+        normed = any(name.endswith("hidden_norm.weight") for name in names)
+        if normed or len(fc.shape) != 2 or fc.shape[1] != 2 * fc.shape[0]:
+            return None
+        shape = list(fc.shape)
+        message = f"an EAGLE-1 or EAGLE-2 head: fc {shape} fuses an embedding with one state, without hidden_norm"
+        return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
     layers = {int(found[1]) for found in map(LAYER.search, names) if found}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         message = "a multi-token-prediction module (eh_proj, enorm), which fuses one state and not the captured ones"
@@ -150,16 +156,6 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
         message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
         return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")
     return None
-
-
-def _first_generation(fc: TensorInfo, names: set[str]) -> Problem | None:
-    """EAGLE-1 and EAGLE-2 fuse the embedding with one state in fc [H, 2H] and have no hidden_norm."""
-    if any(name.endswith("hidden_norm.weight") for name in names) or len(fc.shape) != 2:
-        return None
-    if fc.shape[1] != 2 * fc.shape[0]:
-        return None
-    message = f"an EAGLE-1 or EAGLE-2 head: fc {list(fc.shape)} fuses an embedding with one state, without hidden_norm"
-    return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
 
 
 def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
