@@ -15,11 +15,7 @@ from tiktoken._educational import bpe_encode, bpe_train
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.tiny import SPECIALS, VISIBLE, make_tokenizer
-from trtspec.checkpoint.tokenizer import (
-    SPLIT_PATTERN,
-    Detokenizer,
-    KimiTokenizer,
-)
+from trtspec.checkpoint.tokenizer import SPLIT_PATTERN, Detokenizer, KimiTokenizer
 from trtspec.errors import TrtspecError
 
 SAMPLE = (

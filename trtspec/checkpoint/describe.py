@@ -13,18 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec import machine
-from trtspec.checkpoint.headers import (
-    DOWNLOAD_AGAIN,
-    Checkpoint,
-    RangedFiles,
-)
+from trtspec.checkpoint.headers import DOWNLOAD_AGAIN, Checkpoint, RangedFiles
 from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.hub import (
-    Resolved,
-    is_online,
-)
+from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.remote import open_remote
 from trtspec.checkpoint.target_problems import detect, read_target
@@ -121,6 +114,9 @@ def _from_headers(
     checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
     spec, problems = _spec_and_problems(checkpoint, all_values, sample)
+    sizes: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] += info.nbytes
     return CheckpointReport(
         path=str(resolved.path),
         source="hub" if checkpoint.remote else "files",
@@ -130,7 +126,7 @@ def _from_headers(
         parameters=sum(logical_parameters(info) for info in checkpoint.tensors.values()),
         bytes=checkpoint.bytes,
         shards=len(checkpoint.shards),
-        dtypes=dtype_bytes(checkpoint),
+        dtypes=dict(sizes.most_common()),
         problems=problems,
         trained_with=_trained_with(checkpoint.path) if isinstance(spec, HeadSpec) else None,
     )
@@ -176,14 +172,6 @@ def _from_config(resolved: Resolved) -> CheckpointReport:
         dtypes=None,
         problems=[],
     )
-
-
-def dtype_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes by safetensors dtype, largest first."""
-    sizes: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        sizes[info.dtype] += info.nbytes
-    return dict(sizes.most_common())
 
 
 def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:

@@ -120,11 +120,8 @@ def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     if not inline and not (path / "chat_template.jinja").is_file():
         message = "no chat template: chat requests fail or use another model's"
         yield Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message, FROM_BASE)
-    modules = {
-        reference.split(".")[0] + ".py"
-        for reference in (config.get("auto_map") or {}).values()
-        if isinstance(reference, str)
-    }
+    references = [value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)]
+    modules = {reference.split(".")[0] + ".py" for reference in references}
     absent = sorted(name for name in modules if not (path / name).is_file())
     if absent:
         message = f"config.json names remote code that is not here: {', '.join(absent)}"

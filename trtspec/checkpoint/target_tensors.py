@@ -13,14 +13,7 @@ from collections.abc import Container, Iterable, Iterator
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_config import quantization_blocks
 from trtspec.errors import Problem, TrtspecError
-from trtspec.formats import (
-    BY_DTYPE,
-    PACKED,
-    PLAIN_DTYPES,
-    SIDE_PARTS,
-    WeightFormat,
-    stored_format,
-)
+from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
 from trtspec.specs import ModelSpec
 
 AGAIN = "fetch the checkpoint again"
