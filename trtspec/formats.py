@@ -27,11 +27,11 @@ PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 class Storage:
     """How one linear [N, K] lies in a checkpoint. Suffixes follow the module's name; the first one holds the values.
 
-    `dtypes` are the safetensors codes that each of `all_parts` may have, `kinds` what each is for: the values, a scale
-    for each group of a row or block of rows and columns, one number, or the shape. `values_per_element` counts weights
-    in one element of the first part, `group` those along K that share a scale; `bits` is the mean size of one weight
-    with its scales. `method` is the `quant_method` of its quantization_config, `unquantized` are the keys there that
-    list the modules left alone, `never` the modules that engines leave alone unlisted.
+    `dtypes` are the safetensors codes that each of `all_parts` may have, the published one first. `kinds` says what
+    each is for: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
+    `values_per_element` counts weights in one element of the first part, `group` those along K that share a scale.
+    `method` is the `quant_method` of its quantization_config, `unquantized` are the keys there that list the modules
+    left alone, `never` the modules that engines leave alone unlisted.
     """
 
     title: str
@@ -41,8 +41,6 @@ class Storage:
     values_per_element: int = 1
     group: int = 0
     extra_parts: tuple[str, ...] = ()
-    bits: float = 16.0
-    scalar_bytes: int = 0
     unquantized: tuple[str, ...] = ("ignore",)
     never: tuple[str, ...] = ("mlp.gate", "embed_tokens")
     method: str = ""
@@ -55,22 +53,20 @@ class Storage:
 _STORAGE = {
     "bf16": Storage("BF16", ("weight",), (PLAIN_DTYPES,)),
     "fp8-block": Storage(
-        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), PLAIN_DTYPES),
-        kinds=("values", "blocks"), bits=8.0,
+        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), ("F32", "BF16", "F16")),
+        kinds=("values", "blocks"),
         method="fp8", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
         never=("mlp.gate", "embed_tokens", "lm_head"),
     ),
     "int4": Storage(
         "INT4 pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
         (("I32",), PLAIN_DTYPES, ("I64", "I32")), ("values", "groups", "shape"), 8, INT4_GROUP,
-        bits=4 + 16 / INT4_GROUP, scalar_bytes=16,
         method="compressed-tensors",
     ),
     "nvfp4": Storage(
         "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
         ("values", "groups", "scalar", "scalar"), 2, NVFP4_BLOCK,
-        extra_parts=("input_scale",), bits=4 + 8 / NVFP4_BLOCK, scalar_bytes=8,
-        method="modelopt",
+        extra_parts=("input_scale",), method="modelopt",
         unquantized=("ignore", "exclude_modules"),
     ),
 }  # fmt: skip
@@ -142,17 +138,6 @@ class WeightFormat(StrEnum):
         if self.is_fp4:
             return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
         return re.compile("|".join(map(_named_or_regex, patterns)) or r"(?!)")
-
-    def linear_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of one stored [rows, columns] matrix with its scales.
-
-        nvfp4: half a byte, an FP8 scale per 16, two FP32 scalars. int4: half a byte, a BF16 scale per 32 and the shape.
-        fp8-block: one byte and an FP32 scale per 128 x 128.
-        """
-        if self.has_block_scales:
-            height, width = FP8_BLOCK_SIZE
-            return rows * columns + 4 * -(-rows // height) * -(-columns // width)
-        return int(rows * columns * self.storage.bits / 8) + self.storage.scalar_bytes
 
 
 def _named_or_regex(pattern: str) -> str:

@@ -22,7 +22,7 @@ from trtspec.quant import nvfp4
 PACKAGE = Path(__file__).parents[2] / "trtspec"
 ROW = """    "mxfp4": Storage(
         "MXFP4 in groups of 32", ("weight_blocks", "weight_scales"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
-        bits=4 + 8 / 32, method="mxfp4", unquantized=("modules_to_not_convert",),
+        method="mxfp4", unquantized=("modules_to_not_convert",),
     ),
 """
 CONFIG = """    if method == "mxfp4":

@@ -200,7 +200,7 @@ def family(spec: ModelSpec) -> str:
     """k2, k2-thinking, k2.5 or k2.6+ (K2.6 and K2.7-Code have the same config), as far as a config tells."""
     if spec.model_type == "kimi_k25":
         return "k2.6+" if 163586 in spec.eos_token_ids else "k2.5"
-    return "k2-thinking" if spec.quant.format.storage.bits < 8 else "k2"
+    return "k2-thinking" if spec.quant.format.values_per_element > 1 else "k2"
 
 
 def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:

@@ -7,6 +7,7 @@ import fnmatch
 import re
 from dataclasses import dataclass
 
+from trtspec.checkpoint.writer import byte_count
 from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
@@ -99,6 +100,12 @@ def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layou
     return model.kv_elements_per_token + own
 
 
+def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
+    """Bytes of one stored [rows, columns] matrix with its scales, as published."""
+    shapes, parts = format.part_shapes(rows, columns), zip(format.storage.all_parts, format.storage.dtypes, strict=True)
+    return sum(byte_count(dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts)
+
+
 @dataclass(frozen=True)
 class WeightClass:
     """`linears` holds (count, rows, columns) of equal matrices; `other` counts parameters that are never quantized."""
@@ -115,7 +122,7 @@ class WeightClass:
 
     @property
     def bytes(self) -> int:
-        stored = sum(count * self.format.linear_bytes(rows, columns) for count, rows, columns in self.linears)
+        stored = sum(count * linear_bytes(self.format, rows, columns) for count, rows, columns in self.linears)
         return stored + self.other * self.other_bytes
 
     @property
