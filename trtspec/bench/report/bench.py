@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtspec.bench.report.page import Figure, Plot, Section, Value, bars, render
+from trtspec.bench.report.page import Figure, Plot, Point, Section, Value, bars, curve, render
 from trtspec.bench.results import (
     BenchResults,
     Comparison,
@@ -73,7 +73,7 @@ def sections(results: BenchResults) -> list[Section]:
     return [
         Section(
             title="Speed",
-            plots=speed_plots(results),
+            plots=[Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")],
             tables=titled(speedup_table(results), speed_table(results), latency_table(results)),
         ),
         Section(
@@ -105,22 +105,16 @@ def bench_html(results: BenchResults) -> str:
     )
 
 
-def speed_plots(results: BenchResults) -> list[Plot]:
-    """What a user sees, and what all users get together, by load; without bars for a single load."""
-    user, together = dict[str, dict[str, Value]](), dict[str, dict[str, Value]]()
+def speed_curve(results: BenchResults) -> str:
+    """Tokens per second of a user over those of all users together, a dot for each load; "" for one load."""
+    found: dict[str, list[Point]] = {}
     for endpoint in results.all if len(results.concurrency) > 1 else ():
-        speeds = [(level, user_speed(endpoint, level.label)) for level in endpoint.concurrency]
-        user[endpoint.name] = {level.load: (one.value, one.low, one.high) for level, one in speeds if one}
-        together[endpoint.name] = {
-            level.load: (level.throughput.tokens_per_s, None, None)
-            for level, one in speeds
-            if one and level.throughput.tokens_per_s
-        }
-    where = f"by load, {condition(results)}"
-    return [
-        Plot(bars(user), f"Output tokens/s for a user {where}, with 95 % intervals."),
-        Plot(bars(together), f"Output tokens/s of all users together {where}."),
-    ]
+        for level in endpoint.concurrency:
+            user, together = user_speed(endpoint, level.label), level.throughput.tokens_per_s
+            if user and together:
+                point = Point(together, user.value, level.load, user.low, user.high)
+                found.setdefault(endpoint.name, []).append(point)
+    return curve(found, "output tokens/s, all users", "tokens/s for a user")
 
 
 def category_bars(endpoints: Sequence[EndpointResult]) -> str:

@@ -6,6 +6,7 @@ A page is a sentence, at most three figures with their ranges, then sections: pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from trtspec.report import Table
 
 # of plots: all are 420 units wide, so that their text is as large as the page's on a phone and on paper
 WIDTH, ROW, LEFT, RIGHT = 420, 19, 112, 46
+HEIGHT, BOTTOM, TOP, MARGIN = 260, 38, 24, 44  # of a curve
 COLORS = 6
 
 
@@ -33,7 +35,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Plot:
-    """`svg` of `bars`; an empty one is not shown."""
+    """`svg` of `bars` or `curve`; an empty one is not shown."""
 
     svg: str
     caption: str
@@ -98,6 +100,17 @@ def _template() -> jinja2.Template:
 Value = tuple[float, float | None, float | None]  # value, and the ends of its interval where it has one
 
 
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve, named by `label`; `low` and `high` are the interval of `y`, where it has one."""
+
+    x: float
+    y: float
+    label: str
+    low: float | None
+    high: float | None
+
+
 def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> str:
     """Horizontal bars from `baseline` on with the value behind each, a colour for each name of `series`, grouped by
     label; "" without values."""
@@ -107,7 +120,7 @@ def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> st
         return ""
     top = max(max(value, high or value) for values in series.values() for value, _, high in values.values())
     scale = (WIDTH - LEFT - RIGHT) / max(top - baseline, 1e-9)
-    found, y = _legend(list(series)) if len(series) > 1 else (list[str](), 2.0)
+    found, y = _legend(list(series))
     for label in labels:
         rows = [(number, values[label]) for number, values in enumerate(series.values()) if label in values]
         found.append(_text(LEFT - 6, y + ROW * len(rows) / 2 + 4, _short(label), "end"))
@@ -123,11 +136,57 @@ def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> st
             found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.2f}"))
             y += ROW
         y += 5
-    return f'<svg role="img" viewBox="0 0 {WIDTH} {y:.0f}">{"".join(found)}</svg>'
+    return _svg(found, y)
+
+
+def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> str:
+    """One line per name, with a dot at each point; "" without points."""
+    points = [point for line in series.values() for point in line]
+    if not points:
+        return ""
+    xs, ys = _ticks([p.x for p in points]), _ticks([e for p in points for e in (p.y, p.low, p.high) if e is not None])
+    found, start = _legend(list(series))
+    top, bottom = start + TOP, start + HEIGHT - BOTTOM
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        share = (x - xs[0]) / (xs[-1] - xs[0]), (y - ys[0]) / (ys[-1] - ys[0])
+        return MARGIN + share[0] * (WIDTH - MARGIN - 14), bottom - share[1] * (bottom - top)
+
+    for tick in ys:
+        level = at(xs[0], tick)[1]
+        found.append(_line(MARGIN, level, WIDTH - 14, level, "var(--rule)"))
+        found.append(_text(MARGIN - 5, level + 4, f"{tick:g}", "end"))
+    found += [_text(at(tick, ys[0])[0], bottom + 15, f"{tick:g}", "middle") for tick in xs]
+    found += [_text(MARGIN - 38, top - 12, ylabel), _text(WIDTH - 14, bottom + 31, xlabel, "end")]
+    for number, line in enumerate(series.values()):
+        color = f"var(--series-{number % COLORS + 1})"
+        path = " ".join("{:.1f},{:.1f}".format(*at(point.x, point.y)) for point in line)
+        found.append(f'<polyline points="{path}" fill="none" style="stroke:{color}" stroke-width="1.8"/>')
+        for point in line:
+            x, y = at(point.x, point.y)
+            if point.low is not None and point.high is not None:
+                found.append(_line(x, at(point.x, point.low)[1], x, at(point.x, point.high)[1], color))
+            found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill:{color}"/>')
+            found.append(_text(min(x + 6, WIDTH - 12), y - 5, point.label, "start" if x < WIDTH - 60 else "end"))
+    return _svg(found, start + HEIGHT)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Three to six round numbers that hold all values, from 0 on if that is near."""
+    low, high = min(values), max(values)
+    low = 0.0 if 0 <= low < 0.6 * high else low
+    span = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(m * power for m in (1, 2, 5, 10) if span / (m * power) <= 5)
+    first = math.floor(low / step)
+    return [round(number * step, 10) for number in range(first, max(math.ceil(high / step), first + 1) + 1)]
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], float]:
-    """A line for each name that does not fit beside the one before; returns where the plot begins."""
+    """A line for each name that does not fit beside the one before, none for a single name; and where the plot
+    begins."""
+    if len(names) < 2:
+        return [], 2.0
     found, x, y = list[str](), 0.0, 2.0
     for number, name in enumerate(names):
         width = 26 + 6.2 * len(name)
@@ -149,3 +208,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="stroke:{color}"/>'
+
+
+def _svg(parts: Sequence[str], height: float) -> str:
+    return f'<svg role="img" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
