@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.bench.conftest import free_port
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run
@@ -28,9 +28,7 @@ SUBREAPER = "another process ended the subreaper"
 
 def launched(log: Path) -> int:
     """Runs a launch in a fork of this process, as a command would; returns its pid."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pid = os.fork()
     if pid:
         return pid

@@ -129,68 +129,61 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.parametrize("started", ["command", "server"])
 def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: signal.Signals, started: str) -> None:
     """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
-    script = textwrap.dedent(
+    interrupt_inside(
         f"""
-        import os, signal, subprocess, sys
-        from pathlib import Path
-        import psutil
-        from trtspec.errors import termination_as_interrupt
-        from trtspec.launch import processes
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        class Interrupted(subprocess.Popen):
-            def __init__(self, *arguments, **options):
-                super().__init__(*arguments, **options)
-                os.kill(os.getpid(), {int(sent)})
-
-        subprocess.Popen = Interrupted
-        try:
-            with termination_as_interrupt():
-                if {started!r} == "server":
-                    log = Path({str(tmp_path / "log")!r})
-                    with processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", log, 9):
-                        raise AssertionError("served")
-                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
-                    processes.wait(one)
-        except KeyboardInterrupt:
-            print("left:", [process.pid for process in psutil.Process().children()])
-        """
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            os.kill(os.getpid(), {int(sent)})
+        """,
+        SERVED.format(log=str(tmp_path / "log")) if started == "server" else WAITED,
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
 
 
-def test_an_interrupt_inside_popen_leaves_no_lock(tmp_path: Path) -> None:
+def test_an_interrupt_inside_popen_leaves_no_lock() -> None:
     """Raised where Popen holds its lock, the interrupt would leave it locked, and the process could not be ended."""
-    script = textwrap.dedent(
+    interrupt_inside(
         """
-        import signal, subprocess, sys
-        from pathlib import Path
-        import psutil
-        from trtspec.errors import termination_as_interrupt
-        from trtspec.launch import processes
-
-        class Interrupted(subprocess.Popen):
-            polls = 0
-            def poll(self):
-                Interrupted.polls += 1
-                if Interrupted.polls == 3:
-                    self._waitpid_lock.acquire()
-                    signal.raise_signal(signal.SIGTERM)
-                    self._waitpid_lock.release()
-                return super().poll()
-
-        subprocess.Popen = Interrupted
-        try:
-            with termination_as_interrupt():
-                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
-                    processes.wait(one)
-        except KeyboardInterrupt:
-            print("left:", [process.pid for process in psutil.Process().children()])
-        """
+        polls = 0
+        def poll(self):
+            Interrupted.polls += 1
+            if Interrupted.polls == 3:
+                self._waitpid_lock.acquire()
+                signal.raise_signal(signal.SIGTERM)
+                self._waitpid_lock.release()
+            return super().poll()
+        """,
+        WAITED,
     )
+
+
+def interrupt_inside(methods: str, block: str) -> None:
+    """Runs `block` with a Popen of these methods, which send the signal: no child may be left."""
+    script = BEGINNING + textwrap.indent(textwrap.dedent(methods), "    ") + ENDING.format(block=block)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
+
+
+BEGINNING = """
+import os, signal, subprocess, sys
+from pathlib import Path
+import psutil
+from trtspec.errors import termination_as_interrupt
+from trtspec.launch import processes
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupted(subprocess.Popen):
+"""
+ENDING = """
+subprocess.Popen = Interrupted
+try:
+    with termination_as_interrupt(), {block}
+except KeyboardInterrupt:
+    print("left:", [process.pid for process in psutil.Process().children()])
+"""
+SERVED = """processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", Path({log!r}), 9):
+        raise AssertionError("served")"""
+WAITED = """processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+        processes.wait(one)"""
 
 
 def test_durations_read_well() -> None:

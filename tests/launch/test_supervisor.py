@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.bench.conftest import free_port
+
 HERE = Path(__file__).parent
 Launched = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture

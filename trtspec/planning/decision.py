@@ -138,8 +138,7 @@ class Decision:
     def best(self) -> Row | None:
         """None where nothing can be served, where its speed is not known, or where nothing meets the targets."""
         first = next(iter(self.able), None)
-        known = first is not None and first.point is not None
-        return first if known and first is not None and first.excess(self.targets) <= 1 else None
+        return first if first and first.point and first.excess(self.targets) <= 1 else None
 
     def of_concurrency(self, concurrency: int) -> Row | None:
         return next((row for row in self.able if row.concurrency == concurrency), None)

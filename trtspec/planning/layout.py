@@ -88,10 +88,9 @@ def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, atten
         message = f"{model.num_attention_heads} attention heads do not divide by {tp}"
         raise UsageError(message, "use a power of two, or `attention_dp`")
     if ep not in (None, 1, tp):
-        raise UsageError(
-            f"experts over {ep} of {tp} ranks: only `ep_size` {tp} (whole experts) and 1 (split ones) were measured",
-            f"use `ep_size` {tp} or `ep_size` 1",
-        )
+        measured = f"`ep_size` {tp} (whole experts) and 1 (split ones)"
+        message = f"experts over {ep} of {tp} ranks: only {measured} were measured"
+        raise UsageError(message, f"use `ep_size` {tp} or `ep_size` 1")
     return Layout(tp, ep == tp and tp > 1, attention_dp)
 
 
@@ -185,9 +184,8 @@ def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[P
     limit = model.max_position_embeddings
     if tokens is not None and tokens > limit:
         message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
-        yield Problem(
-            "TS-ROUTE-LENGTH", "error", "max_seq_len", message, f"prompt and answer together: at most {limit}"
-        )
+        remedy = f"prompt and answer together: at most {limit}"
+        yield Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message, remedy)
     if draft_len > LONGEST_DRAFT:
         message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
         message += "published for a Kimi head, a further token costs more time than it saves"
