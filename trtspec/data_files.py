@@ -40,6 +40,18 @@ def policy_names() -> list[str]:
     return list(load_yaml("policies.yaml")["policies"])
 
 
+def catalogue(name: str) -> list[str]:
+    """Of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
+    if name == "codes":
+        return list(problem_codes())
+    if name == "releases":
+        return sorted({str(gate["since"]["by"]) for gate in load_yaml("../trtllm/releases.yaml")["gates"].values()})
+    if name == "datasets":
+        return ["nano", *load_yaml("datasets.yaml")["datasets"]]
+    own = {"targets": "kimi-nano", "heads": "kimi-nano-eagle3"}[name]
+    return [own, *load_yaml("models.yaml")[name]]
+
+
 def gpu_spec(name: str) -> GpuSpec:
     """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
     data = load_yaml("gpus.yaml")
