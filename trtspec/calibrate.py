@@ -129,11 +129,10 @@ class Calibration:
 
     def states(self) -> States:
         """Hidden states of all texts, in memory up to the budget; each layer's are kept in the work directory."""
-        budget = self.options.states_budget
-        if budget is None:
-            budget = machine.free_memory() / 2
+        stated = self.options.states_budget
+        budget = machine.free_memory() / 2 if stated is None else stated
+        directory = OutputDirectory.beside(self.output, "calibrate").path
         size = (self.stream.spec.hidden_size, self.stream.dtype)
-        directory = self.output.with_name(f".{self.output.name}.calibrate")
         return States(self.batches, *size, budget=budget, directory=directory, durable=True)
 
 

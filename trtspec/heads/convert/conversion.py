@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.config import Verifier, shared_config
 from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect, Feature
 from trtspec.checkpoint.heads.pairing import pair_problems
@@ -173,7 +173,8 @@ def _plan(
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
     if not has_errors(problems):
         problems += about_tensors
-        problems += head_value_problems(checkpoint, _copied(entries, checkpoint), everything=options.dry_run)
+        copied = {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is checkpoint}
+        problems += head_value_problems(checkpoint, copied, everything=options.dry_run)
         problems += _own_embedding(entries, checkpoint, lender)
     problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}
@@ -204,10 +205,6 @@ def _plan(
         serve=serving_commands(spec, str(output), target.name if target else None, needed),
     )
     return planned, entries
-
-
-def _copied(entries: dict[str, OutputTensor], source: Checkpoint) -> dict[str, TensorInfo]:
-    return {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is source}
 
 
 def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender: Lender | None) -> list[Problem]:

@@ -86,7 +86,7 @@ def needs(
     epochs = plan.steps * options.batch_size * options.accumulation / max(1, plan.counted or len(plan.samples))
     memory = gpu.memory_bytes * USABLE
     trainers, peak = _trainers(plan, target, options, memory)
-    parallel = _power_of_two(stored / memory * 1.15)
+    parallel = 2 ** max(0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9))))  # GPUs that hold the target
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
     return {
@@ -152,10 +152,6 @@ def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memo
         if peak <= memory or rows == 1:
             return processes, peak
         processes *= 2
-
-
-def _power_of_two(ratio: float) -> int:
-    return 2 ** max(0, math.ceil(math.log2(max(ratio, 1e-9))))
 
 
 def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int) -> float:
