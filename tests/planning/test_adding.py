@@ -106,8 +106,8 @@ def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
     report = json.loads(run(copy, "plan", SMALL, "--gpu", "b200", "--gpus", "1", "--json"))
     whole = json.loads(run(copy, "plan", NVFP4, "--gpu", "b200", "--gpus", "4", "--json"))
     assert report["fits"] and report["per_gpu"]["weights"] < whole["per_gpu"]["weights"]
-    command = report["best"]["command"]
-    run(copy, *command.split()[1:], "--output", "engine.yml")
+    assert report["best"] is None  # kernels were measured for Kimi-K2's sizes
+    run(copy, "build-config", SMALL, "--gpu", "b200", "--tp-size", "1", "--trust-remote-code", "--output", "engine.yml")
     assert "no errors" in run(copy, "lint", "engine.yml", "--target", SMALL)
     assert "32 attention heads" in run(copy, "build-config", SMALL, "--tp-size", "64", "--nodes", "8", status=3)
     assert "131,072" in run(copy, "build-config", SMALL, "--isl", "131000", "--osl", "1000", "--tp-size", "1", status=3)
