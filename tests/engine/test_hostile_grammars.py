@@ -105,6 +105,9 @@ async def bystanders(url: str, done: Event) -> Seen:
             began = time.monotonic()
             body = {"prompt": "x", "max_tokens": 8, "response_format": form}
             answer = await client.post(f"{url}/v1/completions", json=body)
+            while answer.status_code == 429:  # the queue is full of generations: it comes again, and its time runs on
+                await asyncio.sleep(int(answer.headers["retry-after"]))
+                answer = await client.post(f"{url}/v1/completions", json=body)
             seen.innocents.append(time.monotonic() - began)
             if answer.status_code != 200:
                 seen.wrong.append(answer.text[:300])

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +37,8 @@ TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} M
 TURN_SECONDS, ANSWER_SECONDS = 0.5, 1.25
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
-KEPT, KEPT_BYTES = 8, 1 << 20  # compiled grammars, and the bytes of the largest: use makes each grow by a few MB
+# Compiled grammars, and the bytes of the largest. One that was used in the last seconds is not pushed out by a flood.
+KEPT, KEPT_BYTES, KEPT_SECONDS = 8, 1 << 20, 5.0
 # processor time of all masks of a request, its choices together
 REQUEST_SECONDS, REQUEST_SECONDS_PER_TOKEN = 0.25, 0.005
 LOW = 5  # nice(2): where processors lack, a third of what the engine gets
@@ -93,7 +93,7 @@ class Grammars:
 
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._kept: dict[tuple[str, str], tuple[Any, float]] = {}  # in the order of their last use
         self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
         self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
@@ -107,15 +107,15 @@ class Grammars:
         Raises ValueError with the reason for a grammar that cannot be or takes too much, GrammarsBusy, and
         MissingDependency without llguidance. Cancelled, it ends what it began.
         """
-        matcher = self._kept.pop((kind, text), None)
-        size = 0
+        matcher, size = self._kept.pop((kind, text), (None, 0.0))[0], 0
         if matcher is None:
             size = await self._tried(kind, text)
             matcher = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
-        if size + len(text) <= KEPT_BYTES:
-            self._kept[kind, text] = matcher
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        now, oldest = time.monotonic(), next(iter(self._kept), None)
+        if len(self._kept) >= KEPT and oldest and now - self._kept[oldest][1] > KEPT_SECONDS:
+            del self._kept[oldest]
+        if len(self._kept) < KEPT and size + len(text) <= KEPT_BYTES:
+            self._kept[kind, text] = matcher, now
         return Grammar(matcher, self.ends)
 
     async def _tried(self, kind: str, text: str) -> int:
