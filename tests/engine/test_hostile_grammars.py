@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.synchronize import Event
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -87,7 +87,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
 
 
-async def bystanders(url: str, done: Event) -> Seen:
+async def bystanders(url: str, begun: Event, done: Event) -> Seen:
     """Victims stream without a grammar, innocents ask for short answers, one after the other until `done`."""
     seen = Seen()
 
@@ -116,6 +116,7 @@ async def bystanders(url: str, done: Event) -> Seen:
     async with clients(VICTIMS + 2) as ours:
         known = {"prompt": "x", "response_format": KNOWN}
         assert (await ours[0].post(f"{url}/v1/completions", json=known)).is_success
+        begun.set()
         await asyncio.gather(*map(victim, ours[2:]), innocent(ours[0], None), innocent(ours[1], KNOWN))
     return seen
 
@@ -155,17 +156,18 @@ async def clients(count: int) -> AsyncIterator[list[httpx.AsyncClient]]:
         yield [await stack.enter_async_context(client) for client in made]
 
 
-def watched(url: str, done: Event) -> Seen:
-    return asyncio.run(bystanders(url, done))
+def watched(url: str, begun: Event, done: Event) -> Seen:
+    return asyncio.run(bystanders(url, begun, done))
 
 
 def one_round(url: str, number: int, count: int) -> Seen:
     """The others are a process of their own: what they wait for is the server, not the attackers' client."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(1, context) as pool:
-        done = manager.Event()
-        others = pool.submit(watched, url, done)
-        time.sleep(4)  # it imports, and its first streams run
+        begun, done = manager.Event(), manager.Event()
+        others = pool.submit(watched, url, begun, done)
+        assert begun.wait(60)
+        time.sleep(1)
         seen = asyncio.run(attackers(url, number, count))
         done.set()
         found = others.result()
