@@ -328,12 +328,13 @@ def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
     report.write_atomic(page, proof_html(evidence, spec, plain, more))
 
 
-def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults, more: Sequence[Section] = ()) -> str:
-    """The page of a proof: its sentence, up to three figures (speed-up at the lowest and the highest load, acceptance),
-    then speed, acceptance, the rows of check, and `more`. `spec` and `plain` are what bench measured of either server.
-    """
-    length, ends = evidence.acceptance_length, evidence.acceptance_interval
-    both = replace(spec, endpoints={plain.name: plain}, speedups=evidence.speedups)
+def proof_html(
+    evidence: ProofEvidence, with_head: BenchResults, alone: BenchResults, more: Sequence[Section] = ()
+) -> str:
+    """The page of a proof: its verdict in a sentence, up to three figures (speed-up at the lowest and the highest load,
+    acceptance), then speed, acceptance, the rows of check, and `more`. The results are bench's of either server."""
+    # as if bench had measured both in one run, so that its sections show them side by side
+    both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]
     rows = [
         [row.status, row.name, f"{row.seen} of {row.of}", row.faults[0] if row.faults else row.why]
@@ -342,11 +343,12 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
     same = Table("Is the output the same?", ["", "row", "seen", "why"], rows, text_columns=frozenset({0, 1, 3}))
     figures = [
         Figure(f"{up.ratio.value:.2f}x", up.ratio.words, f"as fast as the target alone, {up.level}")
-        for up in evidence.speedups
+        for up in (*evidence.speedups[:1], *evidence.speedups[1:][-1:])
     ]
-    if length and ends:
-        accepted = Figure(f"{length:.2f}", f"{ends[0]:.2f} to {ends[1]:.2f}", "tokens per verification step")
-        figures = [*figures[:1], *figures[1:][-1:], accepted]  # the section has those of the loads in between
+    length, interval = evidence.acceptance_length, evidence.acceptance_interval
+    if length and interval:
+        between = f"{interval[0]:.2f} to {interval[1]:.2f}"
+        figures.append(Figure(f"{length:.2f}", between, "tokens per verification step"))
     drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
@@ -354,7 +356,7 @@ def proof_html(evidence: ProofEvidence, spec: BenchResults, plain: BenchResults,
         figures,
         [replace(speed, tables=[*speed.tables, _plan_table(evidence)]), acceptance,
          Section(title=same.title, tables=[same]), *more],
-        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(spec)}.",
+        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(with_head)}.",
         verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
         created=evidence.created,
         versions=evidence.versions,
