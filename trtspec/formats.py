@@ -170,8 +170,8 @@ def stored_format(names: Container[str], module: str) -> WeightFormat:
 
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
     """The format that a quantization_config's method announces, whatever else it says."""
-    told = block.get("quant_method")
-    return next((format for format in WeightFormat if told and format.storage.method == told), None)
+    method = block.get("quant_method")
+    return next((format for format in WeightFormat if method and format.storage.method == method), None)
 
 
 def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:

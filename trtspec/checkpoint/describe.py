@@ -62,19 +62,19 @@ class CheckpointReport:
     def to_dict(self) -> dict[str, Any]:
         """The JSON contract: one flat object, without the keys of parts that do not apply."""
         names = ("kind", "path", "source", "parameters", "bytes", "shards", "dtypes")
-        told: dict[str, Any] = {name: getattr(self, name) for name in names}
+        found: dict[str, Any] = {name: getattr(self, name) for name in names}
         read = self.source in ("files", "hub")
         if not read:
-            told.update(unverified=self.known.get("unverified", []), licence=self.known.get("licence"))
+            found.update(unverified=self.known.get("unverified", []), licence=self.known.get("licence"))
         if isinstance(self.spec, ModelSpec):
-            told.update(target_facts(self.spec, self.config, self.known))
+            found.update(target_facts(self.spec, self.config, self.known))
         else:
-            told.update(head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS))
-            told.update({} if read else {"published_for": self.known.get("targets")})
-        told["problems"] = [problem.to_dict() for problem in self.problems]
+            found.update(head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS))
+            found.update({} if read else {"published_for": self.known.get("targets")})
+        found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None
         optional = {"trained_with": self.trained_with, "hashes_verified": self.hashes_verified, "hub": hub}
-        return told | {name: value for name, value in optional.items() if value is not None}
+        return found | {name: value for name, value in optional.items() if value is not None}
 
 
 def describe(

@@ -71,10 +71,10 @@ def _nesting(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iter
 def _values(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
     """Each key that no tensor shows, at the top level and in text_config."""
     for key in COMPUTED:
-        told = [place[key] for place in ((config, text) if nested else (config,)) if place.get(key) is not None]
-        if not told and key not in OPTIONAL:
+        stated = [place[key] for place in ((config, text) if nested else (config,)) if place.get(key) is not None]
+        if not stated and key not in OPTIONAL:
             yield _problem("TS-TARGET-CONFIG", key, "is absent, and readers fill in different values")
-        for value in told:
+        for value in stated:
             if not _is_one_of(value, _published(nested)[key]):
                 yield _other("TS-TARGET-CONFIG", key, value, nested)
                 break
@@ -103,13 +103,13 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
         message = f"is {' and '.join(sorted(kinds)) or 'absent'}; every Kimi has YaRN"
         yield _problem("TS-TARGET-ROPE", "rope_scaling", message, "error" if len(places) > 1 else "warning")
     for key in ROPE if kinds == {"yarn"} else ROPE[:1]:
-        told = [place[key] for place in places if place.get(key) is not None]
-        if not told or (key in STRETCH and not all(told)):
+        stated = [place[key] for place in places if place.get(key) is not None]
+        if not stated or (key in STRETCH and not all(stated)):
             yield _problem("TS-TARGET-ROPE", key, "is absent or zero, and readers fill in different values")
-        elif any(value != told[0] for value in told):
+        elif any(value != stated[0] for value in stated):
             yield _problem("TS-TARGET-ROPE", key, "is given twice with different values; readers take either")
-        elif key not in STRETCH and not _is_one_of(told[0], _published(nested)[key]):
-            yield _other("TS-TARGET-ROPE", key, told[0], nested)
+        elif key not in STRETCH and not _is_one_of(stated[0], _published(nested)[key]):
+            yield _other("TS-TARGET-ROPE", key, stated[0], nested)
     factor, positions = spec.rope.factor, spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
     possible = 1 <= factor <= MOST_FACTOR and positions <= MOST_POSITIONS

@@ -227,24 +227,26 @@ QUANTIZE_AGAIN = "quantize again, or correct the exclude list of quantization_co
 
 def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> list[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
-    told, problems = spec.quant.format, []
-    others = [f"{module} is {format}" for module, format in formats.items() if format not in (told, WeightFormat.BF16)]
+    stated, problems = spec.quant.format, []
+    others = [
+        f"{module} is {format}" for module, format in formats.items() if format not in (stated, WeightFormat.BF16)
+    ]
     if others:
-        what = f"weights are stored in another format than config.json tells ({told})"
+        what = f"weights are stored in another format than config.json states ({stated})"
         problems.append(grouped("TS-TARGET-FORMAT", others, what, "take config.json and weights from one checkpoint"))
-    if told.is_plain:
+    if stated.is_plain:
         return problems
     packed = [module for module, format in formats.items() if not format.is_plain]
-    never = [module for module in packed if module.endswith(told.storage.never)]
+    never = [module for module in packed if module.endswith(stated.storage.never)]
     if never:
         what = "router or embedding weights are quantized, which engines read as BF16"
         problems.append(grouped("TS-TARGET-ROUTER", never, what, QUANTIZE_AGAIN))
-    if told not in formats.values():
-        message = f"config.json tells {told} and no weight is stored so"
+    if stated not in formats.values():
+        message = f"config.json states {stated} and no weight is stored so"
         where = spec.quant.where or "config.json"
         problems.append(Problem("TS-TARGET-FORMAT", "error", where, message, "remove quantization_config"))
         return problems
-    return [*problems, *_excluded(told, _patterns(checkpoint, told), formats)]
+    return [*problems, *_excluded(stated, _patterns(checkpoint, stated), formats)]
 
 
 def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
@@ -254,21 +256,21 @@ def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
     return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))
 
 
-def _excluded(told: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> Iterator[Problem]:
+def _excluded(stated: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> Iterator[Problem]:
     """An engine decides by the list which weights to unpack."""
-    left_alone = told.unquantized_modules(patterns)
+    left_alone = stated.unquantized_modules(patterns)
     packed, plain = [], []
     for module, format in formats.items():
         excluded = left_alone.match(module) is not None
-        if excluded and format is told:
+        if excluded and format is stated:
             packed.append(module)
-        if not excluded and format.is_plain and not module.endswith(told.storage.never):
+        if not excluded and format.is_plain and not module.endswith(stated.storage.never):
             plain.append(module)
     if packed:
-        what = f"weights are {told} and listed as not quantized"
+        what = f"weights are {stated} and listed as not quantized"
         yield grouped("TS-TARGET-EXCLUDE", packed, what, QUANTIZE_AGAIN)
     if plain:
-        what = f"weights are not {told} and not listed as left alone"
+        what = f"weights are not {stated} and not listed as left alone"
         yield grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN)
 
 

@@ -295,18 +295,18 @@ def _judge_small(checkpoint: Checkpoint, info: TensorInfo, raw: memoryview, seen
     module, _, suffix = info.name.rpartition(".")
     if suffix == "weight_shape":
         packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
-        told = decode(bytes(raw), info.dtype).tolist() if info.dtype in ("I64", "I32") else None
-        if packed is not None and len(packed.shape) == 2 and (told is None or not _holds(packed.shape, told)):
-            seen.faults["TS-TARGET-WEIGHT-SHAPE"].append(f"{info.name} is {told}, the weight {list(packed.shape)}")
+        stated = decode(bytes(raw), info.dtype).tolist() if info.dtype in ("I64", "I32") else None
+        if packed is not None and len(packed.shape) == 2 and (stated is None or not _holds(packed.shape, stated)):
+            seen.faults["TS-TARGET-WEIGHT-SHAPE"].append(f"{info.name} is {stated}, the weight {list(packed.shape)}")
         return
     _judge_bytes(info, raw, seen)
     if suffix in ("weight_scale_2", "input_scale") and info.dtype == "F32" and info.numel == 1:
         seen.scalars[info.name] = float(np.frombuffer(raw, "<f4")[0])
 
 
-def _holds(packed: tuple[int, ...], told: list[int]) -> bool:
+def _holds(packed: tuple[int, ...], stated: list[int]) -> bool:
     values = WeightFormat.INT4.values_per_element
-    return len(told) == 2 and told[0] == packed[0] and -(-told[1] // values) == packed[1]
+    return len(stated) == 2 and stated[0] == packed[0] and -(-stated[1] // values) == packed[1]
 
 
 def _judge_bytes(info: TensorInfo, raw: memoryview | bytes, seen: _Seen) -> None:

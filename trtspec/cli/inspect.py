@@ -119,7 +119,7 @@ def compare_pair(found: Found, report: CheckpointReport, resolved: Resolved, oth
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes = pairing.tensor_parallel_sizes(head)
-    return found[0] | {"tensor_parallel_sizes": sizes}, pairing.told_once(found[1] + more)
+    return found[0] | {"tensor_parallel_sizes": sizes}, pairing.reported_once(found[1] + more)
 
 
 def compare_derived(found: Found, kind: str, made: Path, source: Path, options: InspectOptions) -> Found:

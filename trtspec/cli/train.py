@@ -134,8 +134,8 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     except UsageError as error:
         raise UsageError(f"{command.config}: {error.message}", error.remedy) from None
     found = {key: getattr(made_of_file, key) for key in values}
-    told = {key: value for key, value in found.items() if key not in given(command)}
-    return replace(command, **told), TrainingRecipe(**recipe), set(told)
+    chosen = {key: value for key, value in found.items() if key not in given(command)}
+    return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
 
 
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
@@ -262,7 +262,7 @@ def _train_and_measure(
     from trtspec.heads.training.plan import check_run
 
     check_run(run, plan, options)
-    for line in plan.told():
+    for line in plan.lines():
         say(line)
     if prompts and plan.features.with_layers and not plan.held_out:
         text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
@@ -311,8 +311,8 @@ def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sam
     for sample in samples:
         answer = done[sample.id]
         stats, tokens = answer.stats, len(answer.token_ids)
-        told = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
-        counts.append(TurnCounts(sample.id, sample.category or "", tokens, *told, "the reference engine"))
+        counted = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
+        counts.append(TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine"))
     groups = {"all": summarize(counts)} | by_category(
         sorted((one for one in counts if one.category), key=lambda one: one.category)
     )

@@ -84,8 +84,8 @@ async def _watch_on(url: str, options: WatchOptions) -> None:
             except TrtspecError as error:
                 if isinstance(error, NoMetrics):
                     raise
-            told = {"ok": not found.failure, **found.summary(), "problems": []}
-            sys.stdout.write((json.dumps(told, ensure_ascii=False) if options.json_ else found.line()) + "\n")
+            shown = {"ok": not found.failure, **found.summary(), "problems": []}
+            sys.stdout.write((json.dumps(shown, ensure_ascii=False) if options.json_ else found.line()) + "\n")
             sys.stdout.flush()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), options.interval)

@@ -203,7 +203,7 @@ def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
 
 
 def _as_api_error(failure: ApiError | RequestRefused) -> ApiError:
-    """What a client hears about the end of a generation."""
+    """The error that a client gets for the end of a generation."""
     if isinstance(failure, ApiError):
         return failure
     code = "context_length_exceeded" if isinstance(failure, PromptTooLong) else None

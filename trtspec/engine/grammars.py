@@ -97,7 +97,7 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
         self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
-        self._forking: subprocess.Popen[bytes] | None = None  # `main`, which hears of each try through `_control`
+        self._forking: subprocess.Popen[bytes] | None = None  # `main`, which gets each try through `_control`
         self._control: socket.socket | None = None
         self._vocabulary: Any = None
 

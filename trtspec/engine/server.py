@@ -210,7 +210,7 @@ class AnnouncingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def end(self) -> None:
-        """Stops as a signal does; what is in flight is finished or told."""
+        """Stops as a signal does; what is in flight is finished, or ends with an error."""
         self.should_exit = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:

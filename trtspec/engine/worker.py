@@ -73,7 +73,7 @@ class Worker:
             self._thread.join(timeout=60)
 
     def give_up(self, reason: str) -> None:
-        """Ends every request that still runs or waits, and tells it why."""
+        """Ends every request that still runs or waits, with that reason."""
         self._ending = reason
         self._distribute(None)
 
@@ -146,7 +146,7 @@ class Worker:
         return True
 
     def _deliver(self, outputs: list[Output] | None) -> None:
-        """Hands a step's outputs to the event loop in one call; None tells every waiting request that all is over."""
+        """Hands a step's outputs to the event loop in one call; None ends every waiting request."""
         assert self._loop is not None
         if outputs == [] or self._loop.is_closed():
             return

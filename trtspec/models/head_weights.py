@@ -46,8 +46,8 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
 
 def _refuse(path: Path | str, found: list[Problem]) -> None:
     if found:
-        told = "; ".join(f"[{problem.code}] {problem.where}: {problem.message}" for problem in found)
-        raise TrtspecError(f"{path} cannot draft for this target: {told}", found[0].remedy)
+        listed = "; ".join(f"[{problem.code}] {problem.where}: {problem.message}" for problem in found)
+        raise TrtspecError(f"{path} cannot draft for this target: {listed}", found[0].remedy)
 
 
 def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:

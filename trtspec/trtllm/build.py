@@ -99,7 +99,7 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 
 def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str) -> tuple[Finding, ...]:
     """What lint says. Raises CheckFailed for errors, and for warnings, such as a release of which nobody knows whether
-    it runs this. Only told: what the user's own settings bring, a head that was published for another target, and a
+    it runs this. Only reported: what the user's own settings bring, a head that was published for another target, and a
     release newer than any known one."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
@@ -131,8 +131,8 @@ def engine_yaml(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str
     for item in intent.settings:
         _override(found, _asked_setting(item))
     chosen = found.get(schema.current(FRACTION))
-    told = _header(intent) + _capacity(intent, target, head, chosen)
-    return f"{intent.first_line()}\n{told}{_render(found)}"
+    comments = _header(intent) + _capacity(intent, target, head, chosen)
+    return f"{intent.first_line()}\n{comments}{_render(found)}"
 
 
 def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:

@@ -98,8 +98,8 @@ class Doubt:
         certain += [f for f in old if self._either_way(f, new, new=False)]
         yield from (self._in_doubt(None, f) for f in new if f not in certain)
         yield from (self._in_doubt(f, None) for f in old if f not in certain)
-        told = {f.key for f in certain if f.code not in UNSETTLED}  # one error for a key that both refuse
-        yield from (f for f in certain if f.code not in UNSETTLED or f.key not in told)
+        reported = {f.key for f in certain if f.code not in UNSETTLED}  # one error for a key that both refuse
+        yield from (f for f in certain if f.code not in UNSETTLED or f.key not in reported)
 
     def _either_way(self, finding: Finding, others: list[Finding], *, new: bool) -> bool:
         """Whether the other possibility refuses a key that this finding is about, or one that it is below, and the one

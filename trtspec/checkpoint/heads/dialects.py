@@ -29,8 +29,8 @@ Command = Callable[[str, str, int, "list[int] | None"], str]
 
 @dataclass(frozen=True)
 class HeadEngine:
-    """`command` takes the head, the target, the tensor-parallel size and the layer outputs that TensorRT-LLM must be
-    told (None where its default is right or unknown).
+    """`command` takes the head, the target, the tensor-parallel size and the layer outputs that TensorRT-LLM
+    needs in its configuration (None where its default is right or unknown).
 
     `guesses_ids`: layer ids that start with 1 are taken for layer outputs, all others for the number of layers that
     ran. `eagle31`: the first version that computes EAGLE-3.1's two norms. `theta_at_top`: the RoPE base is read from

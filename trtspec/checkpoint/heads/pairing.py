@@ -49,7 +49,7 @@ def pair_problems(
     ]
 
 
-def told_once(problems: list[Problem]) -> list[Problem]:
+def reported_once(problems: list[Problem]) -> list[Problem]:
     """One finding for one fault: those that another explains are left out."""
     explained = {pair for problem in problems for pair in EXPLAINED.get(problem.code, ())}
     return [

@@ -84,7 +84,7 @@ def _classes(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     stated += [("model_type", kind) for kind in (config.get("model_type"), layer.get("model_type")) if kind]
     other = "mha" if spec.attention == "mla" else "mla"
     for key in ("architectures", "model_type"):
-        names = [str(name) for told, name in stated if told == key]
+        names = [str(name) for where, name in stated if where == key]
         if any(word in name.lower() for name in names for word in CLASS_WORDS[other]):
             message = f"{key} {names[0]!r} names an {other.upper()} class, and the tensors are those of an "
             message += f"{spec.attention.upper()} head; engines would build another layer and leave it unfilled"
@@ -299,8 +299,8 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
     places = (flat, scaling, parameters)
     thetas = {Values(place, "config.json").number("rope_theta") for place in places if place.get("rope_theta")}
     if len(thetas) > 1:
-        told = " and ".join(f"{theta:g}" for theta in sorted(thetas))
-        message = f"config.json tells rope_theta twice and differently: {told}; engines differ in which one they read"
+        listed = " and ".join(f"{theta:g}" for theta in sorted(thetas))
+        message = f"config.json states rope_theta twice and differently: {listed}; engines differ in which they read"
         remedy = "keep the one that the head was trained with; `trtspec convert --rope-theta` writes it everywhere"
         yield Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy)
     if "rope_scaling" not in flat or not parameters:
@@ -310,8 +310,8 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
     )
     if one != other:
         names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-        told = ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
-        message = f"rope_scaling and rope_parameters of config.json differ: {told}; engines differ in which they read"
+        listed = ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
+        message = f"rope_scaling and rope_parameters of config.json differ: {listed}; engines differ in which they read"
         remedy = "keep the one that the head was trained with, and write it in both places"
         yield Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy)
 

@@ -218,17 +218,17 @@ def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender:
 
 def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
     """The problems that rewriting does not fix."""
-    mended = CURED | DEPENDS
+    repaired = CURED | DEPENDS
     if found.has_lm_head:
-        mended = mended | {"TS-HEAD-TIED"}
+        repaired = repaired | {"TS-HEAD-TIED"}
     if options.rope_theta is not None:
         problems = [one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)]
     tensors = canonical_names(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
         if targets is not None and len(targets) == found.draft_vocab_size:
-            mended = mended | {"TS-HEAD-D2T-MISSING"}
-    return [problem for problem in problems if problem.code not in mended]
+            repaired = repaired | {"TS-HEAD-D2T-MISSING"}
+    return [problem for problem in problems if problem.code not in repaired]
 
 
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:

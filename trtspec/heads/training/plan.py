@@ -70,7 +70,7 @@ class TrainingPlan:
         state, head = 4 * (1 + len(MOMENTS)) * self.parameters, 2 * self.parameters
         return 2 * state + (keep + 3) * head
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """What is trained on what, line by line, for whoever waits."""
         found = [
             f"{file['file']}: {file['conversations']} conversations, {file['duplicates']} duplicates left out"
@@ -103,12 +103,12 @@ def make_plan(
 ) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be one directory of ModelOpt dumps."""
     spec = new_head_spec(target, options)
-    dumped, samples, told = None, list[Sample](), list[dict[str, Any]]()
+    dumped, samples, counted = None, list[Sample](), list[dict[str, Any]]()
     if directory := dump_directory(data):
         features = FeatureSource(str(directory), "dumps", directory)
         dumped = all_dumps(directory, target, spec.num_aux)
     else:
-        samples, told = read_files(data, KimiTokenizer(target_dir), options)
+        samples, counted = read_files(data, KimiTokenizer(target_dir), options)
         if features.way == "dumps" and features.directory:
             dumped = dumps_of(samples, features.directory, target, spec.num_aux)
     samples = dumped.samples if dumped else samples
@@ -121,7 +121,7 @@ def make_plan(
         )
     order = split_data(samples, options)
     held = len(order.held)
-    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, features, told, held, dumped=dumped)
+    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, features, counted, held, dumped=dumped)
 
 
 def plan_without_data(

@@ -227,7 +227,7 @@ def read_files(
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()
     samples: list[Sample] = []
-    told = []
+    counted = []
     for file in files:
         read = read_samples(file, tokenizer, options.seq_len)
         before = len(samples)
@@ -236,8 +236,8 @@ def read_files(
                 seen.add(sample.tokens)
                 samples.append(_named(sample, file, names))
         kept = len(samples) - before
-        told.append({"file": file, "conversations": kept, "duplicates": len(read) - kept})
-    return samples, told
+        counted.append({"file": file, "conversations": kept, "duplicates": len(read) - kept})
+    return samples, counted
 
 
 def _named(sample: Sample, source: str, names: set[str]) -> Sample:
