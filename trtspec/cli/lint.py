@@ -247,9 +247,9 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
         more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
     # a shell puts variables in: what is written is not the value
     hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
-    findings = [Finding(one.code, one.severity, one.where, one.message, one.remedy) for one in (*wrong, *more)]
+    beside = [Finding(one.code, one.severity, one.where, one.message, one.remedy) for one in (*wrong, *more)]
     kept = [finding for finding in findings if finding.key not in hidden]
-    return Judged(document.name, better, deployment.version, reason, [*findings, *kept], corrected)
+    return Judged(document.name, better, deployment.version, reason, [*beside, *kept], corrected)
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
