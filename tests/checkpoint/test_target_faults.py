@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,6 +218,34 @@ def test_commands_refuse_all(drafts: dict[str, Draft], commands: Commands, tmp_p
             target = spoiled(draft, fault, tmp_path / "it")
             for name, call in commands.calls(target, tmp_path / "work").items():
                 rates.count(name, f"{kind}: {fault.kind} {fault.name}", refused(call, tmp_path / "work"))
+    rates.check()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path: Path) -> None:
+    """Real processes: status, one message, no traceback, nothing written."""
+    rates, draw = Rates(), random.Random(1)
+    for draft in drafts.values():
+        for fault in draw.sample(header_faults(draft, 50), 8):
+            target = str(spoiled(draft, fault, tmp_path / "it"))
+            lines = (
+                ("inspect", target),
+                ("quantize", target, "-o", str(tmp_path / "out")),
+                ("calibrate", target, str(commands.data), "-o", str(tmp_path / "out.safetensors")),
+                ("train", target, str(commands.data), "-o", str(tmp_path / "out")),
+                ("convert", str(commands.head), "-o", str(tmp_path / "out"), "--to", "sglang", "--embed-tokens",
+                 "target", "--target", target),
+                ("serve", target, "--backend", "reference", "--dry-run"),
+            )  # fmt: skip
+            words = draw.choice(lines)
+            environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env=environ
+            )
+            good = done.returncode in (1, 2, 3) and "Traceback" not in done.stderr and "unexpected" not in done.stderr
+            rates.count(words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good)
+            assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))
     rates.check()
 
 

@@ -91,7 +91,7 @@ def script(setup: ProveSetup, directory: Path, answers: int) -> list[Step]:
     judge = ("check", setup.url, "--tokenizer", setup.target)
     accepted = tuple(word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row))
 
-    def bench(launch: str) -> Step:
+    def bench_step(launch: str) -> Step:
         where = ("--wait-ready", "7200", "-o", str(directory / launch), "--resume")
         words = ("bench", f"{launch}={setup.url}", *asked, "--concurrency", levels, *where)
         tokens = answers * setup.max_tokens
@@ -103,9 +103,9 @@ def script(setup: ProveSetup, directory: Path, answers: int) -> list[Step]:
 
     plain_words = ("--score", recording, "--record", str(directory / "plain.jsonl"), *accepted)
     steps = [
-        bench(SPECULATING),
+        bench_step(SPECULATING),
         check("record", "what users get", SPECULATING, RECORDED, "--record", recording, *judged),
-        bench(PLAIN),
+        bench_step(PLAIN),
         check("score", "whether the target alone says the same", PLAIN, SCORED, *plain_words),
     ]
     if setup.gpu is not None:

@@ -1,11 +1,11 @@
 """What each kind of server reports of speculation, and under which names. Every figure carries its `source`.
 
-| server | of one answer or run, for bench and check | of all traffic, for watch |
-|---|---|---|
-| trtspec reference | `spec_decode` on each choice | steps in /prometheus/metrics |
-| vLLM | counters around the run, which must be alone on the server | steps in /metrics |
-| TensorRT-LLM | `avg_decoded_tokens_per_iter` on each choice, prefill included | see below |
-| SGLang | nothing | a mean in /metrics with --enable-metrics |
+For one answer or run, which bench and check read, and for all traffic, which watch reads:
+
+trtspec reference   `spec_decode` on each choice; steps in /prometheus/metrics.
+vLLM                Counters around a run that is alone on the server; steps in /metrics.
+TensorRT-LLM        `avg_decoded_tokens_per_iter` on each choice, prefill included; see below.
+SGLang              Nothing for an answer; a mean in /metrics with --enable-metrics.
 
 With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics; it gives each record to one reader only.
 With return_perf_metrics, it counts draft tokens in /prometheus/metrics.

@@ -107,10 +107,9 @@ class Grammars:
         Raises ValueError with the reason for a grammar that cannot be or takes too much, GrammarsBusy, and
         MissingDependency without llguidance. Cancelled, it ends what it began.
         """
-        matcher, size = self._kept.pop((kind, text), (None, 0.0))[0], 0
-        if matcher is None:
-            size = await self._tried(kind, text)
-            matcher = await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
+        matcher, _ = self._kept.pop((kind, text), (None, 0.0))
+        size = 0 if matcher else await self._tried(kind, text)
+        matcher = matcher or await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
         now, oldest = time.monotonic(), next(iter(self._kept), None)
         if len(self._kept) >= KEPT and oldest and now - self._kept[oldest][1] > KEPT_SECONDS:
             del self._kept[oldest]
@@ -177,7 +176,7 @@ class Grammars:
             )
         from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
         made = getattr(library.LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
-        limits = library.LLParserLimits(
+        limits = library.LLParserLimits(  # a state of the lexer takes about 2 KB
             step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=5_000, verbose_errors=False
         )
         matcher = library.LLMatcher(self._vocabulary, made, log_level=0, limits=limits)

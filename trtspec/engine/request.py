@@ -51,8 +51,8 @@ class GenerationRequest(Sampling):
     """What to generate; greedy unless a temperature is given. Raises RequestRefused for a field outside its range.
 
     `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
-    to report per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. `grammar` is
-    a `Grammar` of this request alone; it begins to count after the token `grammar_after` where that is given.
+    to report per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. Each
+    answer follows its own copy of `grammar`, which begins to count after the token `grammar_after` where that is given.
     """
 
     id: str

@@ -127,15 +127,15 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     for port in range(first, first + count):
         while error := port_fault("127.0.0.1", port):
             if time.monotonic() > deadline:
-                remedy = f"pass `port` N, with {count} free ports from N on"
-                raise TrtspecError(f"port {port} is taken: {error}", remedy)
+                raise TrtspecError(f"port {port} is taken: {error}", f"pass `port` N: {count} free ports from N on")
             time.sleep(1.0)
 
 
 def duration(seconds: float) -> str:
     """`42 s` or `3 min 05 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{seconds:.{seconds < 10:d}f} s" if seconds < 90 else f"{minutes} min {rest:02d} s"
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
 
 
 def tail(log: Path) -> str:

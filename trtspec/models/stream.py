@@ -1,9 +1,8 @@
 """A target run one decoder layer at a time: for what needs its hidden states but cannot hold its weights.
 
-Layers come from the checkpoint one after the other, every batch passes a layer before the next one. Memory holds one
-layer and the hidden states, which go to files when they exceed a budget; where there is room for a second layer, it is
-decoded while the one before it computes. The arithmetic is `KimiModel`'s own: for the same batches the captured
-outputs, final states and logits equal the whole model's bit for bit.
+Layers come from the checkpoint one after the other; every batch passes a layer before the next one. Memory holds one
+layer and the hidden states, which go to files beyond a budget; where a second layer fits, it is decoded meanwhile.
+The arithmetic is `KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
 """
 
 from __future__ import annotations
@@ -89,8 +88,9 @@ class LayerStream:
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:
             for source in layer_layout(self.spec, index):
-                how, spec = self.activation, self.spec
-                install(layer, source, self._tensors, spec, dtype=self.dtype, activation=how, pool=pool)
+                install(
+                    layer, source, self._tensors, self.spec, dtype=self.dtype, activation=self.activation, pool=pool
+                )
         return layer.eval().requires_grad_(False)
 
     def ends(self) -> KimiModel:

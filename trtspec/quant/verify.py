@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.identity import recorded
+from trtspec.checkpoint.headers import Checkpoint, read_json
 from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
@@ -36,8 +35,7 @@ NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or ord
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Of the tensors of one class together: norm of the differences over norm of the source. `worst` is the
-    largest of a single tensor."""
+    """Of the tensors of one class: norm of the differences over norm of the source; `worst`: of a single tensor."""
 
     tensors: int
     relative_error: float
@@ -75,13 +73,15 @@ def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:
         reread = _Reread(new, old)
         for name in chosen:
             reread.add(name)
+    provenance = out / "provenance.json"
+    ours = provenance.is_file() and read_json(provenance).get("command") == "quantize"
     return CheckpointComparison(
         compared=len(chosen),
         tensors=len(names),
         classes={name: _rounding(tensors) for name, tensors in sorted(reread.errors.items())},
         zero_blocks=reread.zero_blocks,
         repacked_alike=sum(reread.alike.values()),
-        problems=problems + reread.found(ours=recorded(out).get("command") == "quantize"),
+        problems=problems + reread.found(ours),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,42 @@ def test_every_fault_is_found_alone_and_refused(judge: Judge) -> None:
         judge.judge(head, fault)
     print(f"\n{judge.report()}")
     assert judge.perfect, judge.report()
+
+
+def headers(path: Path) -> Iterator[Fault]:
+    """Headers that lie about where tensors stand; the bytes behind them are untouched."""
+    data = (path / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    names = [name for name in header if name != "__metadata__"]
+    offsets = {name: header[name]["data_offsets"] for name in names}
+    order = sorted(names, key=lambda name: offsets[name][0])
+
+    def write(name: str, begin: int, end: int) -> None:
+        lying = header | {name: header[name] | {"data_offsets": [begin, end]}}
+        text = json.dumps(lying).encode()
+        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    for before, name in zip(order, order[1:], strict=False):
+        begin, end = offsets[name]
+        for what, first in (("over its neighbour", offsets[before][0]), ("two bytes early", begin - 2),
+                            ("beyond the file", begin + len(data)), ("before the data", -8)):  # fmt: skip
+            yield Fault("offsets in the header", f"{name} {what}",
+                        lambda c, t, name=name, first=first, size=end - begin: write(name, first, first + size),
+                        (REFUSED,))  # fmt: skip
+        yield Fault("offsets in the header", f"{name} too short",
+                    lambda c, t, name=name, begin=begin, end=end: write(name, begin, end - 2), (REFUSED,))  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["mha", "mla"])
+def test_offsets_that_lie_are_refused(judge: Judge, attention: str) -> None:
+    path = write_head(judge.room / f"offsets-{attention}", judge.target, "modelopt", attention=attention)
+    for fault in list(headers(path)):
+        fault.change({}, {})
+        judge.ask(path, attention, fault, set())
+        with pytest.raises(TrtspecError):
+            load_head(path, judge.model)
+    assert not judge.missed["offsets in the header"], judge.report()
 
 
 def test_one_flipped_bit_of_a_converted_head_is_found(judge: Judge) -> None:

@@ -477,7 +477,6 @@ def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
     pairs = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
     steps_before, steps_now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
     tokens = sum(_size(a) - 1 for a, _ in pairs)  # the first one comes from the prompt's own pass
-    # half as many steps as elsewhere are enough: the same texts vary less
     if steps_before < MIN_STEPS / 2 or tokens - steps_now >= KEPT_DRAFTS * (tokens - steps_before):
         return []
     if not more_often(steps_now, tokens, steps_before, tokens):

@@ -1,9 +1,9 @@
 """What a training run needs, before it runs: bytes and peak memory. There are four ways of getting the target's states:
 
-online   the target in GPU memory beside the head: only where one GPU holds both
-stream   each GPU runs the target one decoder layer at a time, over its part of a chunk of samples
-dumps    states written by an engine at tensor parallel N, read again in every epoch
-server   a live engine hands over the states while the head trains; nothing is stored
+online   The target is in GPU memory beside the head: only where one GPU holds both.
+stream   Each GPU runs the target one decoder layer at a time, over its part of a chunk of samples.
+dumps    An engine at tensor parallel N has written the states; each epoch reads them again.
+server   A live engine hands over the states while the head trains; nothing is stored.
 """
 
 from __future__ import annotations

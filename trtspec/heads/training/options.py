@@ -117,10 +117,10 @@ class TrainOptions:
 class FeatureSource:
     """Where the target's states come from; `text` is what `features` says.
 
-    memory    the target computes them beside the head
-    stream    it runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named
-    dumps     an engine wrote them to `directory`
-    server    live engines at `urls` send them while the head trains
+    memory    The target computes them beside the head.
+    stream    It runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named.
+    dumps     An engine wrote them to `directory`.
+    server    Live engines at `urls` send them while the head trains.
     """
 
     text: str

@@ -70,9 +70,10 @@ def run_training(
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
-        with closing(open_states(run, model, plan, options, world)) as features, Stop(run.deadline) as stop:
-            controls: dict[str, Any] = {"on_step": on_step, "export": writer.after, "stop": stop, "world": world}
-            result = train_head(module, features, options, run, fingerprint, **controls)
+        with closing(open_states(run, model, plan, options, world)) as states, Stop(run.deadline) as stop:
+            result = train_head(
+                module, states, options, run, fingerprint, on_step=on_step, export=writer.after, stop=stop, world=world
+            )
             record = writer.write(run.output, result.to_dict())
         if world.main and result.finished:
             _tidy(run)
