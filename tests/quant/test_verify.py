@@ -15,6 +15,7 @@ from tests.command_line import inspected
 from tests.tiny import make_target
 from trtspec.checkpoint.describe import hash_problems
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.errors import TrtspecError
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
@@ -154,6 +155,9 @@ def test_another_exporter_is_not_accused(pair, tmp_path):
     """Scales by another rule are what they are, unless the others follow from the source."""
     source, good = pair
     shutil.copytree(good, tmp_path / "theirs")
+    (tmp_path / "theirs/provenance.json").write_text("{")
+    with pytest.raises(TrtspecError, match="not valid JSON"):  # a broken record makes no other exporter
+        compare(tmp_path / "theirs", source)
     (tmp_path / "theirs/provenance.json").unlink()
     tensors = load_file(good / "model.safetensors")
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:
