@@ -7,117 +7,91 @@ A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_confi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError, confloat, conint
 
 from trtspec.errors import TrtspecError
 from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
 
-REQUIRED = object()
 MOST = 2**31 - 1  # of a size
 REMEDY = "correct config.json, or download it again"
 CODE = "TS-CONFIG-KEY"
-SHOWN = 60
+SHOWN = 60  # characters of a wrong value
+NUMBER = confloat(strict=True, ge=-1e300, le=1e300)
+ID: Any = conint(strict=True, ge=-MOST, le=MOST)
 NESTED = ("text_config", "transformer_layer_config", "eagle_config", "quantization_config", "quantization")
-MAPPINGS = (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters", "auto_map",
-            "config_groups")  # fmt: skip
-TEXTS = ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format")
-LISTS_OF_TEXT = ("architectures", "ignore", "exclude_modules")
-LISTS_OF_WHOLES = ("eagle_aux_hidden_state_layer_ids", "weight_block_size")
+# what readers of a config.json rely on, wherever in it a key is
+KINDS: dict[Any, tuple[str, ...]] = {
+    dict: (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters", "auto_map"),
+    dict[str, dict[str, Any]]: ("config_groups",),
+    str: ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format"),
+    list[str]: ("architectures", "ignore", "exclude_modules"),
+    list[ID]: ("eagle_aux_hidden_state_layer_ids", "weight_block_size"),
+    list[ID] | ID: ("eos_token_id",),
+}
 
 
 class Values:
     """One mapping of a config.json, read key by key. `where` says in messages which one."""
 
-    def __init__(self, values: Any, where: str = "config.json") -> None:
-        if not isinstance(values, dict):
-            raise TrtspecError(f"{where} is {_shown(values)}, not a mapping", REMEDY, CODE)
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
         self.values, self.where = values, where
 
-    def whole(self, key: str, default: Any = REQUIRED, least: int = 0, most: int = MOST) -> int:
-        """An integer within its limits; absent, null and 0 give the default where there is one."""
-        value = self._value(key, default)
-        number = int(value) if _is_number(value) and value == value and abs(value) <= MOST else None
-        if number is None or number != value or not least <= number <= most:
-            raise self._wrong(key, f"an integer from {least} to {most}", value)
-        return number
-
-    def number(self, key: str, default: Any = REQUIRED) -> float:
-        value = self._value(key, default)
-        if not _is_number(value) or not abs(value) < 1e300:
-            raise self._wrong(key, "a number", value)
-        return float(value)
-
-    def text(self, key: str, default: str) -> str:
+    def read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """The value of a key as pydantic's `kind`. Absent and null give the default, where there is one. Raises
+        TrtspecError naming the key and what is wrong with its value."""
         value = self.values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
-        return default if value is None else value
+        if value is None and default is not None:
+            return default
+        if key not in self.values:
+            raise TrtspecError(f"{self.where} has no key {key!r}", REMEDY, CODE)
+        try:
+            return _adapter(kind).validate_python(value)
+        except ValidationError as error:
+            reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise TrtspecError(f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}", REMEDY, CODE) from None
+
+    def whole(self, key: str, default: int | None = None, least: int = 0, most: int = MOST) -> int:
+        """An integer within its limits; 0 gives the default too."""
+        return self.read(key, conint(strict=True, ge=least, le=most), default) or default or 0
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; 0 gives the default too."""
+        return float(self.read(key, NUMBER, default) or default or 0)
 
     def mapping(self, key: str) -> Values:
         """The mapping at a key; an empty one where it is absent or null."""
-        value = self.values.get(key)
-        return Values({} if value is None else value, f"{self.where}: {key}")
+        return Values(self.read(key, dict, {}), f"{self.where}: {key}")
 
-    def wholes(self, key: str, *, or_one: bool = False) -> tuple[int, ...]:
-        """A list of integers, with `or_one` also an integer alone; () where it is absent or null."""
-        alone = or_one and _is_whole(self.values.get(key))
-        return (self.values[key],) if alone else self._list(key, "a list of integers", _is_whole)
+    def wholes(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of them; () where it is absent or null."""
+        found = self.read(key, list[ID] | ID, [])
+        return tuple(found) if isinstance(found, list) else (found,)
 
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; () where it is absent or null."""
-        return self._list(key, "a list of strings", lambda item: isinstance(item, str))
 
-    def _list(self, key: str, what: str, is_item: Callable[[Any], bool]) -> tuple[Any, ...]:
-        value = self.values.get(key)
-        if value is not None and not (isinstance(value, list) and all(map(is_item, value))):
-            raise self._wrong(key, what, value)
-        return tuple(value or ())
-
-    def _value(self, key: str, default: Any) -> Any:
-        if default is REQUIRED:
-            if key not in self.values:
-                raise TrtspecError(f"{self.where} has no key {key!r}", REMEDY, CODE)
-            return self.values[key]
-        value = self.values.get(key)
-        return default if value is None or value == 0 else value
-
-    def _wrong(self, key: str, what: str, value: Any) -> TrtspecError:
-        return TrtspecError(f"{self.where}: {key} must be {what}, not {_shown(value)}", REMEDY, CODE)
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The same config.json, of which mappings are mappings and lists are lists wherever readers rely on it. Raises
     TrtspecError naming the first key that is something else."""
     values = Values(config, where)
-    for key in MAPPINGS:
-        inner = values.mapping(key)
-        if key in NESTED and inner.values:
-            check_kinds(inner.values, inner.where)
-    for key in TEXTS:
-        values.text(key, "")
-    for key in LISTS_OF_TEXT:
-        values.texts(key)
-    for key in LISTS_OF_WHOLES:
-        values.wholes(key)
-    values.wholes("eos_token_id", or_one=True)
-    for group in values.mapping("config_groups").values:
-        values.mapping("config_groups").mapping(group).mapping("weights").whole("group_size", 0, least=-1)
+    for kind, keys in KINDS.items():
+        for key in keys:
+            if config.get(key) is not None:
+                values.read(key, kind)
+    for key in NESTED:
+        if config.get(key):
+            check_kinds(config[key], f"{where}: {key}")
+    groups = values.mapping("config_groups")
+    for group in groups.values:
+        groups.mapping(group).mapping("weights").whole("group_size", 0, least=-1)
     return config
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
 Attention = Literal["mha", "mla"]
@@ -152,7 +126,7 @@ class RopeSpec:
         values = Values(config)
         scaling = values.mapping("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
         theta = (scaling if "rope_theta" in scaling.values else values).number("rope_theta", RopeSpec.theta)
-        rope_type = scaling.text("rope_type", "") or scaling.text("type", "") or "default"
+        rope_type = scaling.read("rope_type", str, "") or scaling.read("type", str, "") or "default"
         if rope_type == "default":
             return RopeSpec(theta=theta)
         if rope_type != "yarn":
@@ -280,10 +254,10 @@ class ModelSpec:
         nested = bool(config.get("text_config"))
         text = top.mapping("text_config") if nested else top
         sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
-        ids = {name: (text if name in text.values else top).wholes(name, or_one=True) for name in TOKEN_IDS}
+        ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
         return ModelSpec(
             model_type=model_type,
-            architecture=(top.texts("architectures") or ("DeepseekV3ForCausalLM",))[0],
+            architecture=(top.read("architectures", list[str], []) or ["DeepseekV3ForCausalLM"])[0],
             **sizes,
             n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
             first_k_dense_replace=text.whole("first_k_dense_replace"),

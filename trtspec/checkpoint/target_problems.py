@@ -138,7 +138,7 @@ def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
     generation = path / "generation_config.json"
     if not generation.is_file() or not spec.eos_token_ids:
         return []
-    ids = Values(read_json(generation), generation.name).wholes("eos_token_id", or_one=True)
+    ids = Values(read_json(generation), generation.name).wholes("eos_token_id")
     if not ids or set(spec.eos_token_ids) & set(ids):
         return []
     message = f"generation_config.json ends text at {list(ids)}, config.json at {list(spec.eos_token_ids)}"
