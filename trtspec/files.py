@@ -10,6 +10,7 @@ file overflows the C stack, and a few aliases of aliases expand to more values t
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import stat
@@ -147,10 +148,9 @@ MOST_DIGITS = 400  # of one number; more than any float has
 MOST_SHOWN = 200  # characters of a message that quotes the file
 STDIN = "-"
 BLOCK = ("|", ">")
-STRING, MAPPING, SEQUENCE, MERGE, VALUE = (
-    f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "merge", "value")
-)
+STRING, MERGE, VALUE = (f"tag:yaml.org,2002:{name}" for name in ("str", "merge", "value"))
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+COLLECTIONS = {"mapping": "tag:yaml.org,2002:map", "sequence": "tag:yaml.org,2002:seq"}
 REMEDY = "pass a YAML file, or `-` for standard input"
 
 
@@ -232,18 +232,12 @@ def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
     """The root of one YAML document, each node with its value as `yaml.safe_load` gives it, and the offsets (start,
     end) in which a `#` begins no comment. None for an empty text. Raises YamlError."""
     try:
-        loader = (yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text)
+        composer = _Composer((yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text))
+        made = composer.get_document()
     except (yaml.YAMLError, UnicodeError) as error:
         raise _syntax(text, error) from None
-    try:
-        composer = _Composer(text, loader)
-        if (root := composer.compose()) is not None:
-            _construct(root, yaml.constructor.SafeConstructor())
-        return root, composer.scalars
-    except yaml.YAMLError as error:
-        raise _syntax(text, error) from None
-    finally:
-        loader.dispose()
+    reader = _Reader(text)
+    return (None if made is None else reader.node(made)), reader.scalars
 
 
 def _syntax(text: str, error: Exception) -> YamlError:
@@ -258,150 +252,124 @@ def _syntax(text: str, error: Exception) -> YamlError:
     return YamlError(reason, min(mark.line, text.count("\n")) + 1, mark.column + 1)
 
 
-class _Composer:
-    """Nodes from events, with the count of values that the whole would have without aliases."""
+class _Composer(yaml.composer.Composer):
+    """PyYAML's nodes, within the limits. An alias is a copy of its value, at the alias's place."""
 
-    def __init__(self, text: str, loader: Any) -> None:
-        self.text, self.loader = text, loader
-        self.anchors: dict[str, tuple[Node, int] | None] = {}  # with its count; None: the value has not ended
-        self.count = 0
-        self.scalars: list[tuple[int, int]] = []
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader, self.level, self.count = loader, 0, 0
 
-    def compose(self) -> Node | None:
-        self.loader.get_event()  # the stream begins
-        if self.loader.check_event(yaml.StreamEndEvent):
-            return None
-        self.loader.get_event()  # the document begins
-        root = self._node(0)
-        self.loader.get_event()
-        if not self.loader.check_event(yaml.StreamEndEvent):
-            second = self.loader.get_event()
-            raise self._error(second, "a second YAML document begins here, and the engine reads one")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # events and tags
+
+    def get_document(self) -> Any:
+        self.get_event()  # the stream begins
+        root = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
+        if not self.check_event(yaml.StreamEndEvent):
+            raise _wrong(self.get_event().start_mark, "a second YAML document begins here, and the engine reads one")
         return root
 
-    def _error(self, event: Any, message: str, beyond: bool = False) -> YamlError:
-        return YamlError(message, event.start_mark.line + 1, event.start_mark.column + 1, beyond)
-
-    def _node(self, level: int) -> Node:
-        """The value that begins at the next event, below `level` collections."""
-        event = self.loader.get_event()
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event, before = self.peek_event(), self.count
         if isinstance(event, yaml.AliasEvent):
-            return self._alias(event)
+            node: Any = copy.copy(super().compose_node(parent, index))
+            if not hasattr(node, "count"):
+                raise _wrong(event.start_mark, f"the alias {event.anchor!r} is inside its own value")
+            self._add(event, node.count)
+            node.start_mark, node.end_mark, node.alias = event.start_mark, event.end_mark, True
+            return node
         if event.anchor in self.anchors:
-            raise self._error(event, f"the anchor {event.anchor!r} is defined twice")
-        if event.anchor is not None:
-            self.anchors[event.anchor] = None
-        before = self.count
+            raise _wrong(event.start_mark, f"the anchor {event.anchor!r} is defined twice")
+        if self.level == MOST_LEVELS and not isinstance(event, yaml.ScalarEvent):
+            raise _wrong(event.start_mark, f"nested deeper than {MOST_LEVELS} levels", beyond=True)
         self._add(event, 1)
-        node = self._scalar(event) if isinstance(event, yaml.ScalarEvent) else self._collection(event, level)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = node, self.count - before
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        node.count = self.count - before
         return node
 
-    def _scalar(self, event: Any) -> Node:
-        tag = event.tag
-        if tag is None or tag == "!":
-            tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
-        first, last = event.start_mark, event.end_mark
-        node = Node("scalar", tag, first.index, last.index, first.line, first.column, event.style or "", event.value)
-        begin = node.start
-        if node.style in BLOCK:  # the line that opens it may end in a comment
-            begin = self.text.find("\n", node.start, node.end) + 1 or node.end
-            node.end = node.start + len(self.text[node.start : node.end].rstrip())
-        self.scalars.append((begin, node.end))
-        return node
-
-    def _collection(self, event: Any, level: int) -> Node:
-        if level >= MOST_LEVELS:
-            raise self._error(event, f"nested deeper than {MOST_LEVELS} levels", beyond=True)
-        mapping = isinstance(event, yaml.MappingStartEvent)
-        tag = event.tag
-        if tag is None or tag == "!":
-            tag = MAPPING if mapping else SEQUENCE
-        mark = event.start_mark
-        style = "flow" if event.flow_style else ""
-        node = Node("mapping" if mapping else "sequence", tag, mark.index, mark.index, mark.line, mark.column, style)
-        last = None
-        while not self.loader.check_event(yaml.MappingEndEvent, yaml.SequenceEndEvent):
-            item = last = self._node(level + 1)
-            if mapping:
-                last = self._node(level + 1)
-            node.items.append((item, last) if mapping else item)
-        end = self.loader.get_event().end_mark.index
-        # the parser's own mark of a block collection is at the next key, behind comments
-        node.end = end if style else last.end if last else node.start
-        return node
-
-    def _alias(self, event: Any) -> Node:
-        if event.anchor not in self.anchors:
-            raise self._error(event, f"the alias {event.anchor!r} is not defined above")
-        found = self.anchors[event.anchor]
-        if found is None:
-            raise self._error(event, f"the alias {event.anchor!r} is inside its own value")
-        node, weight = found
-        first, last = event.start_mark, event.end_mark
-        self.scalars.append((first.index, last.index))
-        self._add(event, weight)
-        return replace(node, start=first.index, end=last.index, line=first.line, column=first.column, alias=True)
-
-    def _add(self, event: Any, weight: int) -> None:
-        self.count += weight
+    def _add(self, event: Any, count: int) -> None:
+        """Counts the values that the whole has with its aliases written out."""
+        self.count += count
         if self.count > MOST_VALUES:
-            raise self._error(event, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
+            raise _wrong(event.start_mark, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
 
 
-def _construct(node: Node, constructor: Any) -> Any:
-    if node.kind == "scalar":
-        node.value = _scalar_value(node, constructor)
-    elif node.tag not in (SEQUENCE, MAPPING) or (node.tag == MAPPING) != (node.kind == "mapping"):
-        raise _wrong(node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}")
-    elif node.kind == "sequence":
-        node.value = [_construct(item, constructor) for item in node.items]
-    else:
-        node.pairs, node.value = _pairs(node, constructor), {}
-        for pair in node.pairs:
-            try:
-                node.value[pair.key] = pair.value_node.value
-            except TypeError:
-                raise _wrong(pair.key_node, "a key cannot be a list or a mapping") from None
-    return node.value
+class _Reader:
+    """PyYAML's nodes as `Node`s with their values. `scalars` are the offsets in which a `#` begins no comment."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.constructor = text, yaml.constructor.SafeConstructor()
+        self.scalars: list[tuple[int, int]] = []
+
+    def node(self, made: Any, is_key: bool = False) -> Node:
+        first, last = made.start_mark, made.end_mark
+        node = Node(made.id, made.tag, first.index, last.index, first.line, first.column, alias=hasattr(made, "alias"))
+        if node.kind == "scalar":
+            node.text, node.style = made.value, made.style or ""
+            node.value = made.value if is_key and made.tag in (MERGE, VALUE) else self._value(node)
+        elif node.tag != COLLECTIONS[node.kind]:
+            raise _wrong(node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}")
+        elif node.kind == "sequence":
+            node.items = [self.node(item) for item in made.value]
+            node.value = [item.value for item in node.items]
+        else:
+            node.items = [(self.node(key, is_key=True), self.node(value)) for key, value in made.value]
+            node.pairs = _pairs(node)
+            node.value = {pair.key_node.value: pair.value_node.value for pair in node.pairs}
+        self._place(node, "flow" if node.kind != "scalar" and made.flow_style else node.style)
+        return node
+
+    def _place(self, node: Node, style: str) -> None:
+        begin, node.style = node.start, style
+        if node.alias:
+            self.scalars.append((node.start, node.end))
+        elif node.kind == "scalar":
+            if style in BLOCK:  # the line that opens it may end in a comment
+                begin = self.text.find("\n", node.start, node.end) + 1 or node.end
+                node.end = node.start + len(self.text[node.start : node.end].rstrip())
+            self.scalars.append((begin, node.end))
+        elif not style:  # the parser's own mark is at the next key, behind comments
+            last = node.items[-1]
+            node.end = last.end if node.kind == "sequence" else last[1].end
+
+    def _value(self, node: Node) -> Any:
+        if any("\ud800" <= character <= "\udfff" for character in node.text):
+            raise _wrong(node, "half a character (a lone surrogate), which no text can hold")
+        if node.tag == STRING:
+            return node.text
+        if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
+            raise _wrong(node, f"a number of more than {MOST_DIGITS} characters", beyond=True)
+        try:
+            return self.constructor.construct_object(yaml.ScalarNode(node.tag, node.text), deep=True)
+        except yaml.YAMLError as error:
+            raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+            kind = node.tag.rpartition(":")[2]
+            raise _wrong(node, f"{node.text[:40]!r} is not a value of the type !!{kind}") from None
 
 
-def _pairs(node: Node, constructor: Any) -> list[Pair]:
+def _pairs(node: Node) -> list[Pair]:
     """Merged pairs first: of equal keys the last one counts, and those of an earlier mapping before a later one's."""
     merged: list[Pair] = []
     own: list[Pair] = []
     for key_node, value_node in node.items:
-        if key_node.tag == MERGE:
-            sources = [value_node] if value_node.kind == "mapping" else value_node.items
-            if value_node.kind == "scalar" or any(getattr(item, "kind", "") != "mapping" for item in sources):
-                raise _wrong(value_node, "`<<` takes a mapping or a list of mappings")
-            for source in reversed(sources):
-                merged += [replace(pair, merged=True) for pair in _pairs(source, constructor)]
-            continue
+        if key_node.kind != "scalar":
+            raise _wrong(key_node, "a key cannot be a list or a mapping")
         if len(key_node.text) > MOST_KEY:
             raise _wrong(key_node, f"a key of more than {MOST_KEY} characters", beyond=True)
-        key = key_node.text if key_node.tag == VALUE else _construct(key_node, constructor)
-        _construct(value_node, constructor)
-        own.append(Pair(key, key_node, value_node, False))
+        if key_node.tag != MERGE:
+            own.append(Pair(key_node.value, key_node, value_node, False))
+            continue
+        sources = [value_node] if value_node.kind == "mapping" else value_node.items
+        if value_node.kind == "scalar" or any(source.kind != "mapping" for source in sources):
+            raise _wrong(value_node, "`<<` takes a mapping or a list of mappings")
+        for source in reversed(sources):
+            merged += [replace(pair, merged=True) for pair in source.pairs]
     return merged + own
 
 
-def _scalar_value(node: Node, constructor: Any) -> Any:
-    if any("\ud800" <= character <= "\udfff" for character in node.text):
-        raise _wrong(node, "half a character (a lone surrogate), which no text can hold")
-    if node.tag == STRING:
-        return node.text
-    if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
-        raise _wrong(node, f"a number of more than {MOST_DIGITS} characters", beyond=True)
-    try:
-        return constructor.construct_object(yaml.ScalarNode(node.tag, node.text), deep=True)
-    except yaml.YAMLError as error:
-        raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-        kind = node.tag.rpartition(":")[2]
-        raise _wrong(node, f"{node.text[:40]!r} is not a value of the type !!{kind}") from None
-
-
-def _wrong(node: Node, message: str, beyond: bool = False) -> YamlError:
-    return YamlError(message, node.line + 1, node.column + 1, beyond)
+def _wrong(place: Any, message: str, beyond: bool = False) -> YamlError:
+    """`place` has a line and a column."""
+    return YamlError(message, place.line + 1, place.column + 1, beyond)
