@@ -13,13 +13,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """Serves directories under `org/name`. `ranges` False answers with whole files; `refuses` is the status that every
+    """Serves directories under `org/name`. `refuses` is the status that every
     request gets; `token` must come with each. `sent` counts bytes of bodies by file name."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
-        self.ranges, self.refuses, self.token, self.wrong_size = True, 0, "", 0
+        self.refuses, self.token = 0, ""
         self.sent: dict[str, int] = {}
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -64,8 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
             entries = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"} for path in files]
             self.answer(200, json.dumps(entries).encode())
             return
-        extra = self.server.wrong_size
-        siblings = [{"rfilename": path.name, "size": path.stat().st_size + extra, "blobId": "0"} for path in files]
+        siblings = [{"rfilename": path.name, "size": path.stat().st_size, "blobId": "0"} for path in files]
         body = {"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0}
         self.answer(200, json.dumps(body | {"likes": 0, "siblings": siblings}).encode())
 
@@ -77,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = path.read_bytes()
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted and self.server.ranges and int(wanted[2]) < len(data):
+        if wanted and int(wanted[2]) < len(data):
             begin, end = int(wanted[1]), int(wanted[2])
             headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
             self.answer(206, data[begin : end + 1], headers, path.name)

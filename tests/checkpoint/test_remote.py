@@ -50,8 +50,7 @@ def test_a_dry_run_reads_headers_only_and_says_what_the_run_would(hub, source, t
     there = result.pop("hub")
     weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     print(f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, {sum(hub.sent.values()):,} in all")
-    assert hub.sent_of_weights() == there["weight_bytes_read"] < weights / 5
-    assert there["bytes_read"] >= sum(hub.sent.values()) and there["weight_bytes"] == weights
+    assert hub.sent_of_weights() < weights / 5 and there["weight_bytes"] == weights
     assert (there["id"], there["revision"]) == ("someone/Kimi-K2.5-tune", COMMIT)
     local = found(trtspec(hub, tmp_path / "cache", "quantize", source, *dry))
     for both in (result, local):
@@ -88,7 +87,7 @@ def test_inspect_says_what_it_could_not_look_at(hub, source, tmp_path, head):
     for both in (result, local):
         both.pop("path")
     assert there["cache_free_bytes"] > 0
-    assert result == local and there["weight_bytes_read"] == hub.sent_of_weights()
+    assert result == local
     if not head:
         assert hub.sent_of_weights() < there["weight_bytes"] / 5
 
@@ -96,28 +95,22 @@ def test_inspect_says_what_it_could_not_look_at(hub, source, tmp_path, head):
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("whole files", "sends model-0000"),
         ("absent", "the hub has no someone/other"),
         ("private", "the hub has no someone/Kimi-K2.5-tune, or it is private"),
         ("gated", "someone/Kimi-K2.5-tune is gated"),
         ("broken", "could not be fetched (HTTP 500)"),
-        ("changed", "bytes, its listing says"),
-        ("damaged", "corrupt safetensors header"),
+        ("damaged", "holds a damaged shard"),
         ("shard missing", "model-00002-of-00005.safetensors is missing in someone/Kimi-K2.5-tune"),
     ],
 )
 def test_what_a_hub_can_refuse(hub, source, tmp_path, case, text):
     name, more = "someone/Kimi-K2.5-tune", {}
-    if case == "whole files":
-        hub.ranges = False
-    elif case == "absent":
+    if case == "absent":
         name = "someone/other"
     elif case == "private":
         hub.token, more = "hf_right", {"HF_TOKEN": "hf_wrong_and_secret"}
     elif case in ("gated", "broken"):
         hub.refuses = 403 if case == "gated" else 500
-    elif case == "changed":
-        hub.wrong_size = 8
     else:
         copy = tmp_path / "copy"
         copy.mkdir()
@@ -133,8 +126,7 @@ def test_what_a_hub_can_refuse(hub, source, tmp_path, case, text):
     run = trtspec(hub, tmp_path / "cache", "quantize", name, "-o", tmp_path / "out", "--dry-run", **more)
     assert run.returncode == 1 and text in run.stderr, run.stderr
     assert "secret" not in run.stderr and "unexpected" not in run.stderr
-    if case != "whole files":  # there the sockets' buffers take more than these small shards
-        assert hub.sent_of_weights() < sum(path.stat().st_size for path in source.glob("*.safetensors")) / 2
+    assert hub.sent_of_weights() < sum(path.stat().st_size for path in source.glob("*.safetensors")) / 2
 
 
 def test_a_token_opens_a_private_repository(hub, tmp_path):

@@ -294,6 +294,9 @@ def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
             raise TrtspecError(f"the hub refuses to show {hub_id} (HTTP {status})", remedy) from None
         text = f"{hub_id} could not be fetched (HTTP {status})"
         raise TrtspecError(text, _suggest(hub_id, "try again later, or pass a local directory")) from None
+    except errors.SafetensorsParsingError as error:
+        message = f"{hub_id} holds a damaged shard: {error}"
+        raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
     except Exception as error:  # no network, full disk, hub errors: one message, whatever the transport raised
         raise TrtspecError(
             f"{hub_id} could not be fetched ({type(error).__name__})",
