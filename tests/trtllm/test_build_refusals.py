@@ -80,11 +80,6 @@ def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
     assert judged.target_name == K26 and {item.severity for item in lint(ours, judged)} <= {"info"}
 
 
-def test_like_is_checked_against_a_target_that_is_here(tiny_target: Path) -> None:
-    with pytest.raises(UsageError, match=f"is not like {K26}: .*hidden_size"):
-        run(str(tiny_target), "--like", K26)
-
-
 PRODUCT = {
     "version": ["1.2.1", "1.3.0rc6", "1.3.0rc13", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22",
                 "1.3.0rc23", "1.3.0rc25", "1.3.0rc29", "1.4.0rc0", "1.4.0rc1"],

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from safetensors import SafetensorError, safe_open
-
 from trtspec import files
 from trtspec.errors import TrtspecError
 from trtspec.files import open_regular, read_object, unreadable
@@ -158,6 +156,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes. The library checks the header, but does not
     tell the offsets. Raises TrtspecError with a code for anything else at `path`."""
+    from safetensors import SafetensorError, safe_open  # here, because it loads numpy, and lint needs neither
+
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
             if stream.read(len(POINTER)) == POINTER:

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -322,22 +322,14 @@ class Head:
 
 
 def load_target(name: str, like: str | None = None) -> Target:
-    """The target called `name`. With `like`, a missing directory is read as that published checkpoint,
-    and one that is there must equal it. Raises UsageError when the name is a head's, or nothing that is known."""
-    if like is None or Path(name).expanduser().exists():
-        resolved = _target(name)
-    else:
-        resolved = replace(_target(like), name=name, path=None)
-    found = Target(resolved, resolved.target_spec())
-    if like is not None and resolved.path is not None:
-        _must_equal(name, found.spec, like)
-    return found
-
-
-def _target(name: str) -> Resolved:
-    resolved = resolve(name, weights=False)
+    """The target called `name`; while it is not here, the published checkpoint `like` answers for it. Raises UsageError
+    when the name is a head's, or nothing that is known."""
+    absent = like is not None and not Path(name).expanduser().exists()
+    resolved = resolve(like if like is not None and absent else name, weights=False)
     must_be_target(resolved)
-    return resolved
+    if absent:
+        resolved = replace(resolved, name=name, path=None)
+    return Target(resolved, resolved.target_spec())
 
 
 def must_be_target(resolved: Resolved) -> None:
@@ -345,18 +337,6 @@ def must_be_target(resolved: Resolved) -> None:
     if resolved.kind != "target":
         message = f"{resolved.name} is a draft head, not a target"
         raise UsageError(message, "pass the target first and the head with `head`")
-
-
-def _must_equal(name: str, here: ModelSpec, like: str) -> None:
-    """Raises UsageError where a checkpoint that is here differs from the one that it is said to be like."""
-    there = _target(like).target_spec()
-    names = [item.name for item in fields(there) if item.name != "quant"]
-    differing = [name for name in names if getattr(here, name) != getattr(there, name)]
-    if (here.quant.format, here.quant.kv_cache) != (there.quant.format, there.quant.kv_cache):
-        differing.append("quantization")
-    if differing:
-        remedy = f"leave `like` out: {name} is here and is read itself"
-        raise UsageError(f"{name} is not like {like}: {', '.join(differing)}", remedy)
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
