@@ -80,7 +80,7 @@ def _widen(tensors):
         (_widen, {}, "TS-HEAD-TENSOR-SHAPE"),
         (lambda t: t.pop("d2t"), {"draft_vocab_size": 100}, "TS-HEAD-D2T-MISSING"),
         (None, {"vocab_size": 600}, "TS-PAIR-VOCAB"),
-        (None, {"hidden_act": "gelu"}, "TS-HEAD-ACTIVATION"),
+        (None, {"hidden_act": "gelu"}, "TS-HEAD-FUNCTION"),
         (lambda t: t.update({"norm.weight": torch.zeros_like(t["norm.weight"])}), {}, "TS-HEAD-ZERO"),
     ],
 )

@@ -18,7 +18,7 @@ Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Config, Tensors], None]
 MAPS = ("d2t", "t2d")
-SHAPE = ("TS-HEAD-TENSOR-SHAPE", "TS-HEAD-SHAPE", "TS-HEAD-FC-WIDTH", "TS-HEAD-DRAFT-VOCAB")
+SHAPE = ("TS-HEAD-TENSOR-SHAPE", "TS-HEAD-SHAPE", "TS-HEAD-FC-WIDTH", "TS-HEAD-CONFIG")
 MAP = ("TS-HEAD-D2T-VALUES", "TS-HEAD-D2T-ZERO", "TS-HEAD-T2D-VALUES", "TS-HEAD-MAP-DTYPE", "TS-HEAD-TENSOR-SHAPE")
 ROPE = ("TS-HEAD-ROPE-TWICE", "TS-HEAD-ROPE-VALUES", "TS-HEAD-ROPE-THETA", "TS-HEAD-ROPE-MLA", "TS-PAIR-ROPE")
 LAYERS = ("TS-HEAD-LAYER-ORDER", "TS-HEAD-LAYER-IDS", "TS-HEAD-FC-WIDTH", "TS-PAIR-LAYER-RANGE")
@@ -182,9 +182,9 @@ def _sizes(config: Config, tensors: Tensors) -> Iterator[Fault]:
     for key, value in (("target_hidden_size", layer["hidden_size"] // 2), ("num_aux_hidden_states", states + 1)):
         codes = (*SHAPE, "TS-PAIR-WIDTH")
         yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
-    null = ("TS-HEAD-TARGET-HIDDEN-NULL",)
+    null = ("TS-HEAD-CONFIG",)
     yield Fault("size in config.json", "target_hidden_size: null", _key("target_hidden_size", None), null)
-    yield Fault("size in config.json", "num_hidden_layers: 2", _key("num_hidden_layers", 2), ("TS-HEAD-LAYERS",))
+    yield Fault("size in config.json", "num_hidden_layers: 2", _key("num_hidden_layers", 2), ("TS-HEAD-FUNCTION",))
     for value in (0.1, -1.0):
         yield Fault("size in config.json", f"rms_norm_eps: {value}", _key("rms_norm_eps", value), ("TS-HEAD-EPSILON",))
 
@@ -197,20 +197,20 @@ def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
     for key, name in other.items():
         for value in (name, None, "NoSuchClass" if key == "model_type" else ["NoSuchClass"]):
             if key in config or value == name:
-                yield Fault("class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CLASS",))
+                yield Fault("class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CONFIG",))
     for value in ("gelu", "relu", "gelu_pytorch_tanh"):
-        codes = ("TS-HEAD-ACTIVATION",)
+        codes = ("TS-HEAD-FUNCTION",)
         yield Fault("word in config.json", f"hidden_act: {value}", _key("hidden_act", value), codes)
     for key in ("attention_bias", "mlp_bias"):
-        yield Fault("word in config.json", f"{key}: true", _key(key, True), ("TS-HEAD-BIAS",))
-    yield Fault("word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-TIED",))
+        yield Fault("word in config.json", f"{key}: true", _key(key, True), ("TS-HEAD-FUNCTION",))
+    yield Fault("word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-CONFIG",))
     aux = {**(config.get("eagle_config") or {}), "use_aux_hidden_state": False}
-    yield Fault("word in config.json", "use_aux_hidden_state", _key("eagle_config", aux), ("TS-HEAD-AUX-OFF",))
+    yield Fault("word in config.json", "use_aux_hidden_state", _key("eagle_config", aux), ("TS-HEAD-CONFIG",))
     quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    codes = ("TS-HEAD-QUANT-CONFIG",)
+    codes = ("TS-HEAD-CONFIG",)
     yield Fault("word in config.json", "quantization_config", _key("quantization_config", quantized), codes)
     for value in ("float16", None):
-        codes = ("TS-HEAD-TORCH-DTYPE",)
+        codes = ("TS-HEAD-CONFIG",)
         yield Fault("word in config.json", f"torch_dtype: {value}", _key("torch_dtype", value), codes, "warning")
     normed = any(name.startswith("fc_norm") for name in tensors)
     yield Fault("norm in config.json", "fc_norm flipped", _key("fc_norm", not normed), ("TS-HEAD-FC-NORM",))
@@ -300,12 +300,12 @@ def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
 
     yield Fault("tensor names", "model. in front", prefix, ("TS-HEAD-MODEL-PREFIX",))
     for part in (f"self_attn.{first}", "self_attn.o_proj", "mlp.up_proj"):
-        yield Fault("tensor names", f"{part}.bias", add(f"{layer}{part}.bias", width), ("TS-HEAD-BIAS",))
-    yield Fault("tensor names", "fc.bias", add("fc.bias", width), ("TS-HEAD-BIAS",))
+        yield Fault("tensor names", f"{part}.bias", add(f"{layer}{part}.bias", width), ("TS-HEAD-FUNCTION",))
+    yield Fault("tensor names", "fc.bias", add("fc.bias", width), ("TS-HEAD-FUNCTION",))
     for part in ("q_norm", "k_norm"):
-        yield Fault("tensor names", part, add(f"{layer}self_attn.{part}.weight", 16), ("TS-HEAD-QK-NORM",))
+        yield Fault("tensor names", part, add(f"{layer}self_attn.{part}.weight", 16), ("TS-HEAD-FUNCTION",))
     more = add("layers.1.mlp.up_proj.weight", 2 * width, width)
-    yield Fault("tensor names", "a second layer", more, ("TS-HEAD-LAYERS",))
+    yield Fault("tensor names", "a second layer", more, ("TS-HEAD-FUNCTION",))
     codes = ("TS-HEAD-TENSOR-UNKNOWN",)
     yield Fault("tensor names", "one that nobody reads", add("midway.weight", 4, 4), codes, "warning")
 

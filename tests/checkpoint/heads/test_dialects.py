@@ -90,7 +90,7 @@ def test_spec_says_what_the_maker_made(
 def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) -> None:
     spec, problems = read_head(Checkpoint.open(head(tmp_path, target, drop("draft_vocab_size"), draft_vocab=128)))
     assert spec.draft_vocab_size == 128
-    assert [problem.code for problem in problems] == ["TS-HEAD-DRAFT-VOCAB"]
+    assert [problem.code for problem in problems] == ["TS-HEAD-CONFIG"]
 
 
 def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -159,12 +159,12 @@ TRAPS: list[tuple[str, Change, dict[str, Any]]] = [  # beside those of faults.py
     ("TS-HEAD-ROPE-INJECTED", set_key("rope_scaling", INJECTED), {}),
     ("TS-HEAD-ROPE-THETA", nested_theta, {}),
     ("TS-HEAD-DOUBLE-NORM", gain(0.8, 1.2), {}),
-    ("TS-HEAD-LM-HEAD-RANDOM", borrowed_lm_head, MLA),
+    ("TS-HEAD-CONFIG", borrowed_lm_head, MLA),
 ]
 # what engines compute wrongly is an error; what only some engine, or nobody, may notice is not
 NO_ERROR = {
     "TS-HEAD-TENSOR-UNKNOWN", "TS-HEAD-NORM-OUTPUT", "TS-HEAD-LAYER-IDS", "TS-HEAD-EMBED-OWN", "TS-HEAD-ROPE-INJECTED",
-    "TS-HEAD-DOUBLE-NORM", "TS-HEAD-LM-HEAD-RANDOM",
+    "TS-HEAD-DOUBLE-NORM", "TS-HEAD-CONFIG",
 }  # fmt: skip
 
 

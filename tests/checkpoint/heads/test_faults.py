@@ -35,7 +35,7 @@ from trtspec.models.weights import load_target
 KINDS = (("mha", "3", 128), ("mha", "3.1", None), ("mla", "3", None), ("mla", "3.1", 128))
 HEADS = [(dialect, *kind) for dialect in DIALECTS for kind in KINDS if expressible(dialect, kind[0], kind[1])]
 RANK = {"info": 0, "warning": 1, "error": 2}
-MENDED = CURED | DEPENDS | {"TS-HEAD-TIED", "TS-HEAD-D2T-MISSING"}  # by convert, from what the head itself holds
+MENDED = CURED | DEPENDS | {"TS-HEAD-D2T-MISSING"}  # by convert, from what the head itself holds
 # what a clean head of a kind has above info: TensorRT-LLM's own layout, and its loader
 CLEAN = {("modelopt", "mla", 128): {"TS-HEAD-PRUNED-MLA"}}
 SOME = 140

@@ -183,7 +183,7 @@ def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir:
         config |= {"tie_word_embeddings": True, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
 
     path, good = head(room, "words", target_dir, "modelopt", spoil), head(room, "right", target_dir, "modelopt")
-    assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-TIED", "TS-HEAD-CLASS", "TS-HEAD-ROPE-TWICE"}
+    assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-CONFIG", "TS-HEAD-ROPE-TWICE"}
     words = ("--to", "vllm", "--rope-theta", "10000")
     for source, output in ((path, "words-out"), (good, "right-out")):
         assert trtspec("convert", source, "-o", room / output, *words).status == 0
@@ -198,7 +198,7 @@ def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: 
         del tensors["lm_head.weight"]
 
     path = head(room, f"borrowed-{dialect}", target_dir, dialect, borrow, attention="mla")
-    assert "TS-HEAD-LM-HEAD-RANDOM" in codes(trtspec("inspect", path, "--json"))
+    assert "TS-HEAD-CONFIG" in codes(trtspec("inspect", path, "--json"))
     for to in ("trtllm", "vllm", "sglang"):
         output = room / f"borrowed-{dialect}-{to}"
         assert trtspec("convert", path, "-o", output, "--to", to).status == 0
@@ -232,7 +232,7 @@ def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> N
 
 
 def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir: Path) -> None:
-    for name, code in (("layers.0.self_attn.o_proj.bias", "TS-HEAD-BIAS"), ("gate.weight", "TS-CONVERT-TENSORS")):
+    for name, code in (("layers.0.self_attn.o_proj.bias", "TS-HEAD-FUNCTION"), ("gate.weight", "TS-CONVERT-TENSORS")):
 
         def more(config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = name) -> None:
             tensors[name] = torch.ones(64, 1, dtype=torch.bfloat16)
@@ -366,7 +366,7 @@ def damaged(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
     """In the output, in JSON, in provenance.json and in the card."""
     path = head(room, "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
-    wanted = {"TS-HEAD-QUANT-CONFIG", "TS-HEAD-TIED", "TS-HEAD-T2D-VALUES"}
+    wanted = {"TS-HEAD-CONFIG", "TS-HEAD-T2D-VALUES"}
     done = trtspec("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
     assert done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
     output = room / "repaired out"

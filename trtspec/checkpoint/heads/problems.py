@@ -20,10 +20,12 @@ from trtspec.specs import HeadSpec, RopeSpec, Values
 CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}  # in the names of classes and model types
 KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
 EPSILONS = (1e-8, 1e-3)  # between which every published rms_norm_eps lies
+STRANGE = (".bias", "q_norm.weight", "k_norm.weight")
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
 DEFAULT_THETA = 10000.0  # what readers take without a base
 SPREAD = 0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
+OTHER_FUNCTION = "serve it with the project that trained it, or train a head of the usual layer, `trtspec train`"
 KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
 
@@ -31,14 +33,13 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
     """Every problem beyond missing tensors and shapes; `tensors` go by their canonical names."""
     return [
         *_layout(checkpoint, tensors, spec),
-        *_classes(checkpoint.config, spec),
+        *_stated(checkpoint.config, tensors, spec),
         *_layer_ids(checkpoint.config, spec),
         *_function(checkpoint.config, tensors, spec),
-        *_words(flat_config(checkpoint.config), tensors, spec),
-        *_vocabulary(checkpoint, tensors, spec),
+        *_unstated(flat_config(checkpoint.config), spec),
+        *_vocabulary(spec),
         *unloadable(spec),
         *vocabulary_values(checkpoint, tensors, spec),
-        *_storage(flat_config(checkpoint.config), tensors),
         *_rope(checkpoint.config, spec),
         *_double_norm(checkpoint, tensors, spec),
     ]
@@ -48,25 +49,16 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
     if any(name.startswith("model.") for name in checkpoint.tensors):
         message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
         yield Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix")
-    more = sorted({name.split(".")[1] for name in tensors if name.startswith("layers.")})
-    layers = (flat_config(checkpoint.config).get("num_hidden_layers") or 1) if not more else 1 + len(more)
-    if layers != 1:
-        message = f"the head has {layers} decoder layers; Kimi heads and the engines' MLA drafters have one"
-        yield Problem("TS-HEAD-LAYERS", "error", "num_hidden_layers", message, "use a one-layer head")
-    fc_norms = tuple(f"fc_norm.{index}.weight" for index in range(spec.num_aux))
-    read = {*required_names(spec.attention), *OPTIONAL, *fc_norms}
-    fp8 = tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
+    config, fp8 = flat_config(checkpoint.config), tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
+    read = {*required_names(spec.attention), *OPTIONAL, *(f"fc_norm.{index}.weight" for index in range(spec.num_aux))}
     unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
-    qk_norms = [name for name in unread if name.endswith(("q_norm.weight", "k_norm.weight"))]
-    if qk_norms:
-        message = "the head normalises queries and keys; TensorRT-LLM would load it into another function"
-        yield Problem("TS-HEAD-QK-NORM", "error", qk_norms[0], message, "serve it with vLLM")
-    biases = [name for name in unread if name.endswith(".bias")]
-    if biases:
-        message = f"the file holds biases ({', '.join(biases)}); engines leave them out, or add them only for some keys"
-        remedy = "train a head without biases, or serve it with the project that trained it"
-        yield Problem("TS-HEAD-BIAS", "error", biases[0], message, remedy)
-    unread = [name for name in unread if name not in qk_norms + biases]
+    more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    if more or config.get("num_hidden_layers", 1) != 1:
+        message = "the head has several decoder layers; Kimi heads and the engines' drafters have one"
+        yield Problem("TS-HEAD-FUNCTION", "error", "num_hidden_layers", message, OTHER_FUNCTION)
+    for where, message in _other_functions(config, [name for name in unread if name.endswith(STRANGE)], spec):
+        yield Problem("TS-HEAD-FUNCTION", "error", where, message, OTHER_FUNCTION)
+    unread = [name for name in unread if not name.endswith(STRANGE)]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
         yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY)
@@ -77,52 +69,63 @@ def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSp
         yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy)
 
 
-def _classes(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Engines choose the code that computes a head by these two names."""
-    layer = config.get("transformer_layer_config") or {}
-    stated = [("architectures", name) for name in config.get("architectures") or ()]
-    stated += [("model_type", kind) for kind in (config.get("model_type"), layer.get("model_type")) if kind]
-    other = "mha" if spec.attention == "mla" else "mla"
-    for key in ("architectures", "model_type"):
-        names = [str(name) for where, name in stated if where == key]
-        if any(word in name.lower() for name in names for word in CLASS_WORDS[other]):
-            message = f"{key} {names[0]!r} names an {other.upper()} class, and the tensors are those of an "
-            message += f"{spec.attention.upper()} head; engines would build another layer and leave it unfilled"
-        elif not names:
-            message = f"config.json has no {key}, by which engines choose the code that computes a head"
-        elif not any(word in name.lower() for name in names for word in KNOWN_WORDS):
-            message = f"{key} {names[0]!r} names no Eagle3 class that an engine knows"
-        else:
-            continue
-        remedy = f"set `{key}: {json.dumps(class_config(spec)[key])}`"
-        yield Problem("TS-HEAD-CLASS", "error", f"config.json:{key}", message, remedy)
-
-
-def _words(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
-    """Keys of the layer that engines obey, and that this head's weights cannot follow."""
-    if config.get("tie_word_embeddings"):
-        message = "`tie_word_embeddings: true` makes loaders draft with the embedding in place of the head's lm_head"
-        remedy = "set `tie_word_embeddings: false`"
-        yield Problem("TS-HEAD-TIED", "error", "config.json:tie_word_embeddings", message, remedy)
-    activation = config.get("hidden_act") or "silu"
-    if activation not in SILU:
-        message = f"hidden_act is {activation!r}; every engine computes a head's MLP with SiLU"
-        remedy = 'set `hidden_act: "silu"` if the head was trained with it; another function cannot be served'
-        yield Problem("TS-HEAD-ACTIVATION", "error", "config.json:hidden_act", message, remedy)
-    for key, part in (("attention_bias", "layer.self_attn."), ("mlp_bias", "layer.mlp.")):
-        stored = any(name.startswith(part) and name.endswith(".bias") for name in tensors)
-        if config.get(key) and not stored:
+def _other_functions(config: dict[str, Any], strange: list[str], spec: HeadSpec) -> Iterator[tuple[str, str]]:
+    """Tensors and keys by which the head computes what no engine's drafter does."""
+    if strange:
+        message = "biases, or norms of queries and keys, which engines leave out or load into another function"
+        yield strange[0], f"the file holds {message}: {', '.join(strange)}"
+    if (config.get("hidden_act") or "silu") not in SILU:
+        yield "config.json:hidden_act", f"{config['hidden_act']!r}; every engine computes a head's MLP with SiLU"
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key) and not strange:
             message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
-            remedy = f"set `{key}: false` if the head was trained without them, else fetch the head again"
-            yield Problem("TS-HEAD-BIAS", "error", f"config.json:{key}", message, remedy)
-    yield from _sizes_left_out(config, spec)
-    if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        message = "`use_aux_hidden_state: false` tells vLLM to hand the head one state, and its fc takes several"
-        remedy = "set `use_aux_hidden_state: true`"
-        yield Problem("TS-HEAD-AUX-OFF", "error", "config.json:eagle_config", message, remedy)
+            yield f"config.json:{key}", message
+    if config.get("tie_word_embeddings") and not spec.has_lm_head:
+        message = "the head drafts with its embedding; engines would borrow the target's lm_head"
+        yield "config.json:tie_word_embeddings", message
 
 
-def _sizes_left_out(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
+def _stated(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
+    """Keys of config.json that engines obey and that the tensors contradict. Converting rewrites them."""
+    found = {**(config.get("eagle_config") or {}), **flat_config(config)}
+    pruned, dtype = spec.draft_vocab_size != spec.vocab_size, DTYPES.get(tensors["fc.weight"].dtype)
+    dtype_key = "dtype" if "dtype" in found and "torch_dtype" not in found else "torch_dtype"
+
+    def wrong(key: str, wanted: Any, effect: str, severity: Severity = "error") -> Problem:
+        """`wanted` is None where the key must not be there."""
+        said = f"`{key}: {json.dumps(found[key])}`" if key in found else f"no {key}"
+        remedy = "remove the key" if wanted is None else f"set `{key}: {json.dumps(wanted)}`"
+        message = f"config.json has {said:.200}: {effect}"
+        return Problem("TS-HEAD-CONFIG", severity, f"config.json:{key}", message, remedy)
+
+    for key in ("architectures", "model_type"):
+        if not _names_class(found.get(key), spec):
+            effect = "engines choose a head's code by this name, and would build another layer and leave it unfilled"
+            yield wrong(key, class_config(spec)[key], effect)
+    if found.get("tie_word_embeddings") and spec.has_lm_head:
+        yield wrong("tie_word_embeddings", False, "loaders draft with the embedding in place of the head's lm_head")
+    if found.get("quantization_config"):
+        yield wrong("quantization_config", None, "the target's it seems, and engines would apply it to the head")
+    if found.get("use_aux_hidden_state") is False:
+        yield wrong("use_aux_hidden_state", True, "vLLM would hand the head one state, and its fc takes several")
+    if found.get("target_hidden_size", 1) is None:
+        yield wrong("target_hidden_size", None, "loaders that only test for the key fail")
+    if pruned and not found.get("draft_vocab_size"):
+        yield wrong("draft_vocab_size", spec.draft_vocab_size, "the head drafts from a part of the vocabulary only")
+    if not pruned and not spec.has_lm_head and found.get("draft_vocab_size"):
+        effect = "without an lm_head SGLang then keeps a random one in place of the target's, and accepts nothing"
+        yield wrong("draft_vocab_size", None, effect, "warning")
+    if dtype and str(found.get(dtype_key)).removeprefix("torch.") != dtype:
+        yield wrong(dtype_key, dtype, f"the weights are {dtype}; engines cast them to what it says", "warning")
+
+
+def _names_class(value: Any, spec: HeadSpec) -> bool:
+    """Whether `architectures` or `model_type` is a name by which engines know a head of this attention."""
+    text, other = str(value).lower(), "mha" if spec.attention == "mla" else "mla"
+    return any(word in text for word in KNOWN_WORDS) and not any(word in text for word in CLASS_WORDS[other])
+
+
+def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     """Numbers that no tensor shows: what readers take in their place, or that no head has them."""
     where = "config.json:rms_norm_eps"
     epsilon = config.get("rms_norm_eps")
@@ -171,9 +174,6 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
 
 def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     """Flags that make the trained function another one than TensorRT-LLM computes."""
-    if "target_hidden_size" in config and config["target_hidden_size"] is None:
-        message = "`target_hidden_size: null` makes loaders that only test for the key fail"
-        yield Problem("TS-HEAD-TARGET-HIDDEN-NULL", "error", "config.json", message, "remove the key")
     if spec.norm_before_residual:
         stated = "norm_before_residual" in config
         message = "the residual is the normalised state (norm_before_residual), which TensorRT-LLM does not compute"
@@ -202,25 +202,14 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         yield Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY)
 
 
-def _vocabulary(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
+def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
     pruned = spec.draft_vocab_size != spec.vocab_size
-    if pruned and not checkpoint.config.get("draft_vocab_size"):
-        message = f"the head drafts from {spec.draft_vocab_size} tokens and config.json has no draft_vocab_size"
-        remedy = f"add `draft_vocab_size: {spec.draft_vocab_size}`"
-        yield Problem("TS-HEAD-DRAFT-VOCAB", "error", "config.json", message, remedy)
     if pruned and not spec.has_d2t:
         message = "the draft vocabulary is pruned and d2t is absent: engines would take the first tokens instead"
         yield Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message, KEEP_DRAFT)
     if pruned and not spec.has_lm_head:
         message = "the draft vocabulary is pruned and the head has no lm_head of its own"
         yield Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT)
-    if not pruned and not spec.has_lm_head and flat_config(checkpoint.config).get("draft_vocab_size"):
-        message = (
-            "the head has no lm_head and states draft_vocab_size: SGLang then keeps a random lm_head instead of the "
-            "target's, and accepts nothing"
-        )
-        remedy = "remove draft_vocab_size (`trtspec convert` does), or store the target's lm_head: `lm_head` target"
-        yield Problem("TS-HEAD-LM-HEAD-RANDOM", "warning", "config.json:draft_vocab_size", message, remedy)
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
         remedy = "nothing to do unless the embedding was trained"
@@ -234,23 +223,6 @@ def unloadable(spec: HeadSpec) -> Iterator[Problem]:
         remedy = f"for {engine.title} train a head with the whole vocabulary, or an MHA head; others load this one"
         severity: Severity = "warning" if first else "info"
         yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy)
-
-
-def _storage(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Iterator[Problem]:
-    """How the weights are stored against what config.json says of it."""
-    if config.get("quantization_config"):
-        message = "config.json carries a quantization_config, the target's it seems; engines would apply it to the head"
-        yield Problem("TS-HEAD-QUANT-CONFIG", "error", "config.json", message, "remove the key")
-    stated = config.get("torch_dtype") or config.get("dtype")
-    stored = DTYPES.get(tensors["fc.weight"].dtype) if "fc.weight" in tensors else None
-    if stored and not stated:
-        message = f"config.json states no torch_dtype (the weights are {stored}); some engines need it, others guess"
-        remedy = f'set `torch_dtype: "{stored}"`'
-        yield Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy)
-    if stated and stored and str(stated).removeprefix("torch.") != stored:
-        message = f"config.json says {stated}, the weights are {stored}; engines cast to what the config says"
-        remedy = f'set `torch_dtype: "{stored}"`'
-        yield Problem("TS-HEAD-TORCH-DTYPE", "warning", "config.json:torch_dtype", message, remedy)
 
 
 def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:

@@ -219,8 +219,6 @@ def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender:
 def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
     """The problems that rewriting does not fix."""
     repaired = CURED | DEPENDS
-    if found.has_lm_head:
-        repaired = repaired | {"TS-HEAD-TIED"}
     if options.rope_theta is not None:
         problems = [one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)]
     tensors = canonical_names(checkpoint.tensors)
@@ -244,10 +242,7 @@ def _local(source: Resolved) -> Path:
 
 
 # problems of the source that conversion itself fixes, and those that only matter to some destinations
-CURED = {
-    "TS-HEAD-MODEL-PREFIX", "TS-HEAD-TARGET-HIDDEN-NULL", "TS-HEAD-DRAFT-VOCAB", "TS-HEAD-ROPE-THETA",
-    "TS-HEAD-QUANT-CONFIG", "TS-HEAD-TORCH-DTYPE", "TS-HEAD-T2D-VALUES", "TS-HEAD-CLASS", "TS-HEAD-LM-HEAD-RANDOM",
-}  # fmt: skip
+CURED = {"TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES"}
 DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 
 
