@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from tests.command_line import trtspec
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.data_files import load_yaml, problem_codes
-from trtspec.errors import UsageError
+from trtspec.data_files import load_yaml
+from trtspec.errors import UsageError, documented
 from trtspec.formats import WeightFormat
 from trtspec.launch.options import ServeOptions
 from trtspec.vllm import ENGINE, PROGRAM, plan_vllm
@@ -149,7 +149,7 @@ def test_the_file_of_releases_is_whole() -> None:
     data = load_yaml("vllm.yaml")
     assert Version(data["oldest"]) < Version(data["newest"])
     assert set(data["formats"]) == {format.value for format in WeightFormat}
-    assert {code for code in problem_codes() if code.startswith("TS-VLLM-")}
+    assert {code for code in documented() if code.startswith("TS-VLLM-")}
 
 
 def test_a_head_of_this_machine_is_judged_by_its_file(tmp_path: Path) -> None:

@@ -155,9 +155,9 @@ def default_text(value: Any) -> str:
 
 def problems() -> str:
     """The codes of each area as a list, each with an anchor: problems.md#ts-pair-width."""
-    from trtspec.data_files import problem_codes
+    from trtspec.errors import documented
 
-    codes = problem_codes()
+    codes = documented()
     lines = ["# Problem codes\n"]
     lines.append(
         "A problem has a `code`, a `severity` (error, warning, info), a place, a message and a remedy. Codes are "
@@ -311,7 +311,7 @@ def json_text(value: Any) -> str:
 
 def undocumented() -> list[str]:
     """Problem codes that the source uses and no fragment documents, and the other way round."""
-    from trtspec.data_files import problem_codes
+    from trtspec.errors import documented
 
     sources = [path for pattern in ("*.py", "*.yaml", "*.yml") for path in PACKAGE.rglob(pattern)]
     used = {
@@ -320,9 +320,9 @@ def undocumented() -> list[str]:
         if path.parent.name != "problems"
         for code in CODE.findall(path.read_text(encoding="utf-8"))
     }
-    documented = set(problem_codes())
-    lines = [f"{code} is used and not documented in trtspec/data/problems" for code in sorted(used - documented)]
-    return lines + [f"{code} is documented and never used" for code in sorted(documented - used)]
+    known = set(documented())
+    lines = [f"{code} is used and not documented in trtspec/data/problems" for code in sorted(used - known)]
+    return lines + [f"{code} is documented and never used" for code in sorted(known - used)]
 
 
 def main() -> None:

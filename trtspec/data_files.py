@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtspec.errors import UsageError
+from trtspec.errors import UsageError, documented
 
 if TYPE_CHECKING:
     from trtspec.specs import GpuSpec
@@ -43,7 +43,7 @@ def policy_names() -> list[str]:
 def catalogue(name: str) -> list[str]:
     """Of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
     if name == "codes":
-        return list(problem_codes())
+        return list(documented())
     if name == "releases":
         return sorted({str(gate["since"]["by"]) for gate in load_yaml("../trtllm/releases.yaml")["gates"].values()})
     if name == "datasets":
@@ -63,14 +63,3 @@ def gpu_spec(name: str) -> GpuSpec:
     row = dict(row)
     memory = row.pop("memory_mib") * 2**20
     return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)
-
-
-def problem_codes() -> dict[str, dict[str, str]]:
-    """Every documented problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
-    codes: dict[str, dict[str, str]] = {}
-    for fragment in sorted((DATA / "problems").glob("*.yaml")):
-        for code, entry in (load_yaml(f"problems/{fragment.name}") or {}).items():
-            if code in codes:
-                raise ValueError(f"{code} is documented in two fragments, {codes[code]['area']} and {fragment.stem}")
-            codes[code] = {"area": fragment.stem, **entry}
-    return codes

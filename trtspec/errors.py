@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
@@ -88,9 +90,23 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+@cache
+def documented() -> dict[str, dict[str, str]]:
+    """Every problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
+    import yaml  # here, because `trtspec --help` needs none
+
+    codes: dict[str, dict[str, str]] = {}
+    for fragment in sorted((Path(__file__).parent / "data" / "problems").glob("*.yaml")):
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        for code, entry in yaml.load(fragment.read_text(encoding="utf-8"), Loader=loader).items():
+            codes[code] = {"area": fragment.stem, **entry}
+    return codes
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `code` is stable and documented in docs/problems.md; `where` names a file, key or tensor."""
+    """One finding. `code` is stable; its remedy is the documented one where none is given. `where` names a file, key or
+    tensor."""
 
     code: str
     severity: Severity
@@ -99,6 +115,7 @@ class Problem:
     remedy: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "remedy", self.remedy or documented().get(self.code, {}).get("remedy", ""))
         for name in ("where", "message", "remedy"):
             object.__setattr__(self, name, as_typed(getattr(self, name)))
 

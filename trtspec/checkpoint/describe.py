@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec import machine
-from trtspec.checkpoint.headers import DOWNLOAD_AGAIN, Checkpoint, RangedFiles
+from trtspec.checkpoint.headers import Checkpoint, RangedFiles
 from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
@@ -213,14 +213,13 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
     for shard, whole in zip(known, same, strict=True):
         if not whole:
             message = "its SHA-256 is not the recorded one: at least one byte changed"
-            problems.append(Problem("TS-HASH-DIFFERS", "error", shard, message, DOWNLOAD_AGAIN))
+            problems.append(Problem("TS-HASH-DIFFERS", "error", shard, message))
     unknown = [shard for shard in shards if shard not in recorded]
     if unknown:
         message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"
-        remedy = "compare with the publisher's list; `hf download` and `trtspec quantize` record them"
-        problems.append(Problem("TS-HASH-UNKNOWN", "warning", unknown[0], message, remedy))
+        problems.append(Problem("TS-HASH-UNKNOWN", "warning", unknown[0], message))
     lost = sorted(name for name in recorded if name not in shards)
     if lost:
         message = f"a hash is recorded for {len(lost)} files that are not part of the checkpoint, first {lost[0]}"
-        problems.append(Problem("TS-HASH-LOST", "error", lost[0], message, DOWNLOAD_AGAIN))
+        problems.append(Problem("TS-HASH-LOST", "error", lost[0], message))
     return sum(same), problems

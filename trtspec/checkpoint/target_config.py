@@ -18,8 +18,6 @@ from trtspec.errors import Problem, Severity
 from trtspec.formats import WeightFormat, format_of_method
 from trtspec.specs import TOKEN_IDS, ModelSpec, QuantSpec
 
-REMEDY = "take config.json from the model's repository"
-OTHER_SCHEME = "use a checkpoint in a published scheme (see the support matrix), or its BF16 source"
 # keys that every reader takes for the published value where they are absent
 OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
             "num_nextn_predict_layers", "tie_word_embeddings")  # fmt: skip
@@ -52,7 +50,7 @@ def _published(nested: bool) -> dict[str, list[Any]]:
 
 
 def _problem(code: str, key: str, message: str, severity: Severity = "error") -> Problem:
-    return Problem(code, severity, f"config.json: {key}", message, REMEDY)
+    return Problem(code, severity, f"config.json: {key}", message)
 
 
 def _nesting(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
@@ -168,13 +166,13 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
         groups = block.get("config_groups") or {}
         if format is not None and len(groups) > 1:
             message = f"{len(groups)} config_groups; which tensors each means is not read"
-            problems.append(Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message, OTHER_SCHEME))
+            problems.append(Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message))
         for word in load_yaml("quantization_words.yaml").get(format, ()):
             for path, value in _values_at(block, word["path"].split("."), ()):
                 if not any(type(value) is type(known) and value == known for known in word["values"]):
                     message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
                     where = f"{place}: {'.'.join(path)}"
-                    problems.append(Problem("TS-TARGET-SCHEME", "error", where, message, OTHER_SCHEME))
+                    problems.append(Problem("TS-TARGET-SCHEME", "error", where, message))
     return problems + _disagreements(checkpoint)
 
 

@@ -22,7 +22,6 @@ from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, Values
 
 SHOWN = 3  # further errors that a refusal names
-FROM_BASE = "copy it from the base model's repository"
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
     if strays:
         why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "accompany model.safetensors"
         message = f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
-        yield Problem("TS-INDEX-STRAY", "warning", strays[0], message, "move them away")
+        yield Problem("TS-INDEX-STRAY", "warning", strays[0], message)
     unfinished = [f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()]
     if unfinished:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
@@ -111,7 +110,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
 def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
         message = "no tokenizer (tiktoken.model); copying only *.json and *.py loses it"
-        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, FROM_BASE)
+        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message)
     elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
         message, remedy = "tiktoken.model is a Git LFS pointer, not the vocabulary", "run `git lfs pull` there"
         yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
@@ -119,13 +118,13 @@ def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
         message = "no chat template: chat requests fail or use another model's"
-        yield Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message, FROM_BASE)
+        yield Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message)
     references = [value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)]
     modules = {reference.split(".")[0] + ".py" for reference in references}
     absent = sorted(name for name in modules if not (path / name).is_file())
     if absent:
         message = f"config.json names remote code that is not here: {', '.join(absent)}"
-        yield Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message, FROM_BASE)
+        yield Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message)
 
 
 def _is_pointer(path: Path) -> bool:
@@ -142,8 +141,7 @@ def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
     if not ids or set(spec.eos_token_ids) & set(ids):
         return []
     message = f"generation_config.json ends text at {list(ids)}, config.json at {list(spec.eos_token_ids)}"
-    remedy = "answers may run on; take the ids of the model's repository"
-    return [Problem("TS-TARGET-EOS", "warning", "generation_config.json", message, remedy)]
+    return [Problem("TS-TARGET-EOS", "warning", "generation_config.json", message)]
 
 
 EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")

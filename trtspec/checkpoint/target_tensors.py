@@ -16,25 +16,17 @@ from trtspec.errors import Problem, TrtspecError
 from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
 from trtspec.specs import ModelSpec
 
-AGAIN = "fetch the checkpoint again"
-THEIRS = "check that config.json belongs to these weights"
 FAULTS = {
-    "TS-TARGET-WEIGHT-MISSING": ("weights are absent", AGAIN),
-    "TS-TARGET-SCALE-MISSING": ("scales are absent", AGAIN),
-    "TS-TARGET-NORM-MISSING": ("norms or router biases are absent", AGAIN),
-    "TS-TARGET-DTYPE": ("weights have a type that no Kimi format uses", AGAIN),
-    "TS-TARGET-SHAPE": ("weights have another shape", THEIRS),
-    "TS-TARGET-SCALE-DTYPE": ("scales have another type than their format demands", AGAIN),
-    "TS-TARGET-SCALE-SHAPE": (
-        "scales have another shape than their weights demand",
-        "check group_size or weight_block_size of quantization_config, or fetch the checkpoint again",
-    ),
-    "TS-TARGET-SIBLING": (
-        "tensors accompany a weight but belong to no format that it is stored in",
-        "they would change what the weight means; use a checkpoint without them",
-    ),
-    "TS-TARGET-EXTRA": ("tensors belong to no layer, expert or projection that config.json names", THEIRS),
-    "TS-TARGET-VISION": ("parts of the vision tower are absent", AGAIN),
+    "TS-TARGET-WEIGHT-MISSING": "weights are absent",
+    "TS-TARGET-SCALE-MISSING": "scales are absent",
+    "TS-TARGET-NORM-MISSING": "norms or router biases are absent",
+    "TS-TARGET-DTYPE": "weights have a type that no Kimi format uses",
+    "TS-TARGET-SHAPE": "weights have another shape",
+    "TS-TARGET-SCALE-DTYPE": "scales have another type than their format demands",
+    "TS-TARGET-SCALE-SHAPE": "scales have another shape than their weights demand",
+    "TS-TARGET-SIBLING": "tensors accompany a weight but belong to no format that it is stored in",
+    "TS-TARGET-EXTRA": "tensors belong to no layer, expert or projection that config.json names",
+    "TS-TARGET-VISION": "parts of the vision tower are absent",
 }
 UNKNOWN = "TS-TARGET-TENSOR-UNKNOWN"
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
@@ -62,14 +54,14 @@ def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Probl
     ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
     rest = [name for name in left if name not in set(vision) and not name.endswith(UNREAD) and not _is_kv_scale(name)]
     faults["TS-TARGET-EXTRA"] += [name for name in rest if name.startswith(ours)]
-    problems = [grouped(code, names, *FAULTS[code]) for code, names in faults.items() if names]
+    problems = [grouped(code, names, FAULTS[code]) for code, names in faults.items() if names]
     return problems + _unknown([name for name in rest if not name.startswith(ours)]), formats
 
 
-def grouped(code: str, names: list[str], what: str, remedy: str) -> Problem:
+def grouped(code: str, names: list[str], what: str) -> Problem:
     """One problem for all `names`, each a tensor or a sentence that begins with one."""
     count = "" if len(names) == 1 else f"{len(names):,}, first "
-    return Problem(code, "error", names[0].split(" ")[0], f"{what}: {count}{names[0]}", remedy)
+    return Problem(code, "error", names[0].split(" ")[0], f"{what}: {count}{names[0]}")
 
 
 def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -222,9 +214,6 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
     yield f"{name}.down_proj", (hidden, inner)
 
 
-QUANTIZE_AGAIN = "quantize again, or correct the exclude list of quantization_config"
-
-
 def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> list[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
     stated, problems = spec.quant.format, []
@@ -233,18 +222,18 @@ def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str
     ]
     if others:
         what = f"weights are stored in another format than config.json states ({stated})"
-        problems.append(grouped("TS-TARGET-FORMAT", others, what, "take config.json and weights from one checkpoint"))
+        problems.append(grouped("TS-TARGET-FORMAT", others, what))
     if stated.is_plain:
         return problems
     packed = [module for module, format in formats.items() if not format.is_plain]
     never = [module for module in packed if module.endswith(stated.storage.never)]
     if never:
         what = "router or embedding weights are quantized, which engines read as BF16"
-        problems.append(grouped("TS-TARGET-ROUTER", never, what, QUANTIZE_AGAIN))
+        problems.append(grouped("TS-TARGET-ROUTER", never, what))
     if stated not in formats.values():
         message = f"config.json states {stated} and no weight is stored so"
         where = spec.quant.where or "config.json"
-        problems.append(Problem("TS-TARGET-FORMAT", "error", where, message, "remove quantization_config"))
+        problems.append(Problem("TS-TARGET-FORMAT", "error", where, message))
         return problems
     return [*problems, *_excluded(stated, _patterns(checkpoint, stated), formats)]
 
@@ -268,10 +257,10 @@ def _excluded(stated: WeightFormat, patterns: tuple[str, ...], formats: dict[str
             plain.append(module)
     if packed:
         what = f"weights are {stated} and listed as not quantized"
-        yield grouped("TS-TARGET-EXCLUDE", packed, what, QUANTIZE_AGAIN)
+        yield grouped("TS-TARGET-EXCLUDE", packed, what)
     if plain:
         what = f"weights are not {stated} and not listed as left alone"
-        yield grouped("TS-TARGET-EXCLUDE", plain, what, QUANTIZE_AGAIN)
+        yield grouped("TS-TARGET-EXCLUDE", plain, what)
 
 
 def parts_of(names: Container[str], name: str) -> list[str]:

@@ -22,7 +22,7 @@ from trtspec import files
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
-from trtspec.checkpoint.target_tensors import AGAIN, EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
+from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
 from trtspec.errors import Problem
 from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
@@ -43,12 +43,11 @@ MOST = 0.9  # of the linears follow a rule: the others break it
 FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
 NOT_FINITE, BAD_SCALE = "TS-TARGET-NOT-FINITE", "TS-TARGET-BAD-SCALE"
 ZERO = "TS-TARGET-ZERO"  # a warning unless a norm is: some published experts are never used and all zero
-QUANTIZE_AGAIN = "quantize the source again"
 WHAT = {
-    NOT_FINITE: ("tensors hold NaN or infinity", AGAIN),
-    BAD_SCALE: ("scales hold zero, a negative number, NaN or infinity", AGAIN),
-    "TS-TARGET-WEIGHT-SHAPE": ("recorded shapes are not those of the packed weights", AGAIN),
-    ZERO: ("tensors hold only zeros, as where a file was never filled", AGAIN),
+    NOT_FINITE: "tensors hold NaN or infinity",
+    BAD_SCALE: "scales hold zero, a negative number, NaN or infinity",
+    "TS-TARGET-WEIGHT-SHAPE": "recorded shapes are not those of the packed weights",
+    ZERO: "tensors hold only zeros, as where a file was never filled",
 }
 
 
@@ -104,11 +103,10 @@ def head_value_problems(
                 problems.append(not_finite(name, bad, values))
             elif zero and floats:
                 message = f"all of {values:,} values looked at are zero; the tensor was never filled"
-                problems.append(Problem("TS-HEAD-ZERO", "error", name, message, "fetch the head again"))
+                problems.append(Problem("TS-HEAD-ZERO", "error", name, message))
             elif digest and whole and found.hexdigest() != digest:
                 message = "its bytes are not those that provenance.json notes: they changed since `trtspec convert`"
-                remedy = "convert again; if the head was changed on purpose, remove provenance.json"
-                problems.append(Problem("TS-HEAD-DIGEST", "error", name, message, remedy))
+                problems.append(Problem("TS-HEAD-DIGEST", "error", name, message))
     return problems
 
 
@@ -123,8 +121,7 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
     message = f"{bad:,} of {seen:,} values looked at are NaN or infinite"
     if bad == seen:
         message += "; the tensor was never filled (speculators starts unloaded weights as NaN)"
-    remedy = "fetch the head again; embed_tokens can be borrowed: `trtspec convert --embed-tokens target --target DIR`"
-    return Problem("TS-HEAD-NOT-FINITE", "error", name, message, remedy)
+    return Problem("TS-HEAD-NOT-FINITE", "error", name, message)
 
 
 def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
@@ -150,8 +147,7 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
     targets = np.arange(len(offsets)) + offsets
     if "t2d" in tensors and not np.array_equal(np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets):
         message = "t2d does not mark the tokens that d2t maps to"
-        remedy = "`trtspec convert` rebuilds t2d from d2t; check that the map is the one of the training"
-        problems.append(Problem("TS-HEAD-T2D-VALUES", "error", "t2d", message, remedy))
+        problems.append(Problem("TS-HEAD-T2D-VALUES", "error", "t2d", message))
     if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
     return problems
@@ -171,8 +167,7 @@ def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     targets = np.arange(len(offsets)) + offsets
     if len(offsets) < spec.vocab_size and len(offsets) == spec.draft_vocab_size and not offsets.any():
         message = f"d2t holds nothing but zeros: the draft tokens would be the first {len(offsets):,} ids"
-        remedy = "store the map that the head was trained with, d2t[i] = target id - i"
-        return Problem("TS-HEAD-D2T-ZERO", "error", "d2t", message, remedy)
+        return Problem("TS-HEAD-D2T-ZERO", "error", "d2t", message)
     inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
     if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
         return None
@@ -180,7 +175,7 @@ def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     message = "d2t does not map the draft tokens to rising target tokens"
     if absolute:
         message += "; its values look like target ids where offsets are expected"
-    return Problem("TS-HEAD-D2T-VALUES", "error", "d2t", message, "store d2t[i] = target id - i")
+    return Problem("TS-HEAD-D2T-VALUES", "error", "d2t", message)
 
 
 def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarray) -> list[Problem]:
@@ -194,8 +189,7 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
     if len(pairs) < 2 or not any(rows):
         return []
     message = "draft tokens with the same offset have the same lm_head row: the rows were taken by offset, not by token"
-    remedy = "prune again from the full head with ids i + d2t[i]; TorchSpec's own exporter makes this mistake"
-    return [Problem("TS-HEAD-LM-HEAD-ROWS", "error", "lm_head.weight", message, remedy)]
+    return [Problem("TS-HEAD-LM-HEAD-ROWS", "error", "lm_head.weight", message)]
 
 
 def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec) -> list[Problem]:
@@ -221,10 +215,9 @@ def compare_embeddings(ours: np.ndarray, theirs: np.ndarray) -> list[Problem]:
     readers = "vLLM drafts with it, TensorRT-LLM and SGLang with the target's"
     if not cosine >= 0.5:
         message = f"the head's embedding has nothing to do with the target's (median cosine {cosine:.2f}); {readers}"
-        remedy = "`trtspec convert --embed-tokens target --target DIR` puts the target's in its place"
-        return [Problem("TS-PAIR-EMBED-RANDOM", "error", "embed_tokens.weight", message, remedy)]
+        return [Problem("TS-PAIR-EMBED-RANDOM", "error", "embed_tokens.weight", message)]
     message = f"the head's embedding was trained on from the target's (median cosine {cosine:.4f}); {readers}"
-    return [Problem("TS-PAIR-EMBED-TRAINED", "warning", "embed_tokens.weight", message, "serve it with vLLM")]
+    return [Problem("TS-PAIR-EMBED-TRAINED", "warning", "embed_tokens.weight", message)]
 
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
@@ -257,7 +250,7 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
             seen.scalars |= found.scalars
     for info in _chosen(target.checkpoint, sample):
         _judge_large(target.checkpoint, info, seen)
-    problems = [grouped(code, names, *WHAT[code]) for code, names in seen.faults.items() if names]
+    problems = [grouped(code, names, WHAT[code]) for code, names in seen.faults.items() if names]
     norm = any("norm" in name for name in seen.faults[ZERO])  # without one the model is silent: never an unused expert
     problems = [replace(one, severity="warning") if one.code == ZERO and not norm else one for one in problems]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
@@ -376,10 +369,10 @@ def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
                     names.append(f"{module}.{suffix} is {mine:.7g}, {partner.rpartition('.')[2]} has {theirs:.7g}")
     if weights:
         what = "linears that engines compute as one have different weight_scale_2"
-        yield grouped("TS-TARGET-PAIR-SCALE", weights, what, QUANTIZE_AGAIN)
+        yield grouped("TS-TARGET-PAIR-SCALE", weights, what)
     if inputs:
         what = "linears of one input have different input_scale"
-        yield grouped("TS-TARGET-PAIR-INPUT", inputs, what, "calibrate and quantize again")
+        yield grouped("TS-TARGET-PAIR-INPUT", inputs, what)
 
 
 def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
@@ -390,7 +383,7 @@ def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
         return
     names = [f"{name} x 2688 is {amax:.7g}" for name, amax in off.items()]
     what = f"scales are not the maximum of BF16 weights, as those of {len(scales) - len(off):,} other linears are"
-    yield grouped("TS-TARGET-SCALE-2", names, what, QUANTIZE_AGAIN)
+    yield grouped("TS-TARGET-SCALE-2", names, what)
 
 
 def _is_bf16(value: float) -> bool:
@@ -420,9 +413,8 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
                 absurd.append(text)
             elif not 1 / FAR < ratio < FAR:
                 far.append(text)
-    remedy = "calibrate again; a scale that is too small clips activations, one too large rounds them to nothing"
     if absurd:
-        yield grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible", remedy)
+        yield grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible")
     if far:
-        found = grouped("TS-TARGET-INPUT-SCALE", far, "input_scale is far from that in other layers", remedy)
+        found = grouped("TS-TARGET-INPUT-SCALE", far, "input_scale is far from that in other layers")
         yield replace(found, severity="warning")

@@ -20,9 +20,9 @@ def explain(options: ExplainOptions) -> Result:
     """Say what a problem code means, why it matters and what to do."""
     from difflib import get_close_matches
 
-    from trtspec.data_files import problem_codes
+    from trtspec.errors import documented
 
-    codes, code = problem_codes(), options.code.upper().strip("[]`")
+    codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:
         near = get_close_matches(code, codes, n=3) or ["trtspec explain TS-ERROR-USAGE"]
         raise UsageError(f"{options.code} is not a problem code", f"close to it: {', '.join(near)}")

@@ -12,11 +12,12 @@ the rounding error of each linear. A tensor that is there twice is a shard that 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DOWNLOAD_AGAIN, TensorInfo
+from trtspec.checkpoint.headers import TensorInfo
 from trtspec.checkpoint.target_tensors import grouped
 from trtspec.errors import Problem
 from trtspec.formats import SIDE_PARTS
@@ -39,7 +40,6 @@ WHAT = {
     ROUNDING: f"linears are more than {ERROR:g} of their norm off after rounding: one value is far too large",
     TWICE: "tensors have the bytes of another tensor, as where a shard was written twice",
 }
-REMEDY = f"`trtspec inspect SOURCE --hashes` compares the files with the hub's; {DOWNLOAD_AGAIN}, then quantize again"
 BIASES = {"BF16": 7, "F32": 23}  # bits of the mantissa; both have eight bits of exponent
 
 
@@ -113,10 +113,10 @@ def content_problems(found: Found) -> list[Problem]:
         names = list(
             dict.fromkeys(name for each, name in found if each == code and (code != ZERO or name not in unused))
         )
-        problems += [grouped(code, names, what, REMEDY)] if names else []
+        problems += [grouped(code, names, what)] if names else []
     if unused:
-        one = grouped(ZERO, unused, "linears of experts that are entirely zero", "nothing, if they are never used")
-        problems.append(Problem(ZERO, "warning", one.where, one.message, one.remedy))
+        what = "linears of experts that are entirely zero, as those of experts that are never used"
+        problems.append(replace(grouped(ZERO, unused, what), severity="warning"))
     return problems
 
 

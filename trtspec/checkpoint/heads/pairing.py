@@ -12,7 +12,6 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
-OTHER_HEAD = "use a head that was trained for this target"
 STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
 # a finding -> those that it is the cause of, by code and by the beginning of their place
 EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
@@ -33,7 +32,6 @@ EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
     "TS-HEAD-ROPE-VALUES": (("TS-PAIR-ROPE", ""),),
     "TS-HEAD-ROPE-MLA": (("TS-PAIR-ROPE", ""),),
 }  # fmt: skip
-TRAINED_SO = "harmless if the head was trained so; else use the value it was trained with"
 
 
 def pair_problems(
@@ -66,13 +64,12 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
     ours, theirs = _ids(head, head.get("transformer_layer_config") or {}), _ids(text, target)
     if ours and theirs and not ours & theirs:
         message = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}: it was made for another model"
-        problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message, OTHER_HEAD))
+        problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
     rotation = [key for key, value in quantization.items() if value and ("rotat" in key or key == "transform_config")]
     if rotation:
         message = f"the target's quantization rotates its states ({rotation[0]}); a head of the plain one accepts ~1.1"
-        remedy = "use a target that was not rotated, or a head that was trained on this one"
-        problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message, remedy))
+        problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message))
     return problems
 
 
@@ -91,7 +88,7 @@ def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
     message = f"the head's rope scaling is not the target's: {values}"
     severity: Severity = "warning" if set(other) & STRETCH else "info"
-    return [Problem("TS-PAIR-ROPE", severity, "rope_scaling", message, TRAINED_SO)]
+    return [Problem("TS-PAIR-ROPE", severity, "rope_scaling", message)]
 
 
 def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
@@ -105,25 +102,25 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
     entry = known(head_id)
     targets = ", ".join(entry[1]["targets"]) if entry else ""
     message = f"{head_id} was published for {targets}, not for {target_id}; acceptance drops between versions"
-    return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message, OTHER_HEAD)]
+    return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message)]
 
 
 def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.target_hidden_size != target.hidden_size:
         message = f"the head fuses states of width {head.target_hidden_size}, the target's have {target.hidden_size}"
-        yield Problem("TS-PAIR-WIDTH", "error", "fc.weight", message, OTHER_HEAD)
+        yield Problem("TS-PAIR-WIDTH", "error", "fc.weight", message)
     if head.vocab_size != target.vocab_size:
         message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
-        yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message, OTHER_HEAD)
+        yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
     if not head.has_lm_head and head.draft_vocab_size != target.vocab_size:
         message = "the head borrows the target's lm_head, which is only right for the full vocabulary"
-        yield Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message, OTHER_HEAD)
+        yield Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message)
     if head.attention == "mha":
         message = (
             "an MHA head on an MLA target keeps a cache of its own: off under attention DP, and blind over a reused "
             "prefix or a disaggregated prompt on several TensorRT-LLM versions"
         )
-        yield Problem("TS-PAIR-MHA-CACHE", "info", "attention", message, "an MLA head shares the target's cache")
+        yield Problem("TS-PAIR-MHA-CACHE", "info", "attention", message)
 
 
 def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
@@ -138,7 +135,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     outside = [layer for layer in layers if not -1 <= layer < last]
     if outside:
         message = f"layers {outside} do not exist in a target of {last} layers (0 to {last - 1})"
-        return [Problem("TS-PAIR-LAYER-RANGE", "error", "eagle_config", message, OTHER_HEAD)]
+        return [Problem("TS-PAIR-LAYER-RANGE", "error", "eagle_config", message)]
     if layers == default:
         return []
     if tuple(layer - 1 for layer in layers) == default:
@@ -153,14 +150,13 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
 def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.attention == "mla" and head.rope.theta != target.rope.theta:
         message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
-        yield Problem("TS-PAIR-ROPE", "warning", "rope_theta", message, TRAINED_SO)
+        yield Problem("TS-PAIR-ROPE", "warning", "rope_theta", message)
     if head.max_position_embeddings < target.max_position_embeddings:
         message = (
             f"the head knows positions to {head.max_position_embeddings}, the target to "
             f"{target.max_position_embeddings}; acceptance falls beyond"
         )
-        remedy = "measure acceptance on your longest prompts with `trtspec bench`"
-        yield Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message, remedy)
+        yield Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message)
 
 
 def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:

@@ -25,8 +25,6 @@ SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
 DEFAULT_THETA = 10000.0  # what readers take without a base
 SPREAD = 0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
-OTHER_FUNCTION = "serve it with the project that trained it, or train a head of the usual layer, `trtspec train`"
-KEEP_DRAFT = "convert the head again with its draft vocabulary, or train it with the full one"
 
 
 def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
@@ -48,20 +46,20 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
 def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     if any(name.startswith("model.") for name in checkpoint.tensors):
         message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
-        yield Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message, "drop the prefix")
+        yield Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message)
     config, fp8 = flat_config(checkpoint.config), tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
     read = {*required_names(spec.attention), *OPTIONAL, *(f"fc_norm.{index}.weight" for index in range(spec.num_aux))}
     unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
     more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if more or config.get("num_hidden_layers", 1) != 1:
         message = "the head has several decoder layers; Kimi heads and the engines' drafters have one"
-        yield Problem("TS-HEAD-FUNCTION", "error", "num_hidden_layers", message, OTHER_FUNCTION)
+        yield Problem("TS-HEAD-FUNCTION", "error", "num_hidden_layers", message)
     for where, message in _other_functions(config, [name for name in unread if name.endswith(STRANGE)], spec):
-        yield Problem("TS-HEAD-FUNCTION", "error", where, message, OTHER_FUNCTION)
+        yield Problem("TS-HEAD-FUNCTION", "error", where, message)
     unread = [name for name in unread if not name.endswith(STRANGE)]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
-        yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message, REMEDY)
+        yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message)
     quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
@@ -139,8 +137,7 @@ def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     if not config.get("max_position_embeddings"):
         where = "config.json:max_position_embeddings"
         message = f"config.json states no max_position_embeddings; readers take {spec.max_position_embeddings:,}"
-        remedy = "state the longest context that the head was trained on"
-        yield Problem("TS-HEAD-CONTEXT", "info", where, message, remedy)
+        yield Problem("TS-HEAD-CONTEXT", "info", where, message)
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
@@ -179,8 +176,7 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         message = "the residual is the normalised state (norm_before_residual), which TensorRT-LLM does not compute"
         if not stated:
             message += "; config.json does not say so, vLLM assumes it for a speculators head"
-        remedy = "serve it with vLLM, or train a head with norm_before_residual=false"
-        yield Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message, remedy)
+        yield Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message)
     dialect = DIALECTS[spec.dialect]
     if dialect.norm_output_since and config.get("norm_output") is not None and not spec.fc_norm:
         changed = f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}"
@@ -206,14 +202,13 @@ def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
     pruned = spec.draft_vocab_size != spec.vocab_size
     if pruned and not spec.has_d2t:
         message = "the draft vocabulary is pruned and d2t is absent: engines would take the first tokens instead"
-        yield Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message, KEEP_DRAFT)
+        yield Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message)
     if pruned and not spec.has_lm_head:
         message = "the draft vocabulary is pruned and the head has no lm_head of its own"
-        yield Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message, KEEP_DRAFT)
+        yield Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message)
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
         message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
-        remedy = "nothing to do unless the embedding was trained"
-        yield Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message, remedy)
+        yield Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message)
 
 
 def unloadable(spec: HeadSpec) -> Iterator[Problem]:
@@ -235,13 +230,12 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
             f"YaRN with factor {injected.factor:g} over {injected.original_max_position_embeddings} is what "
             f"{injected.writer} writes into an export trained with plain rope"
         )
-        remedy = "if the head was trained with plain rope, set `rope_scaling: null`"
-        yield Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message, remedy)
+        yield Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message)
     yield from (twice := list(_told_twice(flat)))
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
         message = f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g}-{rope.beta_slow:g}"
         message += " turns no position as any head was trained"
-        yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message, REMEDY)
+        yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message)
         return
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
     if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
@@ -253,7 +247,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         yield Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy)
     if spec.attention == "mla" and not yarn and not twice:
         message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
-        yield Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message, REMEDY)
+        yield Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message)
     if spec.attention == "mha" and yarn and not injected:
         yield _llama_yarn(flat, spec)
     if fixed and spec.attention == "mla" and yarn and rope.theta != fixed.theta:
@@ -314,5 +308,4 @@ def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: H
         f"if {trainer} trained this head with its own layers, training normalised the state twice and no "
         f"engine does; the input_layernorm gain spreads by {spread:.3f}, and the cost grows with it"
     )
-    remedy = "measure acceptance with `trtspec bench`; heads from `trtspec train` are not affected"
-    return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message, remedy)]
+    return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message)]

@@ -29,7 +29,6 @@ from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-TRAIN = "pass an Eagle3 head of this target, or make one with `trtspec train`"
 PIECE = 1 << 20
 STORAGE = ("dialect", "layer_prefix", "has_lm_head", "has_embed_tokens", "has_d2t")  # may differ between dialects
 MAY_BE_ABSENT = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")  # rebuilt, or lent by the target
@@ -135,10 +134,10 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     kind = config.get("speculators_model_type") or config.get("model_type")
     if "medusa_num_heads" in config or kind == "medusa" or any(MEDUSA.search(name) for name in names):
         message = "these are Medusa heads: they guess from the last state alone, and no Eagle3 engine path runs them"
-        return Problem("TS-HEAD-MEDUSA", "error", "tensor names", message, TRAIN)
+        return Problem("TS-HEAD-MEDUSA", "error", "tensor names", message)
     if config.get("speculators_model_type", "eagle3") != "eagle3":
         message = f"a speculators model of type {kind!r}; only eagle3 is an Eagle3 head"
-        return Problem("TS-HEAD-OTHER-DRAFT", "error", "speculators_model_type", message, TRAIN)
+        return Problem("TS-HEAD-OTHER-DRAFT", "error", "speculators_model_type", message)
     fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
     if fc is not None:
         # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
@@ -147,11 +146,11 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
             return None
         shape = list(fc.shape)
         message = f"an EAGLE-1 or EAGLE-2 head: fc {shape} fuses an embedding with one state, without hidden_norm"
-        return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message, TRAIN)
+        return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message)
     layers = {int(found[1]) for found in map(LAYER.search, names) if found}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         message = "a multi-token-prediction module (eh_proj, enorm), which fuses one state and not the captured ones"
-        return Problem("TS-HEAD-OTHER-DRAFT", "error", "tensor names", message, TRAIN)
+        return Problem("TS-HEAD-OTHER-DRAFT", "error", "tensor names", message)
     if len(layers) > 1 or any(".mlp.experts." in name for name in names):
         message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
         return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")
@@ -215,8 +214,7 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
 
 
 def _differs(where: str, what: str) -> Problem:
-    remedy = "convert again from the source, or check which of the two is meant"
-    return Problem("TS-HEAD-DIFFERS", "error", where, f"differs from the source: {what}", remedy)
+    return Problem("TS-HEAD-DIFFERS", "error", where, f"differs from the source: {what}")
 
 
 def _same_bytes(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:

@@ -99,12 +99,12 @@ def unreadable(tensors: dict[str, TensorInfo], declared: HeadSpec, attention: At
     if missing := [name for name in required_names(attention) if name not in tensors]:
         what = f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent"
         message = f"{what}: {', '.join(missing)}"
-        return [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message, REMEDY)]
+        return [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message)]
     if wrong := [problem for name, info in tensors.items() if (problem := _wrong_rank(name, info)) is not None]:
         return wrong
     if attention != declared.attention:
         message = f"config.json describes {declared.attention} attention, the tensors are {attention}"
-        return [Problem("TS-HEAD-SHAPE", "error", "config.json:kv_lora_rank", message, REMEDY)]
+        return [Problem("TS-HEAD-SHAPE", "error", "config.json:kv_lora_rank", message)]
     return []
 
 
@@ -140,7 +140,7 @@ def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
     if not known or (len(info.shape) == rank and info.numel):
         return None
     message = f"{name} is stored as {list(info.shape)}, where a head has {rank} dimension{'s' * (rank > 1)}, none empty"
-    return Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message, REMEDY)
+    return Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message)
 
 
 def _flag(flag: str, stored: bool, stated: bool) -> list[Problem]:
