@@ -90,7 +90,6 @@ def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str
         "sharegpt.jsonl": lines([sharegpt(row) for row in rows]),
         "packed.jsonl.gz": gzip.compress(lines(rows)),
         "packed.json.gz": gzip.compress(json.dumps(rows).encode()),
-        "packed.jsonl.zst": pyarrow.compress(lines(rows), "zstd", asbytes=True),
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -221,7 +220,6 @@ def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
         ("a.txt", b"fine\n\xc3(\n", "a.txt:2 is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.gz", b"plain", "cannot be read"),
-        ("a.jsonl.zst", b"plain", "cannot be read"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.csv", b"prompt\nx\n", "unknown kind"),
     ],

@@ -204,7 +204,7 @@ def test_template_like_transformers(
         add_generation_prompt=add_generation_prompt,
         thinking=thinking,
     )
-    assert tokenizer.render_chat(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
+    assert tokenizer.template.render(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
     ids = tokenizer.apply_chat_template(MESSAGES, tools, add_generation_prompt, thinking)
     assert tokenizer.decode(ids) == expected[0]
     assert tokenizer.special_id("<|im_user|>") in ids
@@ -224,7 +224,7 @@ def test_template_of_the_tokenizer_config_and_its_features(tmp_path: Path) -> No
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
     messages = [{"role": "user", "content": "x"}, {"role": "skip", "content": "y"}]
     expected, _ = render_jinja_template([messages], chat_template=source)
-    rendered = KimiTokenizer(tmp_path).render_chat(messages, thinking=None)
+    rendered = KimiTokenizer(tmp_path).template.render(messages, thinking=None)
     assert rendered == expected[0]
     assert "default" in rendered and "y" not in rendered
 
@@ -242,14 +242,14 @@ def test_a_template_cannot_reach_out(tmp_path: Path, source: str) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(TrtspecError, match=r"chat_template\.jinja"):
-        KimiTokenizer(tmp_path).render_chat([{"role": "user", "content": "hi"}])
+        KimiTokenizer(tmp_path).template.render([{"role": "user", "content": "hi"}])
 
 
 def test_a_broken_template_is_named(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TrtspecError, match="line 1"):
-        KimiTokenizer(tmp_path).render_chat([])
+        KimiTokenizer(tmp_path).template.render([])
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_the_template_alone_writes_special_tokens(tiny: KimiTokenizer, user: str
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": said}]
         text, ids = tiny.encode_chat([*messages, {"role": "user", "content": user}], tools)
         assert tiny.decode(ids) == text
-        assert text == tiny.render_chat([*messages, {"role": "user", "content": user}], tools)
+        assert text == tiny.template.render([*messages, {"role": "user", "content": user}], tools)
         return [token for token in ids if token >= tiny.base_size]
 
     names = [name for name in ("<|tool_calls_section_begin|>", "</think>") for _ in range(said.count(name))]

@@ -133,13 +133,13 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
     vocabulary.write_tokenizer(tmp_path, vocabulary.learn_ranks(["text"], 257))
     tokenizer = KimiTokenizer(tmp_path)
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    assert tokenizer.render_chat(messages) == (
+    assert tokenizer.template.render(messages) == (
         "<|im_system|>system<|im_middle|>S<|im_end|><|im_user|>user<|im_middle|>U<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|><think></think>"
     )
-    assert tokenizer.render_chat(messages, thinking=True).endswith("<|im_middle|><think>")
+    assert tokenizer.template.render(messages, thinking=True).endswith("<|im_middle|><think>")
     chat = next(c for i in range(99) if (c := exercise(f"{i}", False, kind="tools")).task.call)
-    text = tokenizer.render_chat(chat.messages, list(chat.task.tools), add_generation_prompt=False)
+    text = tokenizer.template.render(chat.messages, list(chat.task.tools), add_generation_prompt=False)
     assert chat.task.call is not None
     name, arguments = chat.task.call["name"], json.dumps(chat.task.call["arguments"])
     assert "<|im_system|>tool_declare<|im_middle|>[{" in text

@@ -2,7 +2,7 @@
 data set, each row with its file and line.
 
 A line ends at a line feed and nowhere else: JSON strings may hold U+2028 and its like as they are. Lines are read one
-at a time, so a file may be larger than memory; `.gz` and `.zst` behind any of the text endings are unpacked on the way.
+at a time, so a file may be larger than memory; `.gz` behind any of the text endings is unpacked on the way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from trtspec.errors import MissingDependency, UsageError
 
 LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".txt", ".text", "")
 SUFFIXES = (*LINES, *ARRAY_OR_LINES, *COLUMNS, *PLAIN[:-1])
-PACKED = (".gz", ".zst")
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
 EXTRA = "pip install 'trtspec[modelopt]'"
@@ -62,7 +61,7 @@ def read_rows(
     if from_hub(source):
         yield from hub_rows(source, split)
     elif path.is_dir():
-        found = sorted(file for file in path.iterdir() if _ending(file)[0] in SUFFIXES)
+        found = sorted(file for file in path.iterdir() if _ending(file) in SUFFIXES)
         if not found:
             raise UsageError(f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files")
         for file in found:
@@ -71,15 +70,13 @@ def read_rows(
         yield from _file_rows(path, on_bad)
 
 
-def _ending(path: Path) -> tuple[str, str]:
-    """(ending of the text, ending of its packing): (".jsonl", ".gz") of answers.jsonl.gz."""
-    if path.suffix in PACKED:
-        return Path(path.stem).suffix, path.suffix
-    return path.suffix, ""
+def _ending(path: Path) -> str:
+    """Of the text: ".jsonl" of answers.jsonl.gz."""
+    return Path(path.stem if path.suffix == ".gz" else path).suffix
 
 
 def _file_rows(path: Path, on_bad: Callable[[UsageError], None] | None) -> Iterator[DataRow]:
-    suffix = _ending(path)[0].lower()
+    suffix = _ending(path).lower()
     if suffix in COLUMNS:
         yield from _parquet_rows(path)
     elif suffix in ARRAY_OR_LINES and _begins_with_bracket(path):
@@ -145,14 +142,10 @@ def _parsed(text: str, where: str) -> Any:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, unpacked."""
-    packed = _ending(path)[1]
     try:
         with files.open_regular(path, "pass a data file") as raw:
-            if packed == ".gz":
+            if path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield io.BufferedReader(unpacked)
-            elif packed == ".zst":
-                with _pyarrow(path).CompressedInputStream(raw, "zstd") as unpacked:
                     yield io.BufferedReader(unpacked)
             else:
                 yield raw
@@ -178,18 +171,12 @@ def _array_rows(path: Path) -> Iterator[DataRow]:
     yield from (DataRow(str(path), number, item) for number, item in enumerate(items, 1))
 
 
-def _pyarrow(path: Path) -> Any:
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
     try:
         import pyarrow
+        from pyarrow import parquet
     except ImportError:
         raise MissingDependency(f"reading {path} needs pyarrow", EXTRA) from None
-    return pyarrow
-
-
-def _parquet_rows(path: Path) -> Iterator[DataRow]:
-    pyarrow = _pyarrow(path)
-    from pyarrow import parquet
-
     number = 0
     try:
         with files.open_regular(path, "pass a parquet file") as raw:

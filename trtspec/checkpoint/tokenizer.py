@@ -125,19 +125,6 @@ class KimiTokenizer:
         detokenizer = Detokenizer(self, skip_special=skip_special)
         return detokenizer.push(ids) + detokenizer.flush()
 
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        thinking: bool | None = False,
-        **variables: Any,
-    ) -> str:
-        """The conversation as the checkpoint's template writes it; `thinking=None` leaves it to the template."""
-        if thinking is not None:
-            variables["thinking"] = thinking
-        return self.template.render(messages, tools, add_generation_prompt, **variables)
-
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -156,7 +143,7 @@ class KimiTokenizer:
         """
         given = json.dumps([*messages, tools, variables], ensure_ascii=False)
         if not self._special_names.search(given):
-            text = self.render_chat(messages, tools, thinking=thinking, **variables)
+            text = self.template.render(messages, tools, thinking=thinking, **variables)
             return text, self.encode(text, allow_special=True)
         used = set(given)
         mark = next((chr(code) for code in itertools.chain(*PRIVATE_USE) if chr(code) not in used), None)
@@ -178,7 +165,7 @@ class KimiTokenizer:
             return value
 
         everything = self.special_tokens.keys()
-        text = self.render_chat(
+        text = self.template.render(
             [broken(m, hidden if m.get("role") == "assistant" else everything) for m in messages],
             broken(tools, everything),
             thinking=thinking,
@@ -201,8 +188,8 @@ class KimiTokenizer:
         thinking: bool | None = False,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of `render_chat`: special tokens in the rendered text become their ids."""
-        text = self.render_chat(messages, tools, add_generation_prompt, thinking, **variables)
+        """Token ids of the rendered conversation; the special tokens in its text become their ids."""
+        text = self.template.render(messages, tools, add_generation_prompt, thinking, **variables)
         return self.encode(text, allow_special=True)
 
 
@@ -326,9 +313,13 @@ class ChatTemplate:
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        thinking: bool | None = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation. Raises TrtspecError with the template's own words when it refuses it."""
+        """The text of a conversation; `thinking` None leaves it to the template. Raises TrtspecError with the words of a
+        template that refuses the conversation."""
+        if thinking is not None:
+            variables["thinking"] = thinking
         try:
             return self._template.render(
                 messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt, **variables

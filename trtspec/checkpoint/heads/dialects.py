@@ -159,23 +159,6 @@ class Traces:
 
 
 @dataclass(frozen=True)
-class InjectedRope:
-    """YaRN that an exporter writes whatever the head was trained with."""
-
-    writer: str
-    factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class FixedRopeBase:
-    """A YaRN base of MLA heads that a trainer uses whatever rope_theta says."""
-
-    trainer: str
-    theta: float
-
-
-@dataclass(frozen=True)
 class Dialect:
     """How one project writes, reads and trains heads.
 
@@ -187,8 +170,10 @@ class Dialect:
     `expresses`, what it can say of a head; `eagle31` and `since`, the versions from which it can.
     `mha_needs`: what must be installed with it for an MHA head.
     Meaning: `norm_before_residual` where the key is absent; `norm_output_since`, the date from which `norm_output`
-    without fc_norm means EAGLE-3.1's feedback ("": always); `injected_rope`, `fixed_rope_base`, `double_norm` (the
-    versions that train with one norm too many): what its files may say wrongly.
+    without fc_norm means EAGLE-3.1's feedback ("": always).
+    What its files may say wrongly: `injected_rope` is (exporter, factor, original_max_position_embeddings) of the YaRN
+    that is written whatever the head was trained with; `fixed_rope_base` (trainer, base) of the one that MLA heads are
+    trained with whatever rope_theta says; `double_norm` the versions that train with one norm too many.
     Detection: the rows are asked in the order of `rank`, and the first whose `wrote` says yes is the one.
     """
 
@@ -214,8 +199,8 @@ class Dialect:
     mha_needs: str = ""
     norm_before_residual: bool = False
     norm_output_since: str = ""
-    injected_rope: InjectedRope | None = None
-    fixed_rope_base: FixedRopeBase | None = None
+    injected_rope: tuple[str, float, int] | None = None
+    fixed_rope_base: tuple[str, float] | None = None
     double_norm: str = ""
 
     def outputs(self, ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -285,7 +270,7 @@ _ROWS = (
         expresses=_SERVED - {"pruned mla"} | {"norm_before_fc", "norm_before_fc with mla", "final state"},
         read_by=("trtllm", "sglang"), uses_embedding=False,
         eagle31="TensorRT-LLM from its change of June 2026 (1.3 line)",
-        injected_rope=InjectedRope("ModelOpt 0.44+", 32.0, 2048), double_norm="ModelOpt 0.41 to 0.47",
+        injected_rope=("ModelOpt 0.44+", 32.0, 2048), double_norm="ModelOpt 0.41 to 0.47",
     ),
     Dialect(
         "vllm", "vLLM", "vllm", "layers.0.", "layers run",
@@ -320,7 +305,7 @@ _ROWS = (
         since={"number of states": "a TorchSpec that reads num_aux_hidden_states (that of 2026-04-28 takes three)"},
         mha_needs="transformers 4: its Llama layer asks the config for rope_theta, which transformers 5 keeps "
         "elsewhere, so that plain rope fails to load there and YaRN turns with base 10000",
-        fixed_rope_base=FixedRopeBase("TorchSpec (at least to 2026-04-28)", 10000.0),
+        fixed_rope_base=("TorchSpec (at least to 2026-04-28)", 10000.0),
     ),
     Dialect(
         "specforge", "SpecForge", "specforge", "midlayer.", "outputs",

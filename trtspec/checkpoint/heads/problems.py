@@ -223,13 +223,10 @@ def unloadable(spec: HeadSpec) -> Iterator[Problem]:
 def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     flat, rope = flat_config(config), spec.rope
     dialect, yarn = DIALECTS[spec.dialect], rope.rope_type == "yarn"
-    injected, fixed = dialect.injected_rope, dialect.fixed_rope_base
-    written = (rope.factor, rope.original_max_position_embeddings)
-    if injected and yarn and written == (injected.factor, injected.original_max_position_embeddings):
-        message = (
-            f"YaRN with factor {injected.factor:g} over {injected.original_max_position_embeddings} is what "
-            f"{injected.writer} writes into an export trained with plain rope"
-        )
+    injected = dialect.injected_rope
+    if yarn and injected and injected[1:] == (rope.factor, rope.original_max_position_embeddings):
+        message = f"YaRN with factor {injected[1]:g} over {injected[2]} is what {injected[0]} writes into an export "
+        message += "trained with plain rope"
         yield Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message)
     yield from (twice := list(_told_twice(flat)))
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
@@ -250,12 +247,11 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         yield Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message)
     if spec.attention == "mha" and yarn and not injected:
         yield _llama_yarn(flat, spec)
-    if fixed and spec.attention == "mla" and yarn and rope.theta != fixed.theta:
-        message = (
-            f"{fixed.trainer} computes an MLA head's YaRN with base {fixed.theta:g} whatever rope_theta says; "
-            f"the file says {rope.theta:g}"
-        )
-        remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {fixed.theta:g}` writes the other"
+    trainer, base = dialect.fixed_rope_base or ("", rope.theta)
+    if spec.attention == "mla" and yarn and rope.theta != base:
+        message = f"{trainer} computes an MLA head's YaRN with base {base:g} whatever rope_theta says; "
+        message += f"the file says {rope.theta:g}"
+        remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {base:g}` writes the other"
         yield Problem("TS-HEAD-ROPE-TORCHSPEC", "info", "config.json:rope_theta", message, remedy)
 
 

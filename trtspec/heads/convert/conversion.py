@@ -386,9 +386,9 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
         message = f"{dialect.title} needs {dialect.mha_needs}"
         remedy = "install transformers below 5 there, or train the head on elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
-    fixed = dialect.fixed_rope_base
-    if fixed and spec.attention == "mla" and spec.rope.theta != fixed.theta:
-        message = f"{fixed.trainer} would train this head on with YaRN base {fixed.theta:g}, not {spec.rope.theta:g}"
+    trainer, base = dialect.fixed_rope_base or ("", spec.rope.theta)
+    if spec.attention == "mla" and spec.rope.theta != base:
+        message = f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
         remedy = "fix its rope before training on; serving is not affected"
         problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message, remedy))
     return problems
