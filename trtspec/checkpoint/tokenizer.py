@@ -316,8 +316,8 @@ class ChatTemplate:
         thinking: bool | None = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; `thinking` None leaves it to the template. Raises TrtspecError with the words of a
-        template that refuses the conversation."""
+        """The text of a conversation; `thinking` None leaves it to the template. Raises TrtspecError with the words of
+        a template that refuses it."""
         if thinking is not None:
             variables["thinking"] = thinking
         try:
