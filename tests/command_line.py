@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from unittest import mock
@@ -41,3 +42,9 @@ def inspected(path: object, against: object = None, sample: int | None = None) -
     """What `trtspec inspect` finds, before it is printed."""
     against = None if against is None else str(against)
     return inspect(InspectOptions(path=str(path), against=against, sample=sample))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.conftest import free_port
-from tests.command_line import trtspec
+from tests.command_line import free_port, trtspec
 from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, sizes_only
 from tools.pages import PAGES, ROOT, Command, commands
 from tools.pages import name as page_name

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -29,12 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACED = Path(__file__).with_name("paced_server.py")
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 SERVER = DetectedServer("reference", "m")

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.conftest import STAND_IN, answering, free_port
+from tests.bench.conftest import STAND_IN, answering
 from tests.bench.test_malformed_metadata import WORKLOAD, mutated, pages, served
+from tests.command_line import free_port
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.conftest import ci_steps, free_port
-from tests.command_line import trtspec
+from tests.bench.conftest import ci_steps
+from tests.command_line import free_port, trtspec
 from trtspec.bench.results import read_results
 from trtspec.client.exchange import read_recording
 from trtspec.errors import UsageError

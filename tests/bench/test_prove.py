@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.bench.conftest import free_port, measured
-from tests.command_line import trtspec
+from tests.bench.conftest import measured
+from tests.command_line import free_port, trtspec
 from trtspec.bench.prove import (
     PLAIN,
     SPECULATING,

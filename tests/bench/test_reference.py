@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.bench.conftest import ci_steps, free_port, measured
+from tests.bench.conftest import ci_steps, measured
+from tests.command_line import free_port
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult

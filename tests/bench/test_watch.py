@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.bench.conftest import free_port, results_of
+from tests.bench.conftest import results_of
 from tests.bench.test_statistics import questions
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, free_port, trtspec
 from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
 from trtspec.client.servers import Counters, TurnCounts

@@ -208,7 +208,8 @@ def test_gpus() -> None:
         {"HF_HOME": "/somewhere/hf"},
         {"XDG_CACHE_HOME": "/var/cache"},
         {"HF_HOME": "~/hf", "XDG_CACHE_HOME": "/var/cache"},
-        {"HF_HUB_CACHE": "$HOME/hub"},
+        {"HF_HUB_CACHE": "$HOME/hub", "HF_HOME": "/a"},
+        {"HF_HOME": "~/$USER/x", "USER": "me"},
         {"HUGGINGFACE_HUB_CACHE": "/old/name"},
     ],
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import socket
 import subprocess
 import time
 import urllib.request
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.command_line import free_port
 from tests.docker.buildah import Buildah, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
@@ -65,9 +65,7 @@ def components(buildah: Buildah, image: str, wanted: set[str]) -> None:
 
 
 def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     container = built("from", "--pull-never", "trtspec:cpu")
     assert built("run", container, "--", "id", "-u") == "1000"
     refused = subprocess.run(

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.command_line import free_port
 from tests.docker.chart import IMAGE, merged, objects
 from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir
 
@@ -76,9 +76,7 @@ class Pod:
             (self.place / name).mkdir(parents=True)
         for name, text in self.config.items():
             (self.place / "config" / name).write_text(text)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         words = [str(self.port) if word == "8000" else word for word in self.spec["args"]]
         assert words[0] == "trtspec"
         self.process = self.run([sys.executable, "-m", *words])

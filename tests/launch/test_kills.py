@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bench.conftest import free_port
+from tests.command_line import free_port
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run

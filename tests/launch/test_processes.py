@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bench.conftest import STAND_IN, free_port
+from tests.bench.conftest import STAND_IN
+from tests.command_line import free_port
 from trtspec.errors import TrtspecError
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 

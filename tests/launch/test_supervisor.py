@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.bench.conftest import free_port
+from tests.command_line import free_port
 
 HERE = Path(__file__).parent
 Launched = Callable[..., subprocess.Popen[str]]

@@ -29,6 +29,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.command_line import free_port
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.questions.datasets import load_dataset, spread
@@ -105,9 +106,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def launched(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Launched:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", "float32", "--port", port]
     words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
     words += ["--head", head, "--draft-len", DRAFT_LEN] if head else []

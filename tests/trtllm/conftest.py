@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import command_line
 
 STANDIN = Path(__file__).parent / "standin" / "trtllm-serve"
 
@@ -28,9 +29,7 @@ def standin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return command_line.free_port()
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,7 @@ def test_block_reuse_has_the_key_of_its_release(version: str, flat: str, convers
          "after 1.3.0rc24, by 1.3.0rc26"),
         ("enable_in_graph_sampling: true\n", "1.3.0rc24", "after 1.3.0rc23, by 1.4.0rc1"),
         ("moe_config: {backend: WIDEEP}\n", "1.3.0rc25", "after 1.3.0rc20, by 1.4.0rc1"),
+        ("telemetry_config: {disabled: true}\n", "1.3.0rc9", "after 1.3.0rc5, by 1.3.0rc20"),
     ],
 )  # fmt: skip
 def test_a_boundary_inside_a_line_is_a_warning_that_names_it(text: str, version: str, interval: str) -> None:

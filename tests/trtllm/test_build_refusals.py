@@ -37,6 +37,7 @@ REFUSED = [
     ([K26, "--gpu", "h100", "--tp-size", "8"], CheckFailed, "H100, compute capability 9.0, has no tensor cores"),
     ([K26, "--gpu", "h200", "--tp-size", "8"], CheckFailed, "8 H200"),
     (["moonshotai/Kimi-K2.6", "--gpu", "h200", "--tp-size", "8"], CheckFailed, "native INT4 weights"),
+    (["moonshotai/Kimi-K2.6", "--head", HEAD], CheckFailed, "trtspec quantize"),
     ([K26, "--max-batch-size", "64", "--max-num-tokens", "32"], UsageError, "does not hold one step of 64 requests"),
     ([K26, "--draft-len", "5"], UsageError, "--draft-len is not used without --head"),
     ([K26, "--context-url", "a:1"], UsageError, "--context-url is not used without --role front or --disaggregated"),

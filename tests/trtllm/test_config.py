@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,32 +84,6 @@ def test_a_version_that_cannot_run_it_is_refused_with_every_reason() -> None:
     assert "TS-LINT-MODEL-TOO-NEW" in refused.value.message and "TS-LINT-EAGLE31" in refused.value.message
 
 
-def test_native_int4_is_refused_with_the_next_command() -> None:
-    with pytest.raises(CheckFailed, match="trtspec quantize"):
-        built(an_intent("moonshotai/Kimi-K2.6", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3"))
-
-
-def test_whatever_is_written_passes_lint_and_comes_back_from_its_first_line() -> None:
-    targets = ["nvidia/Kimi-K2-Thinking-NVFP4", "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.7-Code-NVFP4"]
-    heads = [None, "nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
-    versions = ["1.2.0", "1.2.1", "1.3.0rc5", "1.3.0rc12", "1.3.0rc20", "1.3.0rc21", "1.4.0rc1"]
-    sizes = [("latency", 4, None), ("throughput", 8, None), ("throughput", 4, 262144)]
-    written = 0
-    for target, head, version, (goal, tp, seq) in itertools.product(targets, heads, versions, sizes):
-        intent = an_intent(target, version, head, goal, tp, max_seq_len=seq)  # type: ignore[arg-type]
-        try:
-            config = built(intent)
-        except CheckFailed:
-            continue
-        written += 1
-        again = parse_intent(config.text)
-        assert again is not None and again.command() == intent.command()
-        assert built(again).text == config.text
-        assert not set(intent.settings_in_argv()) & set(Document.parse(config.text).entries)
-        assert "draft_len_schedule" not in config.text
-    assert written > 90
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
     text = path.read_text()
@@ -172,6 +145,9 @@ def test_own_settings_are_written_and_judged() -> None:
     assert config.values["moe_config"] == {"backend": "CUTLASS"}
     with pytest.raises(CheckFailed, match="TS-LINT-UNKNOWN-KEY"):
         built(an_intent(target, "1.4.0rc1", settings=("kv_cache_config.dtyp=fp8",)))
+    for text in ("[" * 50_000, "!!float y", "&a [*a]", "\0"):
+        with pytest.raises(UsageError, match="is not YAML"):
+            built(an_intent(target, "1.4.0rc1", settings=(f"stream_interval={text}",)))
     for bad in ("max_batch_size=8", "nothing", "a b=1", "x=[1", "moe_config=1"):
         with pytest.raises((UsageError, CheckFailed)):
             built(an_intent(target, "1.4.0rc1", settings=(bad,)))
@@ -242,7 +218,9 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
 INTENTS = st.builds(
     an_intent,
     st.sampled_from(["nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2-Thinking-NVFP4", "moonshotai/Kimi-K2-Instruct"]),
-    st.sampled_from(["1.2.1", "1.3.0rc16", "1.3.0rc20", "1.3.0rc29", "1.4.0rc1"]),
+    st.sampled_from(
+        ["1.2.0", "1.2.1", "1.3.0rc5", "1.3.0rc12", "1.3.0rc16", "1.3.0rc20", "1.3.0rc21", "1.3.0rc29", "1.4.0rc1"]
+    ),
     st.sampled_from(
         [None, "nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
     ),
@@ -274,6 +252,8 @@ def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
     again = parse_intent(recipe.text)
     assert again is not None and again.command() == intent.command()
     assert build_named(again).text == recipe.text
+    assert not set(intent.settings_in_argv()) & set(Document.parse(recipe.text).entries)
+    assert "draft_len_schedule" not in recipe.text
     assert not [finding for finding in recipe.findings if finding.severity == "error"]
     if intent.role is None:
         values = yaml.safe_load(helm_values(recipe))
@@ -335,13 +315,3 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
     assert an_intent(target, "1.4.0rc1").fitted(262144).seq_len == 8192
     with pytest.raises(CheckFailed, match="TS-ROUTE-LENGTH"):
         built(an_intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))
-
-
-@pytest.mark.parametrize(
-    "value", ["[" * 50_000, "!!float y", "&a [*a]", "\0"], ids=["deep", "no float", "itself", "NUL"]
-)
-def test_a_set_value_that_is_not_yaml_is_a_usage_error(value: str) -> None:
-    from trtspec.trtllm.build import _asked_setting
-
-    with pytest.raises(UsageError, match="is not YAML"):
-        _asked_setting(f"stream_interval={value}")

@@ -12,29 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.trtllm.lint.test_values import SAMPLES
 from trtspec.trtllm.rules.keys import check_value
 from trtspec.trtllm.schema import Field, line_fields
 
 ENGINE = Path(__file__).parent / "standin_engine"
-SAMPLES: list[Any] = [
-    None,
-    0,
-    1,
-    -1,
-    7.0,
-    0.5,
-    1.5,
-    True,
-    "abc",
-    "5",
-    "auto",
-    "pytorch",
-    [],
-    [1],
-    {},
-    {"a": "b"},
-    {1: 2},
-]
 GOOD = """\
 kv_cache_config: {free_gpu_memory_fraction: 0.8}
 speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}

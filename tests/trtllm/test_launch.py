@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import command_line
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -29,7 +32,7 @@ def start(standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path,
     running: list[subprocess.Popen[str]] = []
 
     def run(
-        *words: str, target: Path = tiny_target, head: Path | None = tiny_head, **env: str
+        *words: str, target: Path = tiny_target, head: Path | None = tiny_head, log: int = subprocess.PIPE, **env: str
     ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "trtspec", "serve", str(target)]
         if "--disaggregated" not in words:
@@ -38,7 +41,7 @@ def start(standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path,
         environment = {
             **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1", **env,
         }  # fmt: skip
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
         running.append(process)
         return process
 
@@ -114,17 +117,19 @@ def test_killing_trtspec_leaves_no_server_behind(start: Start, tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "says"),
+    ("mode", "words", "status", "says"),
     [
-        ("crash-loading", 17, "two-model mode"),
-        ("oom", 1, "lower --max-batch-size"),
-        ("die-serving", 42, "while serving with status 42"),
+        ("crash-loading", (), 17, "two-model mode"),
+        ("oom", (), 1, "lower --max-batch-size"),
+        ("die-serving", (), 42, "while serving with status 42"),
+        ("hang-generation", ("--startup-timeout", "10"), 1, "does not generate: no answer within"),
+        ("no-health", ("--startup-timeout", "2"), 1, "not ready after 2 s"),
     ],
 )
 def test_a_failure_passes_its_status_and_cause(
-    start: Start, tmp_path: Path, free_port: int, mode: str, status: int, says: str
+    start: Start, tmp_path: Path, free_port: int, mode: str, words: tuple[str, ...], status: int, says: str
 ) -> None:
-    process = start(STANDIN_MODE=mode)
+    process = start(*words, STANDIN_MODE=mode)
     _, log = process.communicate(timeout=60)
     assert process.returncode == status, log
     assert says in log and "\n-> " in log and "Traceback" not in log
@@ -132,38 +137,15 @@ def test_a_failure_passes_its_status_and_cause(
 
 
 @pytest.mark.parametrize("log", ["a full disk", "a reader that has gone"])
-def test_the_status_does_not_depend_on_the_log(
-    standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path, log: str
-) -> None:
+def test_the_status_does_not_depend_on_the_log(start: Start, tmp_path: Path, free_port: int, log: str) -> None:
     if log == "a full disk":
         stream = os.open("/dev/full", os.O_WRONLY)
     else:
         reader, stream = os.pipe()
         os.close(reader)
-    command = [sys.executable, "-m", "trtspec", "serve", str(tiny_target), "--port", str(free_port), "--tp-size", "1"]
-    environment = {
-        **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1",
-        "STANDIN_MODE": "crash-loading",
-    }  # fmt: skip
-    done = subprocess.run(
-        [*command, "--max-seq-len", "128"], env=environment, stdout=stream, stderr=stream, timeout=60, check=False
-    )
+    process = start(log=stream, STANDIN_MODE="crash-loading")
     os.close(stream)
-    assert done.returncode == 17
-    nothing_left(tmp_path, free_port)
-
-
-def test_a_server_that_says_healthy_and_hangs_is_not_ready(start: Start, tmp_path: Path, free_port: int) -> None:
-    process = start("--startup-timeout", "10", STANDIN_MODE="hang-generation")
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 1 and "does not generate: no answer within" in log
-    nothing_left(tmp_path, free_port)
-
-
-def test_a_server_that_never_gets_healthy_is_given_up(start: Start, tmp_path: Path, free_port: int) -> None:
-    process = start("--startup-timeout", "2", STANDIN_MODE="no-health")
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 1 and "not ready after 2 s" in log
+    assert process.wait(timeout=60) == 17
     nothing_left(tmp_path, free_port)
 
 
@@ -222,24 +204,24 @@ def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: 
     assert set(given["env"]) - set(os.environ) <= added | {"PWD", "SHLVL", "_", "OLDPWD", "LC_CTYPE"}
 
 
-def test_the_installed_version_decides(start: Start, tmp_path: Path) -> None:
-    """The stand-in says 1.2.1, which cannot run this model: refused before the launch."""
-    process = start(STANDIN_VERSION="1.2.1")
+@pytest.mark.parametrize(
+    ("words", "installed", "says"),
+    [
+        ((), "1.2.1", "TS-LINT-MODEL-TOO-NEW"),
+        (("--trtllm-version", "1.4.0rc1"), "1.3.0rc20", "TS-SERVE-OTHER-ENGINE .*1.3.0rc20 is installed"),
+    ],
+)
+def test_the_installed_version_decides(
+    start: Start, tmp_path: Path, words: tuple[str, ...], installed: str, says: str
+) -> None:
+    """Refused before the launch: an engine that cannot run this model, and another one than was judged."""
+    process = start(*words, STANDIN_VERSION=installed)
     _, log = process.communicate(timeout=60)
-    assert process.returncode == 3 and "TS-LINT-MODEL-TOO-NEW" in log
-    assert not (tmp_path / "record").exists()
-
-
-def test_another_engine_than_the_one_that_was_judged_is_not_launched(start: Start, tmp_path: Path) -> None:
-    process = start("--trtllm-version", "1.4.0rc1")
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 3 and "TS-SERVE-OTHER-ENGINE" in log and "1.3.0rc20 is installed" in log
+    assert process.returncode == 3 and re.search(says, log), log
     assert not (tmp_path / "record").exists()
 
 
 def test_a_head_with_values_that_are_no_numbers_is_not_launched(start: Start, tmp_path: Path, tiny_head: Path) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -275,25 +257,6 @@ def test_a_taken_port_and_forced_acceptance_are_refused(start: Start, tmp_path: 
         _, log = process.communicate(timeout=60)
     assert process.returncode == 3 and "TS-SERVE-PORT" in log and "TS-LINT-FORCED-ACCEPTANCE" in log
     assert not (tmp_path / "record").exists()
-
-
-def test_the_standin_refuses_as_the_engine_does(standin_path: Path, tmp_path: Path, tiny_target: Path) -> None:
-    """Without trtspec in front: what lint and preflight promise is what the other side checks."""
-    good, bad = tmp_path / "good.yml", tmp_path / "bad.yml"
-    good.write_text("print_iter_log: true\n")
-    bad.write_text("print_iter_logg: true\n")
-
-    def run(*words: str) -> tuple[int, str]:
-        command = ["trtllm-serve", *words, "--host", "localhost", "--port", "1"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return answer.returncode, answer.stdout
-
-    option = "--extra_llm_api_options"
-    assert run(str(tiny_target), option, str(bad)) == (
-        1, "pydantic ValidationError: print_iter_logg Extra inputs are not permitted [extra_forbidden]\n",
-    )  # fmt: skip
-    assert run(str(tiny_target), option, str(good), "--tpsize", "1") == (2, "Error: No such option: --tpsize\n")
-    assert run(str(tmp_path / "nowhere"), option, str(good))[0] == 1
 
 
 @pytest.mark.slow
@@ -376,9 +339,7 @@ def test_two_ranks_under_open_mpi_start_and_end_together(start: Start, tmp_path:
 
 
 def test_the_front_of_a_disaggregated_pair(start: Start, tmp_path: Path, free_port: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        other = probe.getsockname()[1]
+    other = command_line.free_port()
     front = tmp_path / "front.yml"
     behind = f"{{num_instances: 1, urls: ['localhost:{free_port}']}}"
     front.write_text(f"hostname: localhost\nport: {other}\ncontext_servers: {behind}\n")

@@ -71,24 +71,6 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
         assert "`trtllm_version` 1.4.0rc1" in refused.value.remedy
 
 
-def test_eagle_with_a_directory_parses_in_every_line() -> None:
-    for version in ("1.2.1", "1.3.0rc20", "1.4.0rc1"):
-        fields = schema_for(version).fields
-        assert "Eagle" in fields["speculative_config.decoding_type"].allowed
-        assert "speculative_config.speculative_model_dir" in fields
-        assert "speculative_config.max_draft_len" in fields
-
-
-def test_known_differences_between_lines() -> None:
-    old, mid2026, new = (schema_for(version) for version in ("1.2.1", "1.3.0rc20", "1.4.0rc1"))
-    assert "WIDEEP" in mid2026.fields["moe_config.backend"].allowed
-    assert "WIDEEP" not in new.fields["moe_config.backend"].allowed
-    assert "sampler_type" not in new.fields
-    assert new.removed["speculative_config.acceptance_window"].renamed_to.endswith("acceptance_rate_window_size")
-    winners = [one.behaviour("precedence")["winner"] for one in (old, mid2026, new)]
-    assert winners == ["yaml", "cli", "cli"]
-
-
 def test_every_field_has_a_type_and_every_object_its_parent() -> None:
     kinds = {"int", "float", "bool", "str", "object", "null", "list[int]", "list[float]", "list[str]",
              "list[list[int]]",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,6 @@ RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb
 def no_variables_of_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TLLM_")]:
         monkeypatch.delenv(name)
-
-
-def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The command as a process of its own, for what starts another one."""
-    return subprocess.run(
-        [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env={**os.environ, **env},
-        timeout=120, check=False,
-    )  # fmt: skip
 
 
 def dry(*words: str, **env: str) -> dict[str, Any]:
@@ -331,8 +321,8 @@ def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
     for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-FILE")):
         answer = trtspec("serve", K25[0], "--json", *words)
         assert answer.status == 2 and json.loads(answer.stdout)["error"]["code"] == code
-    launched = process("serve", K25[0], "--json", PATH="/usr/bin:/bin")
-    assert launched.returncode == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
+    launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")
+    assert launched.status == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
 
 
 CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers: {urls: ['b:1']}\n"

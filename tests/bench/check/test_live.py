@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.conftest import free_port
-from tests.command_line import trtspec
+from tests.command_line import free_port, trtspec
 from trtspec.bench.check.asking import Asker, score_answers
 from trtspec.bench.check.rows import is_sampled, judge, log_e
 from trtspec.checkpoint.tokenizer import KimiTokenizer

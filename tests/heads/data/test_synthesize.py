@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import free_port, trtspec
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
@@ -29,9 +28,7 @@ SERVER = Path(__file__).with_name("answering_server.py")
 
 @contextmanager
 def serving(log: Path, *options: str):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(log), *options])
     url = f"http://127.0.0.1:{port}/v1"
     try:

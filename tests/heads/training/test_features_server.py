@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import httpx
 import pytest
 import torch
 
+from tests.command_line import free_port
 from tests.tiny import make_target
 from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
@@ -37,26 +37,13 @@ ROOT = Path(__file__).parents[3]
 OPTIONS = TrainOptions(epochs=2, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def serving(target_dir: Path, layers: str, dtype: str):
     """(URL, process) of a server that captures these layer outputs."""
     pytest.importorskip("nixl", reason="states come over NIXL: pip install nixl")
     port = free_port()
-    line = [
-        sys.executable,
-        "-m",
-        "tests.heads.training.hidden_states_server",
-        str(target_dir),
-        str(port),
-        str(free_port()),
-    ]
-    process = subprocess.Popen([*line, layers, dtype], cwd=ROOT)
+    words = map(str, (target_dir, port, free_port(), layers, dtype))
+    process = subprocess.Popen([sys.executable, "-m", "tests.heads.training.hidden_states_server", *words], cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         asyncio.run(wait_ready(url, 240, health, lambda: process.poll() is not None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from tests.command_line import free_port
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.producers import open_stream
@@ -51,9 +51,7 @@ with process_group("cpu") as world:
 
 
 def processes(count: int, *arguments: object) -> list[dict]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
         subprocess.Popen(
