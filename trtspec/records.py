@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand
 
 from trtspec import errors
 from trtspec.data_files import catalogue, load_yaml
@@ -43,11 +43,10 @@ from trtspec.errors import UsageError
 from trtspec.report import note
 
 Record = TypeVar("Record")
-Origin = Literal["flag", "variable"]
-# of the running command: its name, its record, and where each option came from that the user set; None where none runs
-_typed: ContextVar[tuple[str, type, dict[str, Origin]] | None] = ContextVar("typed", default=None)
+ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names of what a user sets
+# of the running command: its name, its record, and the origin of each option that the user set; None where none runs
+_typed: ContextVar[tuple[str, type, dict[str, str]] | None] = ContextVar("typed", default=None)
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
-ORIGINS: dict[str, Origin] = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable"}
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
 # what the shell completes: parameter -> catalogue
@@ -190,15 +189,15 @@ def _read(record: Any) -> dict[str, Field]:
     panels, panel = getattr(record, "panels", {}), None
     found: dict[str, Field] = {}
     for field in dataclasses.fields(record):
-        kind, *metadata = typing.get_args(hints[field.name])
-        rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
-        info = copy.copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
         panel = panels.get(field.name, panel)
-        found[field.name] = _field(field, kind, info, rules, panel)
+        found[field.name] = _field(field, hints[field.name], panel)
     return found
 
 
-def _field(field: Any, kind: Any, info: Any, rules: tuple[Any, ...], panel: str | None) -> Field:
+def _field(field: Any, hint: Any, panel: str | None) -> Field:
+    kind, *metadata = typing.get_args(hint)
+    rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
+    info: Any = copy.copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
     inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
     parse = next((one for one in inner if hasattr(one, "parse")), None)
     many = any(typing.get_origin(one) is tuple for one in inner)
@@ -248,14 +247,14 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
         """Modes, then values, then variables: what is unused by one of these is no reason against another option."""
         name, rule = item
-        return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "variable"
+        return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "ENVIRONMENT"
 
     for name, rule in sorted(found, key=first):
         value, refused = getattr(options, name), rule.unused(options, mode)
         if refused is None or name not in named or not fnmatchcase(str(value), rule.value):
             continue
         where, remedy = refused
-        if origins.get(name) != "variable":
+        if origins.get(name) != "ENVIRONMENT":
             raise UsageError(
                 f"{_named(record, name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
             )
@@ -336,12 +335,13 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     fields = fields_of(record)
 
     def filled(context: typer.Context, **values: Any) -> Any:
-        sources = {key: ORIGINS.get(getattr(context.get_parameter_source(key), "name", "")) for key in values}
-        running = _typed.set((name, record, {key: origin for key, origin in sources.items() if origin}))
+        sources = {key: getattr(context.get_parameter_source(key), "name", "") for key in values}
+        origins = {key: source for key, source in sources.items() if source in ORIGINS}
+        running = _typed.set((name, record, origins))
         before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
         try:
-            for key, value in values.items():
-                if key in sources and sources[key] and (value == "" or (isinstance(value, list) and "" in value)):
+            for key in origins:
+                if values[key] == "" or (isinstance(values[key], list) and "" in values[key]):
                     raise UsageError(f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out")
             if str(values.get("output")) == "-":
                 raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
@@ -351,26 +351,23 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
             errors.typed = before
 
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    parameters += [_for_typer(field) for field in fields.values()]
+    parameters += [_for_typer(name, field) for field in fields.values()]
     filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     # typer would keep the line breaks of the source, which fit no other width of a terminal
-    filled.__doc__ = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(run.__doc__ or ""))
+    filled.__doc__ = _escaped(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(run.__doc__ or "")))
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     single.command(name, cls=RecordCommand)(filled)
-    command = typer.main.get_command(single)
-    for parameter in command.params:
-        if isinstance(parameter, TyperOption) and parameter.name != "help":
-            declared = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
-            long_flag = next(flag for flag in parameter.opts if flag.startswith("--"))
-            parameter.envvar = [variable(name, long_flag), *declared]
-            parameter.show_envvar = False  # the end of the page says it once
-    return command  # type: ignore[return-value]
+    return typer.main.get_command(single)  # type: ignore[return-value]
 
 
-def _for_typer(field: Field) -> inspect.Parameter:
+def _for_typer(command: str, field: Field) -> inspect.Parameter:
     """Typer fills lists, and takes a function that parses a text; records hold tuples, which cannot be changed."""
     kind, default, info = field.type, field.default, copy.copy(field.info)
+    info.help = _escaped(info.help or "")
+    if not field.is_argument:
+        info.envvar = [variable(command, field.typed), *([info.envvar] if info.envvar else [])]
+        info.show_envvar = False  # the end of the page says it once
     if field.parse is not None:
         info.parser = lambda text: parsed(field.parse, text, field.typed) if isinstance(text, str) else text
     if field.many:
@@ -384,18 +381,13 @@ def _for_typer(field: Field) -> inspect.Parameter:
 
 
 class RecordCommand(TyperCommand):
-    """Its help shows text as it is written, brackets included, and no type beside a switch; at the end two examples
-    of data/examples.yaml."""
+    """Its help shows no type beside a switch, and at the end two examples of data/examples.yaml."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        shown = copy.copy(self)
-        shown.params = [copy.copy(parameter) for parameter in self.params]
         examples = ["Examples:", *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ()))]
         variables = f"Options can also be set as {variable(str(self.name), '')}<OPTION>."
-        shown.help, shown.epilog = _escaped(self.help), _escaped("\n\n".join([*examples, variables]))
-        for parameter in shown.params:
-            parameter.help = _escaped(parameter.help)  # type: ignore[attr-defined]
-        super(RecordCommand, shown).format_help(ctx, formatter)
+        self.epilog = _escaped("\n\n".join([*examples, variables]))
+        super().format_help(ctx, formatter)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return without_types(super().get_params(ctx))
@@ -410,9 +402,9 @@ def without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
-def _escaped(text: str | None) -> str | None:
-    """For rich, which takes `[mla]` for markup. A backslash before the bracket keeps it."""
-    return re.sub(r"\\*\[(?=[a-zA-Z/@#])", lambda found: "\\" + found[0], text) if text else text
+def _escaped(text: str) -> str:
+    """For rich, which takes `[mla]` for markup."""
+    return re.sub(r"\[(?=[a-z/@#])", r"\\[", text)
 
 
 def variable(command: str, flag: str) -> str:
@@ -448,11 +440,6 @@ def given(options: Any) -> set[str]:
     return {name for name, field in fields_of(type(options)).items() if getattr(options, name) != field.default}
 
 
-def flag_of(record: type, name: str) -> str:
-    """How a field is typed: `--tp-size`, or the name of an argument."""
-    return fields_of(record)[name].typed
-
-
 def words(record: Any, always: Iterable[str] = ()) -> list[str]:
     """The arguments and options that make `record` again, in the order of its fields: what differs from its default,
     and the fields named in `always`."""
@@ -474,7 +461,6 @@ def words(record: Any, always: Iterable[str] = ()) -> list[str]:
 def parse(record: type[Record], line: str | Sequence[str], name: str = "command") -> Record:
     """The record that these words make, the environment left out. Raises UsageError as the command line would."""
     split = shlex.split(line) if isinstance(line, str) else list(line)
-    running = _typed.get()
     command = click_command(name, record, lambda options: options)
     for parameter in command.params:
         parameter.envvar = None
@@ -484,5 +470,3 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
         raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
     except UsageError as error:
         raise UsageError(f"{shlex.join(split)} does not parse: {error.message}", error.remedy) from None
-    finally:
-        _typed.set(running)

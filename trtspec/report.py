@@ -93,17 +93,10 @@ def file_sha256(path: Path) -> str:
 
 
 def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes.
-
-    Linux's ru_maxrss also remembers the process that started this one; VmHWM does not.
-    """
-    import resource
-
-    status = Path("/proc/self/status")
-    if status.is_file():
-        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The largest resident set of this process so far, in bytes. Linux's ru_maxrss, which this is not, also remembers
+    the process that started this one."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def versions() -> dict[str, str]:
@@ -262,13 +255,6 @@ class Table:
     ruled: bool = True
     styles: Mapping[str, str] = field(default_factory=dict)
 
-    def widths(self) -> list[int]:
-        """Characters that each column needs to show its cells whole; headings wrap between words."""
-        columns = range(max(map(len, [self.columns, *self.rows]), default=0))
-        cells = [[row[at] for row in self.rows if at < len(row)] for at in columns]
-        words = [self.columns[at].split() if self.columns else [] for at in columns]
-        return [max(map(len, [*column, *heading]), default=0) for column, heading in zip(cells, words, strict=True)]
-
     def html(self) -> str:
         heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
         rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
@@ -297,8 +283,8 @@ def _plain(value: Any) -> str:
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
     """To stdout, as wide as the terminal, or 160 columns where there is none. The lines below them are not broken, so
     that a command can be copied."""
-    if tables:
-        _draw(tables)
+    for table in tables:
+        _draw(table)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in lines:
         word, _, rest = line.partition(" ")
@@ -306,7 +292,7 @@ def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
         sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{line}\n")
 
 
-def _draw(tables: Sequence[Table]) -> None:
+def _draw(table: Table) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -315,20 +301,22 @@ def _draw(tables: Sequence[Table]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=160, no_color=True, highlight=False)
-    for table in tables:
-        drawn = RichTable(
-            title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
-            show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
+    drawn = RichTable(
+        title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
+        show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
+    )  # fmt: skip
+    for index in range(max(map(len, [table.columns, *table.rows]), default=0)):
+        heading = table.columns[index] if table.columns else ""
+        text = index in table.text_columns
+        cells = [row[index] for row in table.rows if index < len(row)]
+        width = max(map(len, [*cells, *heading.split()]), default=0)  # shows each cell whole; headings wrap
+        drawn.add_column(
+            heading, justify="left" if text else "right",
+            min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
         )  # fmt: skip
-        for index, width in enumerate(table.widths()):
-            text = index in table.text_columns
-            drawn.add_column(
-                table.columns[index] if table.columns else "", justify="left" if text else "right",
-                min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
-            )  # fmt: skip
-        for row in table.rows:
-            drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
-        console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
+    for row in table.rows:
+        drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
+    console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
 
 
 class Bar:
@@ -359,20 +347,11 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     if not wanted():
         yield Bar()
         return
+    from rich import progress as rich
     from rich.console import Console, RenderableType
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
     from rich.text import Text
 
-    class Noted(Progress):
+    class Noted(rich.Progress):
         note = ""
 
         def get_renderables(self) -> Iterable[RenderableType]:
@@ -380,8 +359,9 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
             if self.note:
                 yield Text(f"  {self.note}", no_wrap=True, overflow="ellipsis")
 
-    amount = (MofNCompleteColumn(), TextColumn(unit)) if unit else (DownloadColumn(), TransferSpeedColumn())
-    times = (TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), *amount, *times)
+    counts = (rich.MofNCompleteColumn(), rich.TextColumn(unit))
+    amount = counts if unit else (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
         yield Bar(progress, progress.add_task(title, total=total))

@@ -32,7 +32,7 @@ from trtspec.records import (
     RestartOption,
     argument,
     checked,
-    flag_of,
+    fields_of,
     given,
     made,
     option,
@@ -141,7 +141,7 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
 def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
     """Raises UsageError for what a file sets and the mode does not use."""
     for name in sorted(name for name in names if not uses(TrainCommand, name, chosen)):
-        flag = flag_of(TrainCommand, name)
+        flag = fields_of(TrainCommand)[name].typed
         raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
 
 
