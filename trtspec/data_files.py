@@ -26,18 +26,8 @@ def kimi_nano_dir() -> Path:
     return DATA / "kimi-nano"
 
 
-def kimi_nano_head_dir() -> Path:
-    """The Eagle3 head that ships with kimi-nano: MLA, EAGLE-3.1, full vocabulary."""
-    return DATA / "kimi-nano-eagle3"
-
-
 def gpu_names() -> list[str]:
     return sorted(load_yaml("gpus.yaml")["gpus"])
-
-
-def policy_names() -> list[str]:
-    """The shipped ways to quantize, oldest model first."""
-    return list(load_yaml("policies.yaml")["policies"])
 
 
 def catalogue(name: str) -> list[str]:

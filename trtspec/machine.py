@@ -14,11 +14,11 @@ CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """The CPU affinity, and the CPU quota of the cgroup and of every one above it."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = len(os.sched_getaffinity(0))
     for directory in _cgroups(cgroup, membership):
-        quota, period = (_numbers(directory / "cpu.max") + [None, None])[:2]
-        if quota and period:
-            found = min(found, math.ceil(quota / period))
+        match _words(directory / "cpu.max"):
+            case [quota, period] if quota.isdigit():
+                found = min(found, math.ceil(int(quota) / int(period)))
     return max(1, found)
 
 
@@ -36,9 +36,11 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
     free = psutil.virtual_memory().available
     for directory in _cgroups(cgroup, membership):
-        most, used = (_numbers(directory / name)[0] for name in ("memory.max", "memory.current"))
-        if most is not None:
-            free = min(free, most - max(0, (used or 0) - _cache_bytes(directory)))
+        match _words(directory / "memory.max"), _words(directory / "memory.current"):
+            case [limit], [used] if limit.isdigit():
+                words = _words(directory / "memory.stat")
+                cache = dict(zip(words[::2], words[1::2], strict=False)).get("inactive_file", 0)  # makes room
+                free = min(free, int(limit) - max(0, int(used) - int(cache)))
     return max(0, free)
 
 
@@ -72,18 +74,9 @@ def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
     yield root
 
 
-def _numbers(path: Path) -> list[int | None]:
-    """The words of a file as numbers; None for `max` and where there is no such file."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return [int(word) if word.isdigit() else None for word in path.read_text("ascii").split()] or [None]
-    return [None]
-
-
-def _cache_bytes(directory: Path) -> int:
-    """Page cache that counts as used but makes room."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name == "inactive_file":
-                return int(value)
-    return 0
+def _words(path: Path) -> list[str]:
+    """The words of a file; none where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []

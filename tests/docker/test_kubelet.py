@@ -25,7 +25,7 @@ import pytest
 
 from tests.command_line import free_port
 from tests.docker.chart import IMAGE, merged, objects
-from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir
+from trtspec.data_files import DATA, kimi_nano_dir
 
 pytestmark = [
     pytest.mark.slow,
@@ -145,7 +145,7 @@ class Node:
         self.place, self.pods, self.made = place, list[Pod](), 0
         self.models = place / "models"
         shutil.copytree(kimi_nano_dir(), self.models / "target")
-        shutil.copytree(kimi_nano_head_dir(), self.models / "head")
+        shutil.copytree(DATA / "kimi-nano-eagle3", self.models / "head")
 
     def apply(self, values: dict[str, Any]) -> list[int]:
         """Statuses of the pods that an update or fewer replicas ended. New ones are ready before old ones go."""

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.command_line import trtspec
 from trtspec.cli.app import app
-from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir
+from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import UsageError
 from trtspec.launch.options import ENGINE, FRONT, REFERENCE, ServeOptions
 from trtspec.records import uses
@@ -92,7 +92,7 @@ def test_a_shipped_model_is_its_directory_for_an_engine() -> None:
     for backend in ("trtllm", "vllm"):
         argv = dry("kimi-nano", "--head", "kimi-nano-eagle3", "--backend", backend, "--tp-size", "1")
         words = json.dumps(argv)
-        assert str(kimi_nano_dir()) in words and str(kimi_nano_head_dir()) in words
+        assert str(kimi_nano_dir()) in words and str(DATA / "kimi-nano-eagle3") in words
         assert '"kimi-nano"' not in json.dumps([*argv["argv"][:3], argv["config"]])
 
 

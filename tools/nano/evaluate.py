@@ -26,7 +26,7 @@ from tools.nano import exercises, figures
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.text_quality import degeneration, mean_distinct_ratio
-from trtspec.data_files import kimi_nano_head_dir
+from trtspec.data_files import DATA
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
@@ -151,7 +151,7 @@ def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, 
 
 def untrained_head(target: KimiModel) -> Eagle3Head:
     """A head of the shipped head's shape: its steps cost what a trained one's cost."""
-    head = Eagle3Head(open_head(kimi_nano_head_dir(), target.spec)[1])
+    head = Eagle3Head(open_head(DATA / "kimi-nano-eagle3", target.spec)[1])
     head.embed, head.lm_head = target.embed, nn.Linear(target.spec.hidden_size, target.spec.vocab_size, bias=False)
     for name, parameter in head.named_parameters():
         if not name.startswith("embed."):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, read_config, read_json
-from trtspec.data_files import kimi_nano_dir, kimi_nano_head_dir, load_yaml
+from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec, Values
 
@@ -165,7 +165,7 @@ def local_directory(name: str) -> Path | None:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    return {"kimi-nano": kimi_nano_dir(), "kimi-nano-eagle3": kimi_nano_head_dir()}.get(name)
+    return DATA / name if name in ("kimi-nano", "kimi-nano-eagle3") else None
 
 
 def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | None]:

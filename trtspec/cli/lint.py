@@ -123,8 +123,17 @@ def lint(options: LintOptions) -> Result:
                   failure=_failure(judged, options.strict))  # fmt: skip
 
 
-def lint_configuration(config: Mapping[str, Any] | str | Path, served_with: tuple[str, ...], **options: Any) -> Result:
-    """`trtspec.lint`: the judgement of a mapping, YAML text or the path of a file."""
+def lint_configuration(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    trtllm_version: str | None = None,
+    target: str | Path | None = None,
+    head: str | Path | None = None,
+    gpu: str | None = None,
+    options: tuple[str, ...] = (),
+) -> Result:
+    """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon
+    followed by a space; every other string is a path. `options`: of trtllm-serve, used with the file."""
     from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.document import Document
 
@@ -139,8 +148,9 @@ def lint_configuration(config: Mapping[str, Any] | str | Path, served_with: tupl
         document = Document.parse(config, "(text)")
     else:
         document = Document.read(config)
-    asked = LintOptions(files=(document.name,), **options)
-    judged = judge_part(document, Carried(""), list(served_with) or None, asked)
+    pair = [None if one is None else str(one) for one in (target, head)]
+    asked = LintOptions(files=(document.name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu)
+    judged = judge_part(document, Carried(""), list(options) or None, asked)
     problems = [finding.problem(document.name) for finding in judged.findings]
     return Result({"version": judged.version, "version_reason": judged.reason}, problems)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from trtspec.data_files import gpu_names, policy_names
+from trtspec.data_files import gpu_names, load_yaml
 from trtspec.errors import UsageError
 from trtspec.records import argument, option
 
@@ -28,7 +28,7 @@ SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub 
 PolicyOption = Annotated[
     str | None,
     option(
-        f"What to quantize and how: {', '.join(policy_names())} or a YAML file.",
+        f"What to quantize and how: {', '.join(load_yaml('policies.yaml')['policies'])} or a YAML file.",
         default="the published policy of the model family",
     ),
 ]
