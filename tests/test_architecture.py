@@ -26,10 +26,10 @@ LEVEL = {
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
     "checkpoint": 3, "client": 3, "records": 3,
-    "data_files": 2,
     "specs": 1, "report": 1,
     "files": 0, "machine": 0,
     "formats": -1, "errors": -1,
+    "data_files": -2,
 }  # fmt: skip
 TORCH_FREE = (
     "api",

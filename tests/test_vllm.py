@@ -13,8 +13,8 @@ from packaging.version import Version
 
 from tests.command_line import trtspec
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.data_files import load_yaml
-from trtspec.errors import UsageError, documented
+from trtspec.data_files import documented, load_yaml
+from trtspec.errors import UsageError
 from trtspec.formats import WeightFormat
 from trtspec.launch.options import ServeOptions
 from trtspec.vllm import ENGINE, PROGRAM, plan_vllm

@@ -156,7 +156,7 @@ def default_text(value: Any) -> str:
 
 def problems() -> str:
     """The codes of each area as a list, each with an anchor: problems.md#ts-pair-width."""
-    from trtspec.errors import documented
+    from trtspec.data_files import documented
 
     codes = documented()
     lines = ["# Problem codes\n"]

@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import Acceptance, Decay, lengths, other_decays, published_curves
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import checkpoint_bytes, memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
 from trtspec.planning.step import StepModel, kernels
+from trtspec.specs import gpu_spec
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"

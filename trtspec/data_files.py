@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from trtspec.errors import UsageError, documented
-
-if TYPE_CHECKING:
-    from trtspec.specs import GpuSpec
+from typing import Any
 
 DATA = Path(__file__).parent / "data"
 
@@ -42,14 +38,11 @@ def catalogue(name: str) -> list[str]:
     return [own, *load_yaml("models.yaml")[name]]
 
 
-def gpu_spec(name: str) -> GpuSpec:
-    """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
-    data = load_yaml("gpus.yaml")
-    row = data["gpus"].get(name.lower())
-    if row is None:
-        raise UsageError(f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}")
-    from trtspec.specs import GpuSpec
-
-    row = dict(row)
-    memory = row.pop("memory_mib") * 2**20
-    return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)
+@cache
+def documented() -> dict[str, dict[str, str]]:
+    """Every problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
+    return {
+        code: {"area": fragment.stem, **entry}
+        for fragment in sorted((DATA / "problems").glob("*.yaml"))
+        for code, entry in load_yaml(f"problems/{fragment.name}").items()
+    }

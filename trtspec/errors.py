@@ -11,9 +11,9 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Literal
+
+from trtspec.data_files import documented
 
 Severity = Literal["error", "warning", "info"]
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
@@ -88,19 +88,6 @@ def termination_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-@cache
-def documented() -> dict[str, dict[str, str]]:
-    """Every problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
-    import yaml  # here, because `trtspec --help` needs none
-
-    codes: dict[str, dict[str, str]] = {}
-    for fragment in sorted((Path(__file__).parent / "data" / "problems").glob("*.yaml")):
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        for code, entry in yaml.load(fragment.read_text(encoding="utf-8"), Loader=loader).items():
-            codes[code] = {"area": fragment.stem, **entry}
-    return codes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError, confloat, conint
 
-from trtspec.errors import TrtspecError
+from trtspec.data_files import load_yaml
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
 
 MOST = 2**31 - 1  # of a size
@@ -339,3 +340,13 @@ class GpuSpec:
     @property
     def nvlink_joins_nodes(self) -> bool:
         return self.nvlink_gpus > self.gpus_per_node
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
+    data = load_yaml("gpus.yaml")
+    if name.lower() not in data["gpus"]:
+        raise UsageError(f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}")
+    row = dict(data["gpus"][name.lower()])
+    memory = row.pop("memory_mib") * 2**20
+    return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)

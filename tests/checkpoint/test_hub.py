@@ -14,8 +14,9 @@ import pytest
 from tests.command_line import trtspec
 from tests.tiny import make_target
 from trtspec.checkpoint.hub import catalogue, expand_patterns, known, real_pair, resolve
-from trtspec.data_files import gpu_names, gpu_spec
+from trtspec.data_files import gpu_names
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.specs import gpu_spec
 
 
 @pytest.fixture(autouse=True)

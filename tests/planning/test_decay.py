@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tools.plan_checks import fit, mean, rates_of
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.data_files import gpu_spec
 from trtspec.planning.acceptance import (
     Acceptance,
     Decay,
@@ -20,6 +19,7 @@ from trtspec.planning.acceptance import (
 )
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
+from trtspec.specs import gpu_spec
 
 CURVES: dict[str, list[float]] = published_curves()["curves"]
 KIMI: list[str] = published_curves()["decay"]

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from trtspec.bench.statistics import by_category, summarize
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
-from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.acceptance import Acceptance, other_model, parse_acceptance
 from trtspec.planning.layout import Layout, layout_of
 from trtspec.planning.memory import checkpoint_bytes, head_parameters, memory, weight_classes
 from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.planning.step import Series, StepModel, distinct_experts, interpolate, kernels
+from trtspec.specs import gpu_spec
 
 GIB, GB = 2**30, 1e9
 TARGET = "nvidia/Kimi-K2.6-NVFP4"

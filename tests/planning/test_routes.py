@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from trtspec.checkpoint.hub import load_target
-from trtspec.data_files import gpu_spec
 from trtspec.planning.layout import LONGEST_DRAFT, Layout, refusals
 from trtspec.planning.memory import memory
-from trtspec.specs import ModelSpec
+from trtspec.specs import ModelSpec, gpu_spec
 
 NVFP4, INT4, FP8 = "nvidia/Kimi-K2.6-NVFP4", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2-Instruct-0905"
 

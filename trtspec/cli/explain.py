@@ -20,7 +20,7 @@ def explain(options: ExplainOptions) -> Result:
     """Say what a problem code means, why it matters and what to do."""
     from difflib import get_close_matches
 
-    from trtspec.errors import documented
+    from trtspec.data_files import documented
 
     codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:

@@ -84,11 +84,11 @@ def plan(options: PlanOptions) -> Result:
 
 def choose_layout(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
     """The best layout for these options among those tried, and what it was chosen for. Raises UsageError."""
-    from trtspec.data_files import gpu_spec
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import Targets, decide
     from trtspec.planning.layout import layout_of
     from trtspec.planning.points import Setting, Workload, layouts
+    from trtspec.specs import gpu_spec
 
     gpu, targets = gpu_spec(options.gpu), Targets(options.ttft, options.tpot)
     searched = options.concurrency is None and targets.any  # every concurrency is then tried

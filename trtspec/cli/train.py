@@ -175,8 +175,8 @@ def train(command: TrainCommand) -> Result | None:
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
     resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
-        from trtspec.data_files import gpu_spec
         from trtspec.heads.training.needs import dry_run
+        from trtspec.specs import gpu_spec
 
         found = dry_run(command.target, command.data, features, run, options, recipe, gpu_spec(command.gpu))
         return _needs(found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes})

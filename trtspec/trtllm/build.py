@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.checkpoint.hub import engine_name, load_head, load_target
-from trtspec.data_files import gpu_spec
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.files import YamlError, load_text
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import HUB_ID, findable, load_head, load_target, similar_ids
-from trtspec.data_files import gpu_names, gpu_spec
+from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
 from trtspec.trtllm.schema import Option, Schema, newest_known, read_beside, releases, schema_for

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 
 from packaging.version import Version
 
-from trtspec.data_files import gpu_names, gpu_spec
+from trtspec.data_files import gpu_names
 from trtspec.errors import UsageError
 from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, option, parse, words
+from trtspec.specs import gpu_spec
 from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]

@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
+from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import dynamo_release, dynamo_releases
 from trtspec.trtllm.intent import Intent, Role

@@ -10,12 +10,12 @@ import pytest
 
 from trtspec.checkpoint.hub import resolve
 from trtspec.cli.train import TrainCommand, curve_options, with_file
-from trtspec.data_files import gpu_spec
 from trtspec.errors import UsageError
 from trtspec.heads.training.loop import CHUNK_ELEMENTS, LOGIT_BYTES
 from trtspec.heads.training.needs import decoded_layer_bytes, needs, training_bytes
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
+from trtspec.specs import gpu_spec
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
 

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import engine_name
-from trtspec.data_files import gpu_spec
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
-from trtspec.specs import ModelSpec
+from trtspec.specs import ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import Deployment, driver_for, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
