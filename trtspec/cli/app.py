@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import trtspec.report as report
+import trtspec
+from trtspec import report
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
 from trtspec.records import (
     CLICK_ERROR,
@@ -55,8 +56,7 @@ COMMANDS = {
 # which extra brings an optional package
 EXTRAS = {
     "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
-    "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt",
-    "requests": "modelopt",
+    "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt", "requests": "modelopt",
 }  # fmt: skip
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
@@ -109,9 +109,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata
-
-        print(f"trtspec {metadata.version('trtspec')}")
+        print(f"trtspec {trtspec.__version__}")
         raise typer.Exit()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated
 
+from trtspec.data_files import documented
 from trtspec.errors import UsageError
 from trtspec.records import JsonOption, argument
 from trtspec.report import Result
@@ -18,10 +20,6 @@ class ExplainOptions:
 
 def explain(options: ExplainOptions) -> Result:
     """Say what a problem code means, why it matters and what to do."""
-    from difflib import get_close_matches
-
-    from trtspec.data_files import documented
-
     codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:
         near = get_close_matches(code, codes, n=3) or ["trtspec explain TS-ERROR-USAGE"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
 
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import JsonOption, argument, option
@@ -138,8 +142,6 @@ def lint_configuration(
     from trtspec.trtllm.document import Document
 
     if isinstance(config, Mapping):
-        import yaml
-
         try:
             document = Document.parse(yaml.safe_dump(dict(config), sort_keys=False), "(dict)")
         except yaml.YAMLError as error:
@@ -225,8 +227,6 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 
 def judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
-    import os
-
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
@@ -264,26 +264,20 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
     """The installed engine's verdict; raises UsageError when another version was asked for."""
-    from packaging.version import Version
-
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
     verdict = judge(document)
-    if asked and parse_version(asked) != Version(verdict.version):
+    if asked and parse_version(asked) != parse_version(verdict.version):
         message = f"TensorRT-LLM {verdict.version} is installed, not {asked}"
         raise UsageError(message, "leave out one of the two options")
     return verdict
 
 
 def _diff(before: Document, after: Document) -> str:
-    import difflib
-
     old, new = before.text.splitlines(keepends=True), after.text.splitlines(keepends=True)
-    lines = []
-    for line in difflib.unified_diff(old, new, before.name, before.name):
-        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-    return "".join(lines)
+    lines = difflib.unified_diff(old, new, before.name, before.name)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _lines(judged: Judged) -> Iterator[str]:
