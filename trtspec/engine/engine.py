@@ -118,8 +118,8 @@ class Engine:
         check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
 
     def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
-        """Queues a request that `check` took, behind `earlier` ones of the same call: for each of them it lets PASSING
-        later requests go first, so that a call of many choices keeps nobody else waiting."""
+        """Queues a request that `check` took, behind `earlier` ones of the same call. For each of them, and for its own
+        grammar, it lets PASSING later requests go first, so that neither keeps others waiting."""
         sequence = Sequence(
             request,
             draft_len=self.draft_len,
@@ -128,7 +128,8 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
-        sequence.turn = self.submitted + earlier * PASSING
+        own_grammar = request.grammar is not None and request.grammar.new
+        sequence.turn = self.submitted + (earlier + own_grammar) * PASSING
         self.submitted += 1
         insort(self.waiting, sequence, key=lambda one: one.turn)
 

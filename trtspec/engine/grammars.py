@@ -34,7 +34,7 @@ MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused 
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
 # On the clock, before a client is asked to come again: that a grammar waits for its turn, and that its try takes
-TURN_SECONDS, ANSWER_SECONDS = 0.5, 5.0  # a busy machine gives a low priority little
+TURN_SECONDS, ANSWER_SECONDS = 0.5, 1.25
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
 # Compiled grammars, and the bytes of the largest. One that was used in the last seconds is not pushed out by a flood.
@@ -50,10 +50,12 @@ class GrammarsBusy(Exception):
 
 class Grammar:
     """A grammar of one request, of which each answer follows a copy. `ends`: the tokens that end an answer; `spent`:
-    [seconds, masks] of all copies."""
+    [seconds, masks] of all copies; `new`: it was compiled for this request."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None) -> None:
-        self.matcher, self.ends = matcher, ends
+    def __init__(
+        self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None, new: bool = False
+    ) -> None:
+        self.matcher, self.ends, self.new = matcher, ends, new
         self.spent = spent if spent is not None else [0.0, 0.0]
 
     def copy(self) -> Grammar:
@@ -108,14 +110,15 @@ class Grammars:
         MissingDependency without llguidance. Cancelled, it ends what it began.
         """
         matcher, _ = self._kept.pop((kind, text), (None, 0.0))
-        size = 0 if matcher else await self._tried(kind, text)
+        new = matcher is None
+        size = await self._tried(kind, text) if new else 0
         matcher = matcher or await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
         now, oldest = time.monotonic(), next(iter(self._kept), None)
         if len(self._kept) >= KEPT and oldest and now - self._kept[oldest][1] > KEPT_SECONDS:
             del self._kept[oldest]
         if len(self._kept) < KEPT and size + len(text) <= KEPT_BYTES:
             self._kept[kind, text] = matcher, now
-        return Grammar(matcher, self.ends)
+        return Grammar(matcher, self.ends, new=new)
 
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
