@@ -60,7 +60,7 @@ def test_the_head_learns_and_is_described(whole_run, target_dir):
     assert record["training"]["tokens_seen"] == sum(row["tokens"] for row in curve(output) if "loss" in row)
     assert len(record["training"]["held_out_accuracy"]) == 3
     card = (output / "README.md").read_text()
-    assert "No acceptance was measured yet" in card and "estimated at 3 drafts" in card
+    assert "No acceptance was measured on this head" in card and "estimated at 3 drafts" in card
     head = load_head(output, load_target(target_dir), dtype=torch.float32)
     assert head.spec.attention == "mla"
     assert [path.name for path in (output / ".trtspec").iterdir()] == ["state.safetensors"]
