@@ -58,7 +58,7 @@ BEYOND = (
     ("TS-LINT-BAD-VALUE", r"sparse_attention_config\.kt_cache_dtype", "looked up when the cache is made"),
     ("TS-LINT-WRONG-TYPE", "telemetry_config$", "anything but a mapping is dropped without a word"),
     ("TS-LINT-WRONG-TYPE", "load_format$", "the class takes the number of an enumeration, which nobody publishes"),
-    ("TS-LINT-EAGLE-NO-HEAD", "", "an empty name is taken, and no head is found by it"),
+    ("TS-LINT-NO-DRAFT-MODEL", "", "an empty name is taken, and no head is found by it"),
     ("TS-LINT-NO-DRAFT-MODEL", "", "an empty name is taken, and the engine stops when it looks for the model"),
     ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
     ("TS-LINT-(BAD-VALUE|WRONG-TYPE)", r"telemetry_config\.usage_context", "trtllm-serve overwrites it"),

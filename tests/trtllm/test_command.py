@@ -52,11 +52,10 @@ def test_an_option_that_nobody_has_seen_in_this_line_is_a_warning() -> None:
 def command(
     passed: list[str], text: str = "", explicit: dict[str, int] | None = None, version: str = "1.3.0rc20"
 ) -> list[str]:
-    built = build_command(
+    return build_command(
         Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, Document.parse(text),
         "c", sizes=explicit, passed=passed,
     )  # fmt: skip
-    return built.argv
 
 
 def test_a_passed_option_replaces_ours() -> None:
@@ -90,9 +89,9 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
         intent = Intent(target=target, version="1.4.0rc1")
-        built = build_command(intent, load_target(target).spec, Document.parse(""), "c")
-        assert built.argv[built.argv.index("--tool_parser") + 1] == "kimi_k2"
-        return built.argv[built.argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in built.argv else None
+        argv = build_command(intent, load_target(target).spec, Document.parse(""), "c")
+        assert argv[argv.index("--tool_parser") + 1] == "kimi_k2"
+        return argv[argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in argv else None
 
     assert parser("nvidia/Kimi-K2.7-Code-NVFP4") == "kimi_k25"
     assert parser("nvidia/Kimi-K2-Thinking-NVFP4") == "kimi_k2"

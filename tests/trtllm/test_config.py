@@ -45,7 +45,7 @@ def built(intent: Intent) -> EngineConfig:
 
 
 def argv(intent: Intent, text: str) -> list[str]:
-    return build_command(intent, load_target(intent.target).spec, Document.parse(text), CONFIG_NAME).argv
+    return build_command(intent, load_target(intent.target).spec, Document.parse(text), CONFIG_NAME)
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)

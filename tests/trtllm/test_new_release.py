@@ -147,7 +147,7 @@ def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
 def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:
     rows, schema = copy / "trtllm" / "speculation.yaml", copy / "trtllm" / "schemas" / "1.4.yaml"
     rows.write_text(rows.read_text() + NEW_METHOD)
-    schema.write_text(schema.read_text().replace("[AUTO, DFlash, DSpark,", "[AUTO, Weaver, DFlash, DSpark,"))
+    schema.write_text(schema.read_text().replace("AUTO, DFlash, DSpark,", "AUTO, Weaver, DFlash, DSpark,"))
     assert touched(copy) == ["trtllm/schemas/1.4.yaml", "trtllm/speculation.yaml"]  # data, and no code at all
     whole = {"speculative_config": eagle(decoding_type="Weaver"), "max_batch_size": 8, "max_num_tokens": 40}
     whole["kv_cache_config"] = {"use_kv_cache_manager_v2": False}  # the manager in which a reused prefix is hidden

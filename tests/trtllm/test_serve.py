@@ -276,7 +276,7 @@ def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) 
         (["--launcher", "lws", "--launcher-args", "'"], "does not parse"),
         (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
         (["--", "--host", "1.2.3.4"], "--host is not used after --"),
-        (["--", "--config", "other.yml"], "--config is not used after --"),
+        (["--", "--config", "other.yml"], "is not used after --: --config decides it"),
         (["--", "--served_model_name", "kimi"], "--served_model_name is not used after --"),
         (["--max-batch-size", "4", "--", "--max_batch_size", "8"], "--max_batch_size is given before -- and after it"),
         (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),

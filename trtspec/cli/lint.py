@@ -257,7 +257,7 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
         more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
     # a shell puts variables in: what is written is not the value
     hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
-    beside = [Finding(one.code, one.severity, one.where, one.message, one.remedy) for one in (*wrong, *more)]
+    beside = [Finding.of(problem, problem.where) for problem in (*wrong, *more)]
     kept = [finding for finding in findings if finding.key not in hidden]
     return Judged(document.name, better, deployment.version, reason, [*beside, *kept], corrected)
 
@@ -283,7 +283,7 @@ def _diff(before: Document, after: Document) -> str:
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
     for finding in judged.corrected if judged.fix_applied else ():
-        yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
+        yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:

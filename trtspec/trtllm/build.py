@@ -25,7 +25,7 @@ from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.rules.model import CAPTURE, expected_layers
+from trtspec.trtllm.rules.model import CAPTURE
 from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
@@ -75,8 +75,7 @@ def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path:
         raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
     text = engine_yaml(intent, target, head)
     findings = _judged(intent, target, head, text)
-    command = build_command(intent, target, Document.parse(text), config_path)
-    return EngineConfig(intent, text, command.argv, findings)
+    return EngineConfig(intent, text, build_command(intent, target, Document.parse(text), config_path), findings)
 
 
 def build_named(intent: Intent, config_path: str = CONFIG_NAME) -> EngineConfig:
@@ -315,11 +314,10 @@ def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSp
             "the head; this spelling parses in every version",
         ),
     ]
-    layers = expected_layers(target, head)
-    if layers and sorted(layers[0]) != sorted(layers[1]):
-        default = ", ".join(map(str, layers[1]))
-        reason = f"the head was trained on these; the engine would take {default}"
-        found.append(EngineSetting(CAPTURE, list(layers[0]), reason))
+    default = target.default_aux_layers
+    if head.aux_layers and sorted(head.aux_layers) != sorted(default):
+        reason = f"the head was trained on these; the engine would take {', '.join(map(str, default))}"
+        found.append(EngineSetting(CAPTURE, list(head.aux_layers), reason))
     key = next((one.sampling_key for one in schema.possibilities if one.sampling_key in schema.fields), None)
     if key is not None:
         reason = "else temperature is ignored; no effect on releases that fixed it"

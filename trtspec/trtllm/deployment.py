@@ -24,7 +24,7 @@ from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Option, Schema, newest_known, read_beside, releases, schema_for
+from trtspec.trtllm.schema import Schema, newest_known, read_beside, releases, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -80,6 +80,11 @@ class Deployment:
         """The value that the engine will see: the option's if there is one, else the file's."""
         return self.argv.get(path, document.get(path, default))
 
+    def size(self, document: Document, path: str, default: int = 0) -> int:
+        """The same for a whole number above 0; `default` for anything else."""
+        value = self.setting(document, path)
+        return value if isinstance(value, int) and value > 0 else default
+
 
 def deployment_of(
     document: Document | str,
@@ -115,54 +120,48 @@ def deployment_of(
         chosen, reason = choose_version(version)
     schema = schema_for(chosen)
     sizes = written.settings_in_argv() if written is not None else {}
-    argv = {key: value for key, value in sizes.items() if not document.has(key)}
-    read, problems = parse_passed(schema, passed or [])
-    options = {item.option.name: item.value for item in read} if passed is not None else None
+    options, problems = parse_passed(schema, passed or [])
     problems += [unfound] if unfound is not None else []
-    argv |= {key: value for name, value in (options or {}).items() if (key := schema.options[name].key) is not None}
+    argv = {key: value for key, value in sizes.items() if not document.has(key)} | schema.set_by(options)
     deployment = Deployment(
         schema, target_spec, target_name or "", head_spec, head_name or "", argv,
-        options=options, gpu=compute_capability(gpu) if gpu else None, environ=environ or {},
-        here=here,
+        options=options if passed is not None else None, gpu=compute_capability(gpu) if gpu else None,
+        environ=environ or {}, here=here,
     )  # fmt: skip
     return deployment, reason, problems
 
 
-@dataclass(frozen=True)
-class Passed:
-    """One option after `--`, as the schema understands it."""
-
-    option: Option
-    flag: str
-    value: Any
-
-
-def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
-    """Options after `--` by the schema: `--flag value`, `--flag=value` and flags without a value. What only one of the
-    version's possibilities refuses is a warning."""
+def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Options after `--` by the schema, name and value: `--flag value`, `--flag=value` and flags without a value. What
+    only one of the version's possibilities refuses is a warning."""
+    options: dict[str, Any] = {}
     read = [_parsed(one, words) for one in schema.possibilities]
+    for found, _ in read:
+        options |= found
     before, after = read[0][1], read[-1][1]
     problems = [problem for problem in after if problem in before]
     for problem in (problem for problem in [*before, *after] if (problem in before) != (problem in after)):
-        # the change that alone brings the problem or takes it away
-        alone = {one: problem in _parsed(schema.assuming(one), words)[1] for one in schema.doubts}
-        when = next((one.interval for one, found in alone.items() if found != (problem in before)), "several changes")
+
+        def refused(one: Schema, problem: Problem = problem) -> bool:
+            return problem in _parsed(one, words)[1]
+
+        when = schema.decided_by(refused).interval
         message = f"not known for TensorRT-LLM {schema.version}: {problem.message} (changed {when})"
         remedy = "try `trtllm-serve --help`"
         problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", problem.where, message, remedy))
-    return max((options for options, _ in read), key=len), problems
+    return options, problems
 
 
 VALUE = "TS-SERVE-OPTION-VALUE"
 
 
-def _parsed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Problem]]:
+def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """By one possibility."""
-    passed: list[Passed] = []
+    found: dict[str, Any] = {}
     problems: list[Problem] = []
     rest = list(words)
 
-    def refuse(code: str, flag: str, message: str, remedy: str) -> None:
+    def refuse(code: str, message: str, remedy: str = "") -> None:
         problems.append(Problem(code, "error", flag, message, remedy))
 
     while rest:
@@ -171,29 +170,28 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[list[Passed], list[Pr
         option = schema.option(flag) if flag.startswith("-") else None
         if option is None:
             message = f"trtllm-serve {schema.version} has no option {flag}"
-            refuse("TS-SERVE-UNKNOWN-OPTION", flag, message, _nearest_flag(schema, flag))
+            refuse("TS-SERVE-UNKNOWN-OPTION", message, _nearest_flag(schema, flag))
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
-        elif option.is_flag and has_value:
-            refuse(VALUE, flag, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone")
-        elif option.is_flag:
-            passed.append(Passed(option, flag, not flag.startswith("--no-")))
-        elif not has_value and not rest:
-            refuse(VALUE, flag, f"{flag} needs a value", f"write {flag} VALUE")
-        else:
-            value: Any = text if has_value else rest.pop(0)
+            continue
+        value: Any = not flag.startswith("--no-")
+        if option.name in found and not option.multiple:
+            refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
+        if option.is_flag and has_value:
+            refuse(VALUE, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone")
+        elif not option.is_flag and not has_value and not rest:
+            refuse(VALUE, f"{flag} needs a value", f"write {flag} VALUE")
+        elif not option.is_flag:
+            value = text if has_value else rest.pop(0)
             try:
                 value = {"int": int, "float": float}.get(option.type, str)(value)
             except ValueError:
-                refuse(VALUE, flag, f"{flag} takes {option.type}, not {value!r}", f"write {flag} and a number")
+                refuse(VALUE, f"{flag} takes {option.type}, not {value!r}", f"write {flag} and a number")
             if option.choices and value not in option.choices:
                 listed = ", ".join(option.choices)
-                refuse(VALUE, flag, f"{flag} takes one of {listed}, not {value!r}", "choose one of them")
-            passed.append(Passed(option, flag, value))
-    for at, item in enumerate(passed):
-        if not item.option.multiple and item.option.name in {earlier.option.name for earlier in passed[:at]}:
-            refuse("TS-SERVE-OPTION-REPEATED", item.flag, f"{item.flag} is given more than once", "give it once")
-    return passed, problems
+                refuse(VALUE, f"{flag} takes one of {listed}, not {value!r}", "choose one of them")
+        found[option.name] = value
+    return found, problems
 
 
 def _nearest_flag(schema: Schema, flag: str) -> str:
@@ -237,35 +235,40 @@ def compute_capability(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """`key` is the dotted path; `line` and `column` count from 1 (None: no line of the file is at fault). `width` is
-    the number of characters at fault; `on_value` says that they are the value's and not the key's. `beside`: the other
-    keys that a rule is about."""
+    """A problem at `key`, the dotted path in the file. `beside`: the other keys that a rule is about; `on_value`: the
+    value is at fault and not the key. `line` and `column` count from 1 (None: no line of the file is at fault), and
+    `width` is the number of characters at fault; `placed` finds them. Without a remedy: the documented one of the code.
+    """
 
     code: str
     severity: Severity
     key: str
     message: str
     remedy: str = ""
-    line: int | None = None
     fix: Fix | None = field(default=None, compare=False)
     on_value: bool = False
+    beside: tuple[str, ...] = ()
+    line: int | None = None
     column: int | None = None
     width: int = 1
-    beside: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problem: Problem, key: str) -> Finding:
+        return cls(problem.code, problem.severity, key, problem.message, problem.remedy)
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.key, *self.beside)
 
     def placed(self, document: Document) -> Finding:
-        """With the column and width of its key or value in the text."""
-        entry = document.entries.get(self.key)
-        if self.column is not None or entry is None or entry.line != self.line:
-            return self
+        """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
+        line, entry = self.line or document.line(self.key), document.entries.get(self.key)
+        if self.column is not None or entry is None or entry.line != line:
+            return replace(self, line=line)
         node = entry.key_node
         if self.on_value and entry.value_node.line == node.line and entry.value_node.end > entry.value_node.start:
             node = entry.value_node
-        return replace(self, column=node.column + 1, width=max(node.end - node.start, 1))
+        return replace(self, line=line, column=node.column + 1, width=max(node.end - node.start, 1))
 
     def problem(self, file: str) -> Problem:
         where = f"{file}:{self.line}" if self.line else file
@@ -274,13 +277,6 @@ class Finding:
     def to_dict(self, file: str) -> dict[str, Any]:
         place = {"line": self.line, "column": self.column, "key": self.key}
         return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
-
-
-def finding_at(
-    document: Document, code: str, severity: Severity, key: str, message: str, remedy: str = "", fix: Fix | None = None
-) -> Finding:
-    """With the line of its key, or of the nearest parent that is there."""
-    return Finding(code, severity, key, message, remedy, document.line(key), fix)
 
 
 def dynamo_releases() -> dict[str, str]:
@@ -322,7 +318,6 @@ class SpeculationMethod:
     pytorch: bool = True
     own_cache: bool = False
     one_model: bool = False
-    python_only: str | None = None
 
     @property
     def reads_target(self) -> bool:

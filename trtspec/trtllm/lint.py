@@ -15,20 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
 from pydantic_core import ValidationError
 
 from trtspec.errors import MissingDependency, Problem, Severity, TrtspecError
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
-from trtspec.trtllm.rules.engine import check_engine
+from trtspec.trtllm.rules import engine, model, speculation
 from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value
-from trtspec.trtllm.rules.model import check_model
 from trtspec.trtllm.rules.rows import check_rows
-from trtspec.trtllm.rules.speculation import check_speculation, check_traps
 from trtspec.trtllm.schema import Change, Schema, newest_known
 
-RULES = (check_speculation, check_model, check_engine, check_rows, check_traps)
+RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
@@ -46,16 +43,14 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         document = Document.parse(document)
     if document.error:
         code = "TS-LINT-LIMIT" if document.beyond_limits else "TS-LINT-SYNTAX"
-        remedy = "no engine file is like this" if document.beyond_limits else "correct the YAML"
         line, column = document.error_line, document.error_column
-        return [Finding(code, "error", "", document.error, remedy, line, column=column)]
+        return [Finding(code, "error", "", document.error, line=line, column=column)]
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
-        return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", 1)]
+        return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
     if FRONT_KEYS & set(document.value or {}):
         message = "this is the front of disaggregated servers, which has no engine settings to judge"
-        remedy = "check it with `trtspec serve TARGET --disaggregated FILE --dry-run`"
-        return [Finding("TS-LINT-FRONT-FILE", "info", "", message, remedy)]
+        return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
     placed = [finding.placed(document) for finding in Doubt(document, deployment).findings()]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 
@@ -72,7 +67,7 @@ def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[
     if one.setting(document, "backend") != "_autodeploy":
         return found
     message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
-    autodeploy = Finding("TS-LINT-AUTODEPLOY", "info", "backend", message, "", document.line("backend"))
+    autodeploy = Finding("TS-LINT-AUTODEPLOY", "info", "backend", message)
     return [autodeploy, *(finding for finding in found if finding.code not in ABOUT_KEYS)]
 
 
@@ -128,18 +123,16 @@ class Doubt:
         severity: Severity = "info" if finding.severity == "info" else "warning"
         if finding.code not in ABOUT_KEYS or finding.severity != "error":
             return replace(finding, message=message, severity=severity)
-        remedy = "write what both take, or pin a release on one side of the interval"
-        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", finding.key, message, remedy, finding.line)
+        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", finding.key, message)
 
     def _change(self, old: Finding | None, new: Finding | None) -> Change:
-        """The one that alone brings `new` or takes `old` away; where only several together do, all as one."""
-        doubts = sorted(self.schema.doubts, key=lambda change: change.interval)
-        for change in doubts:
-            found = {_signature(f) for f in self.judged(self.schema.assuming(change))}
-            if all(f is None or (_signature(f) in found) == (f is new) for f in (old, new)):
-                return change
-        after = max((change.after for change in doubts if change.after), key=Version, default=None)
-        return Change(after, min((change.by for change in doubts if change.by), key=Version, default=None))
+        """What brings `new` and takes `old` away."""
+
+        def says(schema: Schema) -> tuple[bool, bool]:
+            found = {_signature(finding) for finding in self.judged(schema)}
+            return old is not None and _signature(old) in found, new is not None and _signature(new) in found
+
+        return self.schema.decided_by(says)
 
 
 def _touches(finding: Finding, key: str, refused: str) -> bool:
@@ -332,8 +325,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     found = []
     for item in answer["errors"]:
         key, message = _written_key(document, item["loc"]), f"the installed engine's own class says: {item['message']}"
-        at = document.line(key)
-        found.append(Finding("TS-LINT-ENGINE-REFUSES", "error", key, message, "correct this key", at))
+        found.append(Finding("TS-LINT-ENGINE-REFUSES", "error", key, message).placed(document))
     return Verdict(answer["version"], tuple(found))
 
 

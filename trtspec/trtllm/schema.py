@@ -137,8 +137,8 @@ class Option:
 @dataclass(frozen=True)
 class Rule:
     """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
-    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key or writes
-    one: {drop: path} or {write: {path: value}}.
+    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key, writes
+    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
@@ -240,6 +240,20 @@ class Schema:
 
     def option(self, flag: str) -> Option | None:
         return next((option for option in self.options.values() if flag in option.flags), None)
+
+    def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What options of trtllm-serve set, by YAML path."""
+        known = {self.options[name].key: value for name, value in options.items() if name in self.options}
+        return {key: value for key, value in known.items() if key is not None}
+
+    def decided_by(self, ask: Callable[[Schema], Any]) -> Change:
+        """The change in doubt that alone brings the later answer; all as one where only several together do."""
+        answer, doubts = ask(self.possibilities[-1]), sorted(self.doubts, key=lambda change: change.interval)
+        for change in doubts:
+            if ask(self.assuming(change)) == answer:
+                return change
+        after = max((change.after for change in doubts if change.after), key=Version, default=None)
+        return Change(after, min((change.by for change in doubts if change.by), key=Version, default=None))
 
 
 def schema_for(text: str) -> Schema:

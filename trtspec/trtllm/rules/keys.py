@@ -165,7 +165,7 @@ MOST_COMPARED = 100  # characters of a value that is compared with the allowed o
 def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
     for entry in document.duplicates:
         message = f"{entry.path} is written twice; YAML silently keeps the last"
-        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, "keep one of the two lines", entry.line)
+        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, line=entry.line)
     yield from _missing(document, schema)
     unknown: set[str] = set()
     named = 0
@@ -196,42 +196,37 @@ def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
             continue
         telling = DISCRIMINATORS.get(parent)
         kind = document.get(f"{parent}.{telling}") if telling else None
-        # a missing decoding_type has a rule of its own
-        if field.required_of(kind) and path != "speculative_config.decoding_type":
+        if field.required_of(kind):
             message = f"{parent} needs {name}" + (f" with {telling} {kind}" if kind is not None else "")
-            line = document.line(parent)
-            yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}", line)
+            yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}")
 
 
 def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
-    path, line = entry.path, entry.line
+    path = entry.path
     if field.status == "deprecated" and all(path != one.sampling_key for one in schema.possibilities):
         # where speculation needs the sampling key, another rule asks for it
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
-        yield Finding("TS-LINT-DEPRECATED", "info", path, message, "", line)
+        yield Finding("TS-LINT-DEPRECATED", "info", path, message)
     top = path.partition(".")[0]
     kind = document.get(f"{top}.{DISCRIMINATORS.get(top)}")
     if field.variants and isinstance(kind, str) and kind not in field.variants:
         message = f"{DISCRIMINATORS[top]} {kind} has no key {entry.name} (only {', '.join(field.variants)})"
-        remedy = f"remove {entry.name}, or choose another {DISCRIMINATORS[top]}"
-        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message, remedy, line)
+        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message)
     verdict = check_value(field, entry.value)
     if verdict is not None:
         yield _bad_value(schema, entry, field, verdict)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
-        remedy = "write it without leading zeros or colons"
-        yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, remedy, line, on_value=True)
+        yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
 def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
     kind, message = verdict
-    remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
-    severity: Severity = "info" if kind == "lax" else "error"
     if kind == "lax":
-        remedy = "write the value itself"
-    elif kind == "value":
+        return Finding(VALUE_CODES[kind], "info", entry.path, message, on_value=True)
+    remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
+    if kind == "value":
         lines = [line for line in LINES if entry.value in line_fields(line, entry.path, "allowed")]
         if lines:
             message += f" in {schema.version}; the lines {', '.join(lines)} have it"
@@ -239,7 +234,7 @@ def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, s
         if near is not None:
             remedy = f"write {near}" if certain else f"did you mean {near}?"
             fix = partial(set_value, path=entry.path, value=near) if certain else None
-    return Finding(VALUE_CODES[kind], severity, entry.path, message, remedy, entry.line, fix, on_value=True)
+    return Finding(VALUE_CODES[kind], "error", entry.path, message, remedy, fix, on_value=True)
 
 
 def _example(field: Field) -> str:
@@ -274,7 +269,7 @@ def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | Non
         if not siblings:
             return None
         message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
-        return Finding("TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine", entry.line)
+        return Finding("TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine")
     if "." in name:
         return _dotted(schema, entry)
     return _refused(schema, entry, near[0] if near else "")
@@ -287,7 +282,7 @@ def _dotted(schema: Schema, entry: Entry) -> Finding:
     first, _, rest = entry.name.partition(".")
     remedy = f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
     fix = _moving(schema, entry, to)
-    return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, entry.line, fix)
+    return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, fix)
 
 
 def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
@@ -308,7 +303,7 @@ def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
         remedy = f"did you mean {elsewhere[0]}?"
     else:
         remedy = f"remove {entry.name}"
-    return Finding("TS-LINT-UNKNOWN-KEY", "error", entry.path, message, remedy, entry.line, fix)
+    return Finding("TS-LINT-UNKNOWN-KEY", "error", entry.path, message, remedy, fix)
 
 
 @functools.cache
@@ -331,11 +326,11 @@ def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
             message, severity = f"{message}; some releases ignore it with a warning, others refuse it", "warning"
         # what a mapping holds may be wanted under other names
         fix: Fix | None = None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
-        return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", entry.line, fix)
+        return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", fix)
     message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
     keeps_meaning = gone.same_value and not isinstance(entry.value, dict)
     fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
-    return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", entry.line, fix)
+    return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", fix)
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

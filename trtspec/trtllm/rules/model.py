@@ -8,7 +8,7 @@ from functools import partial
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import known, same_checkpoint
 from trtspec.planning.layout import format_refusal, layout_refusals
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import ModelSpec
 from trtspec.trtllm.deployment import (
     MODEL_KEYS,
     SPEC,
@@ -17,7 +17,7 @@ from trtspec.trtllm.deployment import (
     decoding_type,
     eagle3,
     family,
-    finding_at,
+    head_in,
     method_of,
     name_problem,
 )
@@ -26,48 +26,32 @@ from trtspec.trtllm.document import Document, add_key, set_value
 CAPTURE = eagle3().capture_key
 
 
-def check_model(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    yield from _names(document, deployment)
-    yield from check_tool_parser(deployment, (deployment.options or {}).get("tool_parser"))
-    if deployment.target is not None:
-        yield from _format(document, deployment, deployment.target)
-        yield from _parser(document, deployment, deployment.target)
-        yield from _layout(document, deployment, deployment.target)
-    if deployment.head is not None:
-        yield from _head_use(document, deployment)
-        yield from _capture_layers(document, deployment, deployment.head)
-        yield from _pair(document, deployment, deployment.head)
-
-
-def _names(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def names(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Checkpoints that only the file names."""
     for key in (*MODEL_KEYS, "model"):
         written = document.get(key)
         if isinstance(written, str) and written and (problem := name_problem(written, deployment.here)):
-            yield finding_at(document, problem.code, problem.severity, key, problem.message, problem.remedy)
+            yield Finding.of(problem, key)
 
 
 LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
 
 
-def _layout(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
+def layout(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Parallel sizes over which the target does not spread, as build-config refuses them."""
-    ranks, experts = (deployment.setting(document, key) for key in LAYOUT.values())
-    if not isinstance(ranks, int) or ranks < 1:
+    ranks, target = deployment.size(document, LAYOUT["tp_size"]), deployment.target
+    if not ranks or target is None:
         return
-    experts = experts if isinstance(experts, int) and experts > 0 else 1
     attention_dp = deployment.setting(document, "enable_attention_dp") is True
-    for problem in layout_refusals(target, ranks, experts, attention_dp):
-        key = LAYOUT.get(problem.where, "")
-        yield finding_at(document, problem.code, problem.severity, key, problem.message, problem.remedy)
+    for problem in layout_refusals(target, ranks, deployment.size(document, LAYOUT["ep_size"], 1), attention_dp):
+        yield Finding.of(problem, LAYOUT.get(problem.where, ""))
 
 
-def _format(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
+def weight_format(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Weights that TensorRT-LLM does not load on this GPU."""
-    refused = format_refusal(target, deployment.gpu)
-    codes = {"TS-ROUTE-INT4": "TS-LINT-INT4-TARGET", "TS-ROUTE-GPU": "TS-LINT-GPU-NVFP4"}
-    if refused is not None and (target.quant.format.is_fp4 or target.quant.format.is_grouped_integer):
-        yield finding_at(document, codes[refused.code], "error", "", refused.message, refused.remedy)
+    refused = format_refusal(deployment.target, deployment.gpu) if deployment.target is not None else None
+    if refused is not None:
+        yield Finding.of(refused, "")
 
 
 def right_parser(target: ModelSpec, name: str) -> str | None:
@@ -80,82 +64,21 @@ def right_parser(target: ModelSpec, name: str) -> str | None:
     return "kimi_k25" if family(target) == "kimi_k25" else None
 
 
-def _parser(document: Document, deployment: Deployment, target: ModelSpec) -> Iterator[Finding]:
-    written = deployment.setting(document, "reasoning_parser")
-    right = right_parser(target, deployment.target_name)
-    if written in (None, "auto", right) or (right is None and written == "kimi_k2"):
+def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    key, target = "reasoning_parser", deployment.target
+    written = deployment.setting(document, key)
+    right = right_parser(target, deployment.target_name) if target is not None else None
+    if target is None or written in (None, "auto", right) or (right is None and written == "kimi_k2"):
         return
     message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
     message += "the reasoning, without an error"
-    stated = document.has("reasoning_parser") and right is not None
-    fix = partial(set_value, path="reasoning_parser", value=right) if stated else None
-    remedy = f"use {right or 'kimi_k2, or none for K2-Instruct'}"
-    yield finding_at(document, "TS-LINT-WRONG-PARSER", "error", "reasoning_parser", message, remedy, fix)
+    fix = partial(set_value, path=key, value=right) if document.has(key) and right is not None else None
+    yield Finding("TS-LINT-WRONG-PARSER", "error", key, message, fix=fix)
 
 
-def _head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    written = next((document.get(key) for key in MODEL_KEYS if document.get(key)), None)
-    if decoding_type(document) is None:
-        message = f"the head {deployment.head_name} is given and the file does not use it"
-        yield finding_at(
-            document, "TS-LINT-HEAD-UNUSED", "warning", "", message, "add speculative_config, or drop `head`"
-        )
-    elif written and deployment.head_name and not same_checkpoint(str(written), deployment.head_name):
-        message = f"the file names the head {written}, the command {deployment.head_name}"
-        key = next(key for key in MODEL_KEYS if document.has(key))
-        yield finding_at(document, "TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
-
-
-def expected_layers(target: ModelSpec | None, head: HeadSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(layers the head was trained on, layers the engine takes by default), or None when they cannot be known."""
-    if target is None:
-        return None
-    default = target.default_aux_layers
-    return (head.aux_layers or default, default)
-
-
-def _capture_layers(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
-    layers = expected_layers(deployment.target, head)
-    method = method_of(document)
-    if layers is None or method is None or not method.reads_target:
-        return
-    wanted, default = layers
-    written = document.get(CAPTURE)
-    trained = ", ".join(map(str, wanted))
-    if written is None:
-        if sorted(wanted) == sorted(default):
-            return
-        message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
-        message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
-        remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
-        fix = partial(add_key, path=CAPTURE, value=list(wanted))
-        yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
-    elif isinstance(written, list) and sorted(written) != sorted(wanted):
-        message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
-        if sorted(written) == sorted(layer + 1 for layer in wanted):
-            message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
-        fix = partial(set_value, path=CAPTURE, value=list(wanted))
-        remedy = f"write [{trained}]"
-        yield finding_at(document, "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, remedy, fix)
-
-
-def _pair(document: Document, deployment: Deployment, head: HeadSpec) -> Iterator[Finding]:
-    """What the head and the target must agree on; the problems of `trtspec inspect`, judged for this parallelism."""
-    if deployment.target is None:
-        return
-    tp = deployment.setting(document, "tensor_parallel_size", 1)
-    attention_dp = deployment.setting(document, "enable_attention_dp", False) is True
-    ranks = tp if isinstance(tp, int) and not isinstance(tp, bool) and tp > 0 and not attention_dp else 1
-    names = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
-    for problem in pair_problems(head, deployment.target, tp_size=ranks, **names):
-        remedy = f"{problem.where}: {problem.remedy}"
-        yield finding_at(document, problem.code, problem.severity, SPEC, problem.message, remedy)
-
-
-def check_tool_parser(deployment: Deployment, written: str | None) -> Iterator[Finding]:
-    """`written`: the tool parser of the command line, None where there is none or it is not known."""
+def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
     # every Kimi-K2 writes its tool calls alike; the data say so for each published one
-    entry = known(deployment.target_name) if deployment.target_name else None
+    entry, written = known(deployment.target_name), (deployment.options or {}).get("tool_parser")
     right = entry[1].get("tool_parser") if entry is not None else "kimi_k2" if deployment.target is not None else None
     if written in (None, "auto") or right is None or written == right:
         return
@@ -163,3 +86,46 @@ def check_tool_parser(deployment: Deployment, written: str | None) -> Iterator[F
     if written == "kimi_k25":
         message = "there is no tool parser kimi_k25; K2.5 and later write tool calls as K2 does"
     yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", "--tool_parser", message, f"pass --tool_parser {right}")
+
+
+def head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    written, given = head_in(document), deployment.head_name
+    if written and given and decoding_type(document) and not same_checkpoint(written, given):
+        key = next(key for key in MODEL_KEYS if document.has(key))
+        message = f"the file names the head {written}, the command {given}"
+        yield Finding("TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
+
+
+def capture_layers(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    head, target, method = deployment.head, deployment.target, method_of(document)
+    if head is None or target is None or method is None or not method.reads_target:
+        return
+    default, written = target.default_aux_layers, document.get(CAPTURE)
+    wanted = head.aux_layers or default
+    trained = ", ".join(map(str, wanted))
+    if written is None and sorted(wanted) != sorted(default):
+        message = f"the head was trained on layers {trained}; the engine does not read that from the head and takes "
+        message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
+        remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
+        fix = partial(add_key, path=CAPTURE, value=list(wanted))
+        yield Finding("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
+    elif isinstance(written, list) and sorted(written) != sorted(wanted):
+        message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        if sorted(written) == sorted(layer + 1 for layer in wanted):
+            message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
+        fix = partial(set_value, path=CAPTURE, value=list(wanted))
+        yield Finding("TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, f"write [{trained}]", fix)
+
+
+def pair(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """What the head and the target must agree on; the problems of `trtspec inspect`, judged for this parallelism."""
+    if deployment.head is None or deployment.target is None:
+        return
+    attention_dp = deployment.setting(document, "enable_attention_dp") is True
+    ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
+    ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
+    for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):
+        yield Finding(problem.code, problem.severity, SPEC, problem.message, f"{problem.where}: {problem.remedy}")
+
+
+RULES = (names, layout, weight_format, reasoning_parser, tool_parser, head_use, capture_layers, pair)

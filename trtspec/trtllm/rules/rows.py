@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, finding_at, method_of
+from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, gates
@@ -24,7 +24,7 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if deployment.gpu is not None:
         found["gpu.major"] = int(deployment.gpu.partition(".")[0])
     if method is not None:
-        found |= {"method.key": method.key, "method.one_model": method.one_model}
+        found |= {f"method.{name}": value for name, value in vars(method).items()}
     if target is not None:
         found |= {"target.family": family(target), "target.remote_code": target.remote_code}
         found["target.fp4"] = target.quant.format.is_fp4
@@ -53,14 +53,12 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
         if not holds(rule.when) or (rule.unless and holds(rule.unless)):
             continue
         key = next(iter(rule.when)) if rule.at is None else rule.at
-        message, at, fix = f"{rule.message} ({rule.source})", document.line(key), _fix(document, rule)
-        yield Finding(rule.code, rule.severity, key, message, rule.remedy, at, fix, beside=tuple(written))
+        message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
+        yield Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written))
     for name, gate in gates().items():
         if gate.when and not schema.has(name) and holds(gate.when):
             message = f"TensorRT-LLM {deployment.version} is too old for this: {gate.what} ({gate.since.interval})"
-            yield finding_at(
-                document, gate.code, "error", gate.at, message, f"use {gate.since.by} or later{gate.otherwise}"
-            )
+            yield Finding(gate.code, "error", gate.at, message, f"use {gate.since.by} or later{gate.otherwise}")
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:
@@ -68,6 +66,8 @@ def _fix(document: Document, rule: Rule) -> Fix | None:
         return partial(delete_key, path=rule.fix["drop"])
     for path, value in rule.fix.get("write", {}).items():
         return partial(set_value if document.has(path) else add_key, path=path, value=value)
+    for path, value in rule.fix.get("add", {}).items():
+        return partial(add_key, path=path, value=value)
     return None
 
 

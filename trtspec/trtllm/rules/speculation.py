@@ -5,65 +5,26 @@ releases do so, and who says it, is among the behaviours of the schema files."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
-from trtspec.errors import Severity
-from trtspec.trtllm.deployment import (
-    LENGTH,
-    MODEL_KEYS,
-    SPEC,
-    Deployment,
-    Finding,
-    SpeculationMethod,
-    decoding_type,
-    eagle3,
-    finding_at,
-    method_of,
-)
-from trtspec.trtllm.document import Document, add_key, delete_key
+from trtspec.trtllm.deployment import LENGTH, SPEC, Deployment, Finding, eagle3, method_of
+from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import Schema
 
 SCHEDULE = f"{SPEC}.draft_len_schedule"
 
 
-def check_speculation(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    method = method_of(document)
-    if isinstance(document.get(SPEC), dict) and decoding_type(document) is None:
-        message, remedy = "speculative_config has no decoding_type", f"add `decoding_type: {eagle3().spellings[0]}`"
-        yield finding_at(document, "TS-LINT-NO-DECODING-TYPE", "error", SPEC, message, remedy)
-    if method is not None:
-        yield from _required(document, method)
-        yield from _for_kimi(document, deployment, method)
-    yield from _schedule(document, deployment)
-
-
-def _required(document: Document, method: SpeculationMethod) -> Iterator[Finding]:
-    eagle = method is eagle3()
-    if method.draft_required and not any(document.get(key) for key in MODEL_KEYS):
-        code = "TS-LINT-EAGLE-NO-HEAD" if eagle else "TS-LINT-NO-DRAFT-MODEL"
-        message = f"{method.name} is asked for and none is named: the engine stops with `Draft model must be provided`"
-        yield finding_at(document, code, "error", SPEC, message, "add `speculative_model_dir: <draft>`")
-    if method.length_required and document.get(LENGTH) in (None, 0):
-        code = "TS-LINT-EAGLE-NO-DRAFT-LEN" if eagle else "TS-LINT-NO-DRAFT-LENGTH"
-        fix = None if document.has(LENGTH) else partial(add_key, path=LENGTH, value=3)
-        message = f"max_draft_len must be above 0 for {decoding_type(document)}"
-        yield finding_at(document, code, "error", LENGTH, message, "write `max_draft_len: 3`", fix)
-    if method.python_only is not None:
-        message = f"{decoding_type(document)} needs {method.python_only}, a Python object, which no file can hold"
-        yield finding_at(document, "TS-LINT-NO-DRAFT-MODEL", "error", SPEC, message, "use another decoding_type")
-
-
-def _for_kimi(document: Document, deployment: Deployment, method: SpeculationMethod) -> Iterator[Finding]:
-    if method.kimi["runs"] == "yes" or (deployment.target is None and method.pytorch):
+def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """Ways to speculate that do not run with a Kimi, or that nobody has run."""
+    key, method = f"{SPEC}.decoding_type", method_of(document)
+    if method is None or method.kimi["runs"] == "yes" or (deployment.target is None and method.pytorch):
         return
-    key, why = f"{SPEC}.decoding_type", method.kimi["why"]
-    remedy = f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
+    why, remedy = method.kimi["why"], f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
     if method.kimi["runs"] == "no":
-        yield finding_at(document, method.kimi["code"], "error", key, why, remedy)
+        yield Finding(method.kimi["code"], "error", key, why, remedy)
     else:
         message = f"{method.name} with a Kimi: {why}"
-        yield finding_at(document, "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
+        yield Finding("TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
@@ -74,59 +35,36 @@ def schedule_of(document: Document) -> dict[int, int] | None:
     return written
 
 
-def _schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """What a release wants of the values of a schedule, and on which side of a batch size its keys are."""
     schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
-    if schedule is None or not meaning:
-        return
-    if not schedule:
-        message = "the engine's class refuses an empty draft_len_schedule"
-        fix = partial(delete_key, path=SCHEDULE)
-        yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "remove it", fix)
+    if not schedule or not meaning:
         return
     message = f"the keys of the schedule are {meaning['bounds']} bounds of the batch size"
-    yield finding_at(document, "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
-    yield from _schedule_values(document, deployment, schedule, meaning)
-
-
-def _schedule_values(
-    document: Document, deployment: Deployment, schedule: dict[int, int], meaning: Mapping[str, Any]
-) -> Iterator[Finding]:
+    yield Finding("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
     longest, lengths = document.get(LENGTH), schedule.values()
     if min(schedule) < 1 or min(lengths) < 0 or (isinstance(longest, int) and max(lengths) > longest):
         message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
-        yield finding_at(
-            document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
-        )
+        yield Finding("TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range")
     smallest = meaning.get("first") == "smallest"
     wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
     first = schedule.get(min(schedule) if smallest else meaning["first"])
     if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
-        yield finding_at(document, "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
+        yield Finding("TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
 
 
 def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
     """Whether some batch that the server may run drafts nothing."""
-    schedule, largest = schedule_of(document), deployment.setting(document, "max_batch_size")
+    schedule = schedule_of(document)
     if not schedule:
         return False
     beyond = deployment.schema.behaviour("draft_len_schedule").get("beyond") == "zero"
-    return 0 in schedule.values() or (beyond and max(schedule) < (largest if isinstance(largest, int) else 2048))
+    return 0 in schedule.values() or (beyond and max(schedule) < deployment.size(document, "max_batch_size", 2048))
 
 
 REUSE, V2 = "kv_cache_config.enable_block_reuse", "kv_cache_config.use_kv_cache_manager_v2"
 TRANSFER = "cache_transceiver_config.backend"
-REJECTION = f"{SPEC}.use_rejection_sampling"
-
-
-def check_traps(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    method = method_of(document)
-    if method is None:
-        return
-    # in such a release the draft has a cache manager of its own
-    unless = deployment.schema.behaviour("separate_draft_cache").get("unless")
-    if method.own_cache and unless is not None and deployment.setting(document, unless) is not True:
-        yield from _prefix_reuse(document, deployment)
 
 
 def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
@@ -136,8 +74,12 @@ def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]
     return {} if v2 and schema.behaviour("draft_kv_reuse_v2") else schema.behaviour("prefix_reuse_blinds_draft")
 
 
-def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A reused prefix hides from the draft, except under cache manager V2 of a release that fixed it."""
+def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """A reused prefix hides from the draft where it has a cache manager of its own, except under cache manager V2 of a
+    release that fixed it."""
+    method, separate = method_of(document), deployment.schema.behaviour("separate_draft_cache").get("unless")
+    if method is None or not method.own_cache or separate is None or deployment.setting(document, separate) is True:
+        return
     alone = deployment.setting(document, "pipeline_parallel_size", 1) in (None, 1)
     blind = reuse_blinds_draft(deployment.schema, deployment.setting(document, V2) if alone else False)
     # a transceiver makes the engine keep the draft's layers in the target's cache
@@ -149,8 +91,10 @@ def _prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Findin
     if fixed := deployment.schema.behaviour("draft_kv_reuse_v2"):
         remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({fixed['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
-    severity: Severity = "info" if document.has(REUSE) else "warning"
-    yield finding_at(document, "TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)
+    yield Finding("TS-LINT-PREFIX-REUSE", "info" if document.has(REUSE) else "warning", REUSE, message, remedy)
+
+
+RULES = (method_for_kimi, schedule, prefix_reuse)
 
 
 def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[str, ...]]:

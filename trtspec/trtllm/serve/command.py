@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from packaging.version import Version
@@ -20,62 +20,42 @@ from trtspec.specs import ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import Deployment, driver_for, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
-from trtspec.trtllm.rules.engine import FORCED_ACCEPTANCE
 from trtspec.trtllm.rules.model import right_parser
 from trtspec.trtllm.schema import Schema, schema_for
 
 CONFIG_NAME = "extra-llm-api-config.yml"
 
 
-@dataclass
-class Command:
-    """`settings` are the YAML paths that the command line decides."""
-
-    argv: list[str]
-    settings: dict[str, Any]
-    problems: list[Problem] = field(default_factory=list)
-
-
 def build_command(
     intent: Intent, target: ModelSpec, document: Document, config_path: str, *, host: str = "0.0.0.0", port: int = 8000,
     sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (),
-) -> Command:  # fmt: skip
+) -> list[str]:  # fmt: skip
     """The intent's sizes go to argv where the file does not have them. `sizes`, by YAML path, go there in any case, and
-    are then reported; `passed` are words for trtllm-serve itself."""
+    lint then reports both; `passed` are words for trtllm-serve itself."""
     sizes = sizes or {}
     schema = schema_for(intent.version)
-    options, problems = parse_passed(schema, passed)
-    chosen = {item.option.name for item in options}
+    chosen, _ = parse_passed(schema, passed)
 
     def decided(name: str) -> bool:
         return name in chosen or document.has(name)
 
     argv = ["trtllm-serve", engine_name(intent.target), "--host", host, "--port", str(port)]
     argv += [] if decided("backend") else ["--backend", "pytorch"]
-    settings: dict[str, Any] = {}
     for key, value in {**intent.settings_in_argv(), **sizes}.items():
-        if key in chosen or (key not in sizes and document.has(key)):
-            continue
-        settings[key] = value
-        flag = min(schema.options[key].flags, key=len)
-        argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
+        if key not in chosen and (key in sizes or not document.has(key)):
+            flag = min(schema.options[key].flags, key=len)
+            argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
     parser = right_parser(target, intent.published_as)
     exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.has("kimi_k25_parser")))
     if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided("reasoning_parser"):
         argv += ["--reasoning_parser", parser]
-        settings["reasoning_parser"] = parser
     if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
         argv += ["--tool_parser", "kimi_k2"]
     silenced = "telemetry" in chosen or document.has("telemetry_config.disabled")
     if schema.agreed(lambda one: "telemetry" in one.options) and not silenced:
         argv.append("--no-telemetry")
-    for item in options:
-        argv += [item.flag] if item.option.is_flag else [item.flag, str(item.value)]
-        if item.option.key:
-            settings[item.option.key] = item.value
-    argv += ["--extra_llm_api_options", config_path]
-    return Command(argv, settings, problems)
+    return [*argv, *passed, "--extra_llm_api_options", config_path]
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:
@@ -179,12 +159,6 @@ def engine_version() -> str | None:
     return installed_version() or PROGRAM.version()
 
 
-def check_environment(environ: Mapping[str, str]) -> Iterator[Problem]:
-    if environ.get(FORCED_ACCEPTANCE):
-        message = f"{FORCED_ACCEPTANCE}={environ[FORCED_ACCEPTANCE]} accepts drafts unseen: the text is corrupt"
-        yield Problem("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message, f"unset {FORCED_ACCEPTANCE}")
-
-
 def check_hardware(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, environ: Mapping[str, str]
 ) -> Iterator[Problem]:
@@ -205,24 +179,21 @@ def check_driver(driver: str, version: Version) -> Iterator[Problem]:
 
 def check_fit(gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document) -> Iterator[Problem]:
     """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
-
-    def whole(path: str, default: int) -> int:
-        value = deployment.setting(document, path, default)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
-
-    ranks = whole("tensor_parallel_size", 1)
+    ranks = deployment.size(document, "tensor_parallel_size", 1)
     smallest = min(gpu.memory_bytes for gpu in gpus)
     if not smallest or deployment.target is None:
         return  # nvidia-smi does not say it
-    experts, spread = whole("moe_expert_parallel_size", 1), deployment.setting(document, "enable_attention_dp") is True
+    experts = deployment.size(document, "moe_expert_parallel_size", 1)
+    spread = deployment.setting(document, "enable_attention_dp") is True
     try:
         layout = Layout(ranks, experts > 1, spread)
     except UsageError:
         return  # lint says what is wrong with these sizes
     fraction = document.get("kv_cache_config.free_gpu_memory_fraction")
+    tokens = deployment.size(document, "max_num_tokens", 8192)
     room = memory(
         deployment.target, deployment.head, replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest), layout,
-        fraction=fraction if isinstance(fraction, float) else 0.9, max_num_tokens=whole("max_num_tokens", 8192),
+        fraction=fraction if isinstance(fraction, float) else 0.9, max_num_tokens=tokens,
     )  # fmt: skip
     where = f"{ranks} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if room.free <= 0:
@@ -230,7 +201,7 @@ def check_fit(gpus: Sequence[InstalledGpu], deployment: Deployment, document: Do
         remedy = "use more or larger GPUs (`trtspec plan` says how many), or quantize to NVFP4"
         yield Problem("TS-SERVE-NO-FIT", "error", "memory", message, remedy)
         return
-    length = whole("max_seq_len", 0)
+    length = deployment.size(document, "max_seq_len")
     if length > room.kv_tokens:
         message = f"the KV cache of {where} holds about {room.kv_tokens} tokens, and max_seq_len is {length}"
         yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message, "lower max_seq_len, or use more GPUs")

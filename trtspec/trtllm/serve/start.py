@@ -6,12 +6,12 @@ what they planned.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,13 @@ from trtspec.trtllm.deployment import (
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import engine_problems, lint
-from trtspec.trtllm.rules.model import check_tool_parser
 from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
     PROGRAM,
     Cluster,
-    Command,
     build_command,
     check_cluster,
-    check_environment,
     check_hardware,
     cluster_environment,
     engine_version,
@@ -84,25 +81,23 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     file = given or Document.parse(engine_yaml(intent, target.spec, head.spec if head else None), CONFIG_NAME)
 
     role = options.role or intent.role
-    command = _command(options, intent, target, file, role)
-    gpus = read_gpus()
+    argv = _command(options, intent, target, file, role)
+    schema, gpus = schema_for(version[0]), read_gpus()
+    passed, refused = parse_passed(schema, argv[2:])
     named = compute_capability(intent.gpu) if intent.gpu else None
     deployment = Deployment(
-        schema_for(version[0]), target.spec, intent.target, head.spec if head else None, intent.head or "",
-        argv=command.settings, gpu=gpus[0].capability if launching and gpus else named,
-        here=True,
+        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", schema.set_by(passed),
+        options=passed, gpu=gpus[0].capability if launching and gpus else named, environ=os.environ, here=True,
     )  # fmt: skip
     world = _ranks(deployment, file)
     nodes = options.nodes or intent.nodes
     cluster = Cluster(options.launcher, nodes, options.gpus_per_node or -(-world // nodes), _launcher_args(options))
 
-    problems += command.problems
-    problems += [found.problem(file.name) for found in lint(file, deployment)]
-    parser = next((value for flag, value in pairwise(command.argv) if flag == "--tool_parser"), None)
-    problems += [found.problem(file.name) for found in check_tool_parser(deployment, parser)]
-    problems += check_environment(os.environ)
+    # check_start names the files of code that nobody trusts
+    found = [one for one in lint(file, deployment) if one.key != "--trust_remote_code"]
+    problems += [*refused, *(one.problem(file.name) for one in found)]
     models, code = [target.resolved, *([head.resolved] if head else [])], target.spec.remote_code
-    trusted = "--trust_remote_code" in command.argv or file.get("trust_remote_code") is True
+    trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(
         PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
         untrusted=code and not trusted, remote_code=code, launching=launching,
@@ -110,12 +105,12 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     if launching:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
         problems += engine_problems(file.text, file.name)
-    problems += check_cluster(cluster, command.argv, world, given is None, os.environ, launching)
+    problems += check_cluster(cluster, argv, world, given is None, os.environ, launching)
     env = {**ENVIRONMENT, **cluster_environment(cluster, os.environ)}
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
-        argv=with_launcher(command.argv, env, cluster, os.environ),
+        argv=with_launcher(argv, env, cluster, os.environ),
         env=env,
         config=file.value or {},
         config_text=file.text,
@@ -137,7 +132,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     assert path is not None  # it is what asks for a front
     read = read_front(path)
     names = {options.target, Path(options.target).resolve().name}
-    problems = [*read.problems, *check_environment(os.environ), *check_servers(read, names)]
+    problems = [*read.problems, *check_servers(read, names)]
     if launching:
         problems += [*check_port(read.host, read.port), *PROGRAM.check()]
     version = engine_version() or "" if launching else ""
@@ -233,15 +228,14 @@ def _given_sizes(options: ServeOptions) -> dict[str, int]:
     return {key: value for key, value in sizes.items() if value is not None}
 
 
-def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> Command:
+def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> list[str]:
     """Raises UsageError for an option after `--` that this command has itself."""
     schema, sizes = schema_for(intent.version), _given_sizes(options)
-    for item in parse_passed(schema, options.passed)[0]:
-        own = OWN_OPTIONS.get(item.option.name)
-        if own is not None:
-            raise UsageError(f"{item.flag} is not used after --: {own} decides it", f"pass {own} before --")
-        if item.option.name in sizes:
-            raise UsageError(f"{item.flag} is given before -- and after it", "give it once")
+    for name in parse_passed(schema, options.passed)[0]:
+        if own := OWN_OPTIONS.get(name):
+            raise UsageError(f"--{name} is not used after --: {own} decides it", f"pass {own} before --")
+        if name in sizes:
+            raise UsageError(f"--{name} is given before -- and after it", "give it once")
     passed = list(options.passed)
     passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
     passed += ["--server_role", role.upper()] if role else []
@@ -252,11 +246,8 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
 
 def _ranks(deployment: Deployment, document: Document) -> int:
     """Number of ranks: the product of the parallel sizes."""
-    product = 1
-    for key in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-        size = deployment.setting(document, key, 1)
-        product *= size if isinstance(size, int) and size > 0 else 1
-    return product
+    keys = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    return math.prod(deployment.size(document, key, 1) for key in keys)
 
 
 @dataclass(frozen=True)
