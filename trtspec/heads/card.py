@@ -75,7 +75,7 @@ def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: lis
         if reason := engine.cannot_load(spec):
             commands[name] = f"# {reason}"
         elif dialect.served_by(engine, spec):
-            commands[name] = engine.command(head, target or "<target>", engine.tensor_parallel, capture)
+            commands[name] = engine.start(head, target or "<target>", capture)
         else:
             convert = shlex.join(["trtspec", "convert", head, "-o", f"{head}-{name}", "--to", name])
             commands[name] = f"{convert}    # {engine.title} misreads this layout"

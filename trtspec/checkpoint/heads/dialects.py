@@ -24,13 +24,11 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.specs import HeadSpec
 
 DRAFT_LEN = 3
-Command = Callable[[str, str, int, "list[int] | None"], str]
 
 
 @dataclass(frozen=True)
 class HeadEngine:
-    """`command` takes the head, the target, the tensor-parallel size and the layer outputs that TensorRT-LLM
-    needs in its configuration (None where its default is right or unknown).
+    """An engine that serves heads. `command` is filled in by `start`.
 
     `guesses_ids`: layer ids that start with 1 are taken for layer outputs, all others for the number of layers that
     ran. `eagle31`: the first version that computes EAGLE-3.1's two norms. `theta_at_top`: the RoPE base is read from
@@ -42,7 +40,7 @@ class HeadEngine:
     title: str
     tensor_parallel: int
     eagle31: str
-    command: Command
+    command: str
     guesses_ids: bool = False
     theta_at_top: bool = False
     pruned_mla: str = ""
@@ -51,23 +49,19 @@ class HeadEngine:
         """Why this engine fails on such a head, whatever its layout; "" where it does not."""
         return self.pruned_mla if spec.attention == "mla" and spec.draft_vocab_size != spec.vocab_size else ""
 
-
-def _start_trtllm(head: str, target: str, tensor_parallel: int, capture: list[int] | None) -> str:
-    return (
-        f"cat > extra-llm-api-config.yml <<'END'\n{engine_yaml(head, capture)}END\n"
-        f"trtllm-serve {_quoted(target)} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
-        f"--max_num_tokens 8192 --max_seq_len 8192 --tp_size {tensor_parallel} "
-        "--extra_llm_api_options extra-llm-api-config.yml"
-    )
-
-
-def engine_yaml(head: str, capture: list[int] | None) -> str:
-    """TensorRT-LLM's settings for this head; it reads the layers from here and never from the head."""
-    lines = ["speculative_config:", "    decoding_type: Eagle", f"    max_draft_len: {DRAFT_LEN}"]
-    lines.append(f"    speculative_model_dir: {json.dumps(head) if _quoted(head) != head else head}")
-    if capture:
-        lines.append(f"    eagle3_layers_to_capture: {capture}")
-    return "\n".join(lines) + "\n"
+    def start(self, head: str, target: str, capture: list[int] | None) -> str:
+        """The shell command that serves a pair. `capture`: the layer outputs that TensorRT-LLM needs in its
+        configuration, since it never reads them from the head; None where its default is right or unknown."""
+        return self.command.format(
+            head=_quoted(head),
+            head_in_yaml=json.dumps(head) if _quoted(head) != head else head,
+            target=_quoted(target),
+            gpus=self.tensor_parallel,
+            draft_len=DRAFT_LEN,
+            tokens=DRAFT_LEN + 1,
+            layers=f"\n    eagle3_layers_to_capture: {capture}" if capture else "",
+            speculation=shlex.quote(json.dumps(vllm_speculation(head))),
+        )
 
 
 def _quoted(name: str) -> str:
@@ -80,21 +74,21 @@ def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
     return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_len or DRAFT_LEN}
 
 
-def _start_vllm(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
-    return (
-        f"vllm serve {_quoted(target)} --tensor-parallel-size {tensor_parallel} "
-        f"--speculative-config {shlex.quote(json.dumps(vllm_speculation(head)))} --trust-remote-code"
-    )
-
-
-def _start_sglang(head: str, target: str, tensor_parallel: int, _: list[int] | None) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {_quoted(target)} --tp-size {tensor_parallel} "
-        f"--trust-remote-code --speculative-algorithm EAGLE3 --speculative-draft-model-path {_quoted(head)} "
-        f"--speculative-num-steps {DRAFT_LEN} --speculative-eagle-topk 1 --speculative-num-draft-tokens {DRAFT_LEN + 1}"
-    )
-
-
+START_TRTLLM = """\
+cat > extra-llm-api-config.yml <<'END'
+speculative_config:
+    decoding_type: Eagle
+    max_draft_len: {draft_len}
+    speculative_model_dir: {head_in_yaml}{layers}
+END
+trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 --max_num_tokens 8192 \
+--max_seq_len 8192 --tp_size {gpus} --extra_llm_api_options extra-llm-api-config.yml"""
+START_VLLM = """\
+vllm serve {target} --tensor-parallel-size {gpus} --speculative-config {speculation} --trust-remote-code"""
+START_SGLANG = """\
+python -m sglang.launch_server --model-path {target} --tp-size {gpus} --trust-remote-code \
+--speculative-algorithm EAGLE3 --speculative-draft-model-path {head} --speculative-num-steps {draft_len} \
+--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens}"""
 # read in every version of its sources that could be had, and never run
 PRUNED_MLA = (
     "TensorRT-LLM cannot load an MLA head with a pruned vocabulary: where the model holds d2t, its loader of MLA "
@@ -105,20 +99,13 @@ ENGINES = {
     engine.name: engine
     for engine in (
         HeadEngine(
-            "trtllm",
-            "TensorRT-LLM",
-            4,
-            "TensorRT-LLM with the EAGLE-3.1 change of June 2026",
-            _start_trtllm,
-            theta_at_top=True,
-            pruned_mla=PRUNED_MLA,
+            "trtllm", "TensorRT-LLM", 4, "TensorRT-LLM with the EAGLE-3.1 change of June 2026", START_TRTLLM,
+            theta_at_top=True, pruned_mla=PRUNED_MLA,
         ),
-        HeadEngine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", _start_vllm),
-        HeadEngine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", _start_sglang, guesses_ids=True),
+        HeadEngine("vllm", "vLLM", 8, "vLLM 0.22.0 or newer", START_VLLM),
+        HeadEngine("sglang", "SGLang", 8, "SGLang of June 2026 or newer", START_SGLANG, guesses_ids=True),
     )
-}
-
-
+}  # fmt: skip
 Counting = Literal["outputs", "layers run", "by first id"]
 Feature = Literal[
     "mla", "mla without yarn", "yarn", "fc_norm", "norm_output", "norm_output alone", "norm_before_fc",
