@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
 
+Kind = tuple[str, str, int | None]  # attention, eagle version, draft vocabulary
+HeadOf = Callable[[Kind], Eagle3Head]
 HEAD_KINDS = [
     pytest.param((attention, eagle, vocab), id=f"{attention}-eagle{eagle}-vocab{vocab or 'full'}")
     for attention in ("mha", "mla")
@@ -42,13 +46,11 @@ def target(target_dir: Path) -> KimiModel:
 
 
 @pytest.fixture(scope="session")
-def head_of(
-    tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: KimiModel
-) -> Callable[[tuple[str, str, int | None]], Eagle3Head]:
-    """Loads a random head of a kind (attention, eagle version, draft vocabulary)."""
-    heads: dict[tuple[str, str, int | None], Eagle3Head] = {}
+def head_of(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: KimiModel) -> HeadOf:
+    """Loads a random head of a kind."""
+    heads: dict[Kind, Eagle3Head] = {}
 
-    def head(kind: tuple[str, str, int | None]) -> Eagle3Head:
+    def head(kind: Kind) -> Eagle3Head:
         if kind not in heads:
             attention, eagle, vocab = kind
             directory = tmp_path_factory.mktemp("head")
@@ -100,3 +102,9 @@ def expected(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, 
 
 def token_ids(completions: dict[str, Output]) -> dict[str, list[int]]:
     return {name: completion.token_ids for name, completion in completions.items()}
+
+
+@pytest.fixture
+def client(server: Any) -> openai.OpenAI:
+    """Of the module's `server`."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)

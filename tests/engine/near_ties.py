@@ -11,7 +11,7 @@ times that, both in the runs and in the computations without a drafter.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -31,16 +31,8 @@ if TYPE_CHECKING:
 SAFETY = 2.0
 # (rows, tokens per call, place of the judged position in its call)
 SHAPES = (
-    (1, 1, 0),
-    (1, 2, 0),
-    (1, 3, 2),
-    (1, 4, 0),
-    (1, 4, 1),
-    (1, 4, 3),
-    (4, 1, 0),
-    (4, 4, 2),
-    (16, 1, 0),
-    (16, 4, 3),
+    *((1, 1, 0), (1, 2, 0), (1, 3, 2), (1, 4, 0), (1, 4, 1), (1, 4, 3)),
+    *((4, 1, 0), (4, 4, 2), (16, 1, 0), (16, 4, 3)),
 )
 # (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in the same pass)
 PREFILLS = ((1, 1), (2, 1), (1, 4), (1, 16))
@@ -94,11 +86,9 @@ def rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
     logits = torch.cat([clean_logits(target, prompt, emitted, prefill, SHAPES) for prefill in PREFILLS])
-    pair = logits[:, [divergence.token, divergence.other_token]]
-    margins = pair[:, 0] - pair[:, 1]
-    behind = logits.max(-1).values - pair.min(-1).values
-    change = max(float(margins.max() - margins.min()), spacing(float(pair.abs().max()), target.dtype))
-    return Rounding(change, float(behind.max()))
+    found = _rounding_in(logits, divergence)
+    largest = float(logits[:, [divergence.token, divergence.other_token]].abs().max())
+    return replace(found, change=max(found.change, spacing(largest, target.dtype)))
 
 
 def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence) -> Rounding:
@@ -114,7 +104,11 @@ def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Output, d
 
     context = torch.tensor([prompt + plain.token_ids[: divergence.index]])
     with torch.inference_mode(), patch.object(nvfp4, "fake_quantize_activation", noisy):
-        logits = torch.stack([target(context).logits[0, -1] for _ in range(DRAWS)])
+        return _rounding_in(torch.stack([target(context).logits[0, -1] for _ in range(DRAWS)]), divergence)
+
+
+def _rounding_in(logits: Tensor, divergence: Divergence) -> Rounding:
+    """Of computations [N, V] of one context."""
     pair = logits[:, [divergence.token, divergence.other_token]]
     margins = pair[:, 0] - pair[:, 1]
     behind = logits.max(-1).values - pair.min(-1).values

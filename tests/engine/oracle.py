@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter, Verified
+from trtspec.engine.engine import Engine
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import TextPiece
@@ -65,6 +66,14 @@ class OracleDrafter:
                 token = right[column] if good else self.random.randrange(256)
                 batch.block[row, column + 1] = torch.tensor(token)
         return counts
+
+
+def with_oracle(engine: Engine, answers: dict[str, list[int]], hit: float = 0.75) -> OracleDrafter:
+    """Puts an oracle around the engine's drafter."""
+    assert isinstance(engine.drafter, Eagle3Drafter)
+    oracle = OracleDrafter(engine.drafter, answers, hit)
+    engine.drafter = oracle
+    return oracle
 
 
 @torch.inference_mode()

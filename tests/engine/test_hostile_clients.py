@@ -8,19 +8,19 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.engine.test_server import Running, launch
+from tests.engine.conftest import HeadOf
+from tests.engine.test_server import Running, launch, wait_until_idle
 from tests.tiny import make_head
 from trtspec.engine.boundary import body_limit
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output, Sequence
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
 MAX_SEQ_LEN = 256
@@ -193,16 +193,6 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def wait_until_idle(server: Running, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        text = httpx.get(f"{server.url}/prometheus/metrics").text
-        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
-            return
-        time.sleep(0.05)
-    raise AssertionError("requests are still running")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_are_gone_are_forgotten(server: Running, stream: bool) -> None:
     for _ in range(8):
@@ -261,7 +251,7 @@ def test_a_dead_engine_ends_the_process(target_dir: Path) -> None:
 
 def test_an_exception_belongs_to_one_request(
     target: KimiModel,
-    head_of: Callable[[tuple[str, str, int | None]], Eagle3Head],
+    head_of: HeadOf,
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.engine.conftest import HEAD_KINDS, greedy_by_definition, token_ids
-from tests.engine.oracle import OracleDrafter, drafts_from_scratch
+from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, greedy_by_definition, token_ids
+from tests.engine.oracle import drafts_from_scratch, with_oracle
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
-
-HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
@@ -28,7 +22,7 @@ def test_plain_engine_computes_the_definition(
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_every_head_kind(
-    kind: tuple[str, str, int | None],
+    kind: Kind,
     rows: int,
     target: KimiModel,
     head_of: HeadOf,
@@ -56,8 +50,7 @@ def test_every_acceptance_pattern(
         head_of(("mla", "3", None)),
         EngineOptions(draft_len=draft_len, max_batch_size=rows, max_seq_len=128, prefill_tokens=16),
     )
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, expected)
+    with_oracle(engine, expected)
     assert token_ids(engine.generate(requests)) == expected
     assert all(count > 0 for count in engine.totals.histogram), "some acceptance count never happened"
 
@@ -74,7 +67,7 @@ def test_batch_of_64(
 
 @pytest.mark.parametrize("kind", [("mha", "3", 100), ("mla", "3", None), ("mla", "3.1", None), ("mha", "3.1", None)])
 def test_drafts_are_those_of_a_head_without_cache(
-    kind: tuple[str, str, int | None],
+    kind: Kind,
     target: KimiModel,
     head_of: HeadOf,
     requests: list[GenerationRequest],
@@ -83,9 +76,7 @@ def test_drafts_are_those_of_a_head_without_cache(
     """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
     head = head_of(kind)
     engine = Engine(target, head, EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    oracle = OracleDrafter(engine.drafter, expected)
-    engine.drafter = oracle
+    oracle = with_oracle(engine, expected)
     engine.generate(requests)
     texts = {request.id: request.prompt_ids + expected[request.id] for request in requests}
     checked = oracle.proposals[:: max(1, len(oracle.proposals) // 40)]
@@ -106,8 +97,7 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
     )
     expected = greedy_by_definition(target, request.model_copy(update={"max_tokens": 24}))
     if drafting:
-        assert isinstance(engine.drafter, Eagle3Drafter)
-        engine.drafter = OracleDrafter(engine.drafter, {"end": expected}, hit=0.9)
+        with_oracle(engine, {"end": expected}, hit=0.9)
     completion = engine.generate([request])["end"]
     assert completion.finish_reason == "length"
     assert completion.token_ids == expected
@@ -119,8 +109,7 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
     end = free[4]
     cut = free[: free.index(end) + 1]
     engine = Engine(target, head_of(("mha", "3", None)), EngineOptions(draft_len=6, max_batch_size=1))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, {"e": free}, hit=1.0)
+    with_oracle(engine, {"e": free}, hit=1.0)
     completion = engine.generate([GenerationRequest("e", list(range(9)), 12, stop_token_ids=[end])])["e"]
     assert completion.token_ids == cut
     assert completion.finish_reason == "stop"
@@ -145,8 +134,7 @@ def test_stop_strings(drafting: bool, target: KimiModel, head_of: HeadOf, tokeni
         tokenizer=tokenizer,
     )
     if drafting:
-        assert isinstance(engine.drafter, Eagle3Drafter)
-        engine.drafter = OracleDrafter(engine.drafter, {request.id: free for request in requests}, hit=0.8)
+        with_oracle(engine, {request.id: free for request in requests}, hit=0.8)
     done = engine.generate(requests)
     for request, word in zip(requests, words, strict=True):
         completion = done[request.id]
@@ -184,8 +172,7 @@ def test_statistics_add_up(
     target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
     engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, expected)
+    with_oracle(engine, expected)
     for completion in engine.generate(requests).values():
         stats = completion.stats
         assert sum(stats.histogram) == stats.steps

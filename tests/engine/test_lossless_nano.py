@@ -92,15 +92,8 @@ def held_out(count: int) -> list[GenerationRequest]:
 def generate(
     target: KimiModel, head: Eagle3Head | None, requests: list[GenerationRequest], rows: int
 ) -> tuple[dict[str, Output], Engine]:
-    engine = Engine(
-        target,
-        head,
-        EngineOptions(
-            max_batch_size=rows,
-            max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8,
-            record_gaps=True,
-        ),
-    )
+    length = PROMPT_TOKENS + NEW_TOKENS + 8
+    engine = Engine(target, head, EngineOptions(max_batch_size=rows, max_seq_len=length, record_gaps=True))
     return engine.generate(requests), engine
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,36 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.conftest import HeadOf
 from tests.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
-from tests.engine.oracle import OracleDrafter
+from tests.engine.oracle import with_oracle
 from trtspec.data_files import kimi_nano_dir
 from trtspec.engine.batch import Chunk
-from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target
-
-HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
-
-
-@pytest.fixture(scope="module")
-def half(target_dir: Path) -> KimiModel:
-    return load_target(target_dir, dtype=torch.bfloat16)
-
-
-@pytest.mark.slow
-def test_bf16_divergences_are_near_ties(half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]) -> None:
-    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:8]]
-    plain = Engine(half, options=EngineOptions(max_batch_size=1, record_gaps=True)).generate(wanted)
-    engine = Engine(
-        half,
-        copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16),
-        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
-    )
-    assert all(rounding.explains(divergence) for divergence, rounding in judged(half, wanted, plain, engine))
 
 
 def judged(
@@ -118,33 +97,22 @@ class WrongDraftAccepted(Engine):
         return tokens, accepted
 
 
-@pytest.mark.parametrize("mutant", [OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted])
+@pytest.mark.parametrize(
+    ("mutant", "dtype"),
+    [
+        *((mutant, torch.float32) for mutant in (OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted)),
+        *(pytest.param(m, torch.bfloat16, marks=pytest.mark.slow) for m in (RopeOffByOne, WrongDraftAccepted)),
+    ],
+)
 def test_a_slightly_wrong_engine_is_judged_real(
-    mutant: type[Engine], target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
-) -> None:
-    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:12]]
-    plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
-    engine = mutant(
-        target,
-        head_of(("mha", "3", None)),
-        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
-    )
-    found = judged(target, wanted, plain, engine)
-    assert found, "the mutation changed nothing"
-    assert not any(rounding.explains(divergence) for divergence, rounding in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", [RopeOffByOne, WrongDraftAccepted])
-def test_a_wrong_engine_is_found_in_bfloat16_too(
-    mutant: type[Engine], half: KimiModel, head_of: HeadOf, requests: list[GenerationRequest]
+    mutant: type[Engine], dtype: torch.dtype, target_dir: Path, head_of: HeadOf, requests: list[GenerationRequest]
 ) -> None:
     """One spacing of bfloat16 is let pass, which is far less than these do."""
+    target, head = load_target(target_dir, dtype=dtype), copy.deepcopy(head_of(("mha", "3", None))).to(dtype)
     wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:12]]
-    plain = Engine(half, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
-    head = copy.deepcopy(head_of(("mha", "3", None))).to(torch.bfloat16)
-    engine = mutant(half, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True))
-    found = judged(half, wanted, plain, engine)
+    plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
+    engine = mutant(target, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True))
+    found = judged(target, wanted, plain, engine)
     assert found, "the mutation changed nothing"
     assert not any(rounding.explains(divergence) for divergence, rounding in found), found
 
@@ -188,8 +156,7 @@ def test_gaps_are_those_of_the_emitted_tokens(
         head_of(("mla", "3", None)),
         EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
     )
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, expected)
+    with_oracle(engine, expected)
     for name, completion in engine.generate(requests).items():
         assert len(completion.gaps) == len(completion.token_ids)
         assert completion.gaps == pytest.approx(plain[name].gaps, abs=1e-4)
@@ -201,8 +168,7 @@ def test_logprobs_are_the_models(
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
     wanted = [request.model_copy(update={"logprobs": 3}) for request in requests[:6]]
     engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, expected)
+    with_oracle(engine, expected)
     for request in wanted:
         completion = engine.generate([request])[request.id]
         with torch.inference_mode():

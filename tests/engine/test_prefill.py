@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.conftest import token_ids
-from tests.engine.test_lossless import HeadOf
+from tests.engine.conftest import HeadOf, Kind, token_ids
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
@@ -33,9 +32,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("kind", [("mha", "3", None), ("mla", "3.1", None)], ids=str)
-def test_pieces_of_several_texts_give_what_each_gives_alone(
-    kind: tuple[str, str, int | None], target: KimiModel, head_of: HeadOf
-) -> None:
+def test_pieces_of_several_texts_give_what_each_gives_alone(kind: Kind, target: KimiModel, head_of: HeadOf) -> None:
     head, layers = head_of(kind), target.spec.default_aux_layers  # the heads are shared: not made in inference mode
     with torch.inference_mode():
         check_pieces(target, head, layers)

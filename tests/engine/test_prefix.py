@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,17 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.oracle import OracleDrafter, drafts_from_scratch
-from trtspec.engine.drafters import Eagle3Drafter
+from tests.engine.conftest import HeadOf, Kind
+from tests.engine.oracle import drafts_from_scratch, with_oracle
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import LatentCache
 
-HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 REUSE = EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16, prefix_bytes=PREFIX_BYTES, block_tokens=4)
 MLA, MHA = ("mla", "3.1", None), ("mha", "3", 100)
 TARGET_WORDS, HEAD_WORDS = 3, 1  # bytes per token of the caches of the next test
@@ -94,16 +91,13 @@ def serial(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, li
 
 
 @pytest.mark.parametrize("kind", [MHA, MLA])
-def test_lossless_with_chunks_cancels_and_eviction(
-    kind: tuple[str, str, int | None], target: KimiModel, head_of: HeadOf
-) -> None:
+def test_lossless_with_chunks_cancels_and_eviction(kind: Kind, target: KimiModel, head_of: HeadOf) -> None:
     """A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a part of it all."""
     left = conversations(8, 4)
     expected = serial(target, [request for one in left for request in one])
     token_bytes = target.new_cache(1, 1).token_bytes + head_of(kind).new_cache(1, 1).token_bytes
     engine = Engine(target, head_of(kind), replace(REUSE, prefix_bytes=40 * 4 * token_bytes))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    engine.drafter = OracleDrafter(engine.drafter, expected)
+    with_oracle(engine, expected)
     numbers, got, cached, cancelled = random.Random(3), dict.fromkeys(expected, ()), 0, set()
     waiting = {str(which): one for which, one in enumerate(left)}
     for one in waiting.values():
@@ -131,13 +125,12 @@ def test_lossless_with_chunks_cancels_and_eviction(
 
 
 @pytest.mark.parametrize("kind", [MLA, MHA])
-def test_drafts_behind_a_reused_prefix(kind: tuple[str, str, int | None], target: KimiModel, head_of: HeadOf) -> None:
+def test_drafts_behind_a_reused_prefix(kind: Kind, target: KimiModel, head_of: HeadOf) -> None:
     """They are those of a head that computed the whole text."""
     requests = [request for turn in zip(*conversations(4, 4), strict=True) for request in turn]
     expected = serial(target, requests)
     engine = Engine(target, head_of(kind), replace(REUSE, max_batch_size=2))
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    oracle = engine.drafter = OracleDrafter(engine.drafter, expected)  # type: ignore[assignment]
+    oracle = with_oracle(engine, expected)
     done = engine.generate(requests)
     texts = {request.id: request.prompt_ids + expected[request.id] for request in requests}
     warm = [proposal for proposal in oracle.proposals if done[proposal.id].cached_tokens][::2]

@@ -83,17 +83,9 @@ def test_what_would_be_ignored_is_refused_by_name(preparation: Preparation, fiel
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-SENT_BACK = {  # an answer as openai's client gives it, sent back with the next question
-    "role": "assistant",
-    "content": "hi",
-    "refusal": None,
-    "annotations": [],
-    "audio": None,
-    "function_call": None,
-    "tool_calls": None,
-    "reasoning_content": "hm",
-    "name": None,
-}
+# an answer as openai's client gives it, sent back with the next question
+UNSAID = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name"))
+SENT_BACK = {"role": "assistant", "content": "hi", "annotations": [], "reasoning_content": "hm", **UNSAID}
 
 
 @pytest.mark.parametrize(

@@ -59,23 +59,6 @@ def test_a_burst_finds_a_bounded_queue(
     asyncio.run(burst())
 
 
-def test_what_was_refused_holds_nothing(target: KimiModel, tokenizer: KimiTokenizer) -> None:
-    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64), tokenizer=tokenizer)
-    app = create_app(engine, tokenizer, "tiny-kimi", max_queue=1)
-
-    async def ask() -> None:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
-        ):
-            for _ in range(3):  # the context is too short: refused in its preparation
-                answer = await client.post("/v1/completions", json={"prompt": "x" * 99, "n": 2})
-                assert answer.status_code == 400, answer.text
-            assert not app.state.worker.reserved
-
-    asyncio.run(ask())
-
-
 def test_the_role_comes_with_the_first_token(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,10 +114,14 @@ def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiToken
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
         ):
             echoed = {"prompt": [[1] * 4095] * 24, "logprobs": 20, **echo}
-            return [
+            too_long = await client.post("/v1/completions", json={"prompt": "x" * 8200, "n": 2})
+            assert too_long.status_code == 400, too_long.text
+            answers = [
                 await client.post("/v1/chat/completions", json={**common, "n": 16}),
                 await client.post("/v1/completions", json=echoed),
             ]
+            assert not app.state.worker.reserved, "what was refused holds nothing"
+            return answers
 
     for answer in asyncio.run(ask()):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"

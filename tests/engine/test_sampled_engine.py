@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.engine.conftest import HeadOf, Kind
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 
-HeadOf = Callable[[tuple[str, str, int | None]], Eagle3Head]
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 VOCAB = 5
 RUNS = 800
@@ -82,22 +81,6 @@ def plain_outcomes(small: KimiModel) -> Counter:
     return outcomes(small, None, seed=1)
 
 
-@torch.inference_mode()
-def exact(small: KimiModel, penalty: float = 0.0, bias: float = 0.0) -> dict[tuple[int, ...], float]:
-    """Probability of each outcome by the chain rule, from the model alone; a presence penalty, a bias on token 2."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for tokens, probability in found.items():
-            logits = small(torch.tensor([[*PROMPT, *tokens]]), last_only=True).logits[0, -1]
-            logits[2] += bias
-            logits[list(set(tokens))] -= penalty
-            for token, conditional in enumerate((logits / 1.2).softmax(-1).tolist()):
-                longer[(*tokens, token)] = probability * conditional
-        found = longer
-    return found
-
-
 def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outcomes: Counter) -> None:
     assert fits(plain_outcomes, exact(small))
 
@@ -112,7 +95,7 @@ def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outco
 )
 def test_speculation_keeps_the_distribution(
     draft_sampling: str,
-    kind: tuple[str, str, int | None],
+    kind: Kind,
     draft_ids: list[int] | None,
     small: KimiModel,
     head_of: HeadOf,
@@ -125,16 +108,6 @@ def test_speculation_keeps_the_distribution(
     assert chi2_contingency(table).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("draft_sampling", [pytest.param("argmax", marks=pytest.mark.slow), "probabilistic"])
-def test_penalties_and_biases_hold_in_the_distribution(draft_sampling: str, small: KimiModel, head_of: HeadOf) -> None:
-    constraints: dict[str, Any] = {"presence_penalty": 1.1, "logit_bias": {2: 0.8}}
-    head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
-    expected = exact(small, 1.1, 0.8)
-    assert fits(outcomes(small, None, 5, **constraints), expected)
-    counts = outcomes(small, head, 6, draft_sampling, **constraints)
-    assert fits(counts, expected) and not fits(counts, exact(small))
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.5},
     "top_k": {"top_k": 3},
@@ -143,20 +116,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "repetition": {"repetition_penalty": 3.0},
     "logit_bias": {"logit_bias": {2: 0.8, 4: -1.0}},
-    "all": {
-        "temperature": 0.9,
-        "top_k": 4,
-        "top_p": 0.9,
-        "frequency_penalty": 0.4,
-        "presence_penalty": 0.3,
-        "repetition_penalty": 1.5,
-        "logit_bias": {2: 0.8},
-    },
-}
+    "all": {"temperature": 0.9, "top_k": 4, "top_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.3,
+            "repetition_penalty": 1.5, "logit_bias": {2: 0.8}},
+}  # fmt: skip
 
 
 @torch.inference_mode()
-def exact_by_transformers(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
+def exact(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
     """Probability of each outcome by the chain rule with transformers' processors, in the documented order: bans,
     biases, penalties, temperature, top_k, top_p. OpenAI's two penalties by their formula."""
     constraints = GenerationRequest("", PROMPT, 3, **{"temperature": 1.2, **fields})
@@ -192,17 +158,18 @@ def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
     return [TemperatureLogitsWarper(asked.temperature), *top_k, TopPLogitsWarper(asked.top_p)]
 
 
-@pytest.mark.parametrize("draft_sampling", ["argmax", pytest.param("probabilistic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
 @pytest.mark.parametrize("option", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all")) for name in OPTIONS])
 def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
-    """With drafts, against probabilities of transformers' own processors; without the option they would differ."""
+    """With and without drafts, against probabilities of transformers' own processors; without the option they would
+    differ."""
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     counts = outcomes(small, head, 7, draft_sampling, **OPTIONS[option])
-    expected = exact_by_transformers(small, **OPTIONS[option])
-    assert fits(counts, expected)
-    assert not fits(counts, exact_by_transformers(small))
+    expected = exact(small, **OPTIONS[option])
+    assert fits(counts, expected) and fits(outcomes(small, None, 5, **OPTIONS[option]), expected)
+    assert not fits(counts, exact(small))
     assert all(expected[outcome] > 0 for outcome in counts)
 
 

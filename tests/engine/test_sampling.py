@@ -42,14 +42,6 @@ def test_rows_have_their_own_parameters() -> None:
     assert torch.equal(together[2].max(-1).values, torch.ones(2))
 
 
-def test_off_means_softmax() -> None:
-    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
-    ones = torch.ones(2)
-    off = probabilities(logits, ones, ones, torch.zeros(2, dtype=torch.int64))
-    torch.testing.assert_close(off, logits.softmax(-1))
-    torch.testing.assert_close(probabilities(logits, ones), logits.softmax(-1))
-
-
 def test_draw_follows_the_distribution_and_never_takes_zero() -> None:
     probs = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.15, 0.05, 0.0])
     uniform = torch.rand(20000, generator=torch.Generator().manual_seed(2))

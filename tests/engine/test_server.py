@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def launch(target: Path, head: str, *options: str) -> Running:
     raise AssertionError(f"the server ended with status {process.wait()}")
 
 
+def wait_until_idle(server: Running, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server.url}/prometheus/metrics").text
+        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
+            return
+        time.sleep(0.05)
+    raise AssertionError("requests are still running")
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
     head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
@@ -57,12 +68,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterat
     assert running.process.wait(30) == 0
 
 
-@pytest.fixture
-def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 HELLO = [{"role": "user", "content": "hello"}]
+NO_TYPE = {"schema": {"type": "no"}}
 
 
 def test_completion(client: openai.OpenAI) -> None:
@@ -155,6 +162,17 @@ def test_several_choices(client: openai.OpenAI) -> None:
         ({"prompt": ""}, "prompt"),
         ({"prompt": "x" * 300}, "prompt"),
         ({"prompt": "x", "best_of": True}, "best_of"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": NO_TYPE}}, "response_format"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"prompt": "x", "response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"prompt": "x", "frequency_penalty": 3}, "frequency_penalty"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "suffix": "x"}, "suffix"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "min_tokens": 3, "stop": "x"}, "min_tokens"),
         ({"prompt": "x", "guided_regex": "a"}, "guided_regex"),
         ({}, "prompt"),
     ],
@@ -176,10 +194,8 @@ def test_errors_through_the_client(client: openai.OpenAI, server: Running) -> No
     with pytest.raises(openai.BadRequestError, match="image_url|text"):
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         client.chat.completions.create(model="tiny-kimi", messages=[{"role": "user", "content": [image]}])
-    assert (
-        httpx.post(f"{server.url}/v1/completions", content=b"{").json()["error"]["message"]
-        == "the body is not valid JSON"
-    )
+    broken = httpx.post(f"{server.url}/v1/completions", content=b"{").json()
+    assert broken["error"]["message"] == "the body is not valid JSON"
     assert httpx.get(f"{server.url}/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
@@ -201,36 +217,17 @@ def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
         next(stream.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={**body, "stream": False}, timeout=0.2)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        text = httpx.get(f"{server.url}/prometheus/metrics").text
-        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
-            break
-        time.sleep(0.05)
-    else:
-        raise AssertionError("the requests are still running")
+    wait_until_idle(server)
 
 
 def test_concurrent_requests_share_the_batch(client: openai.OpenAI) -> None:
     def ask(number: int) -> str:
-        return (
-            client.completions.create(model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0)
-            .choices[0]
-            .text
-        )
+        answer = client.completions.create(model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0)
+        return answer.choices[0].text
 
     alone = [ask(number) for number in range(8)]
-    together = [""] * 8
-
-    def worker(number: int) -> None:
-        together[number] = ask(number)
-
-    threads = [threading.Thread(target=worker, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
 
 
 def test_prompt_tokens_are_those_of_the_template(client: openai.OpenAI, tokenizer: KimiTokenizer) -> None:
