@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import make_target, write_json, write_shards
+from tests.tiny_formats import FP8_CONFIG
 
 KINDS = {
     "bf16 nested": {"format": "bf16", "nested": True, "vision": True},
@@ -353,7 +354,7 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
     """Words of quantization_config and hf_quant_config.json."""
     block = draft.config.get("quantization_config") or draft.text.get("quantization_config")
     if not block:
-        yield Fault("format", "quantization_config", lambda d: d.text.update(quantization_config=FP8))
+        yield Fault("format", "quantization_config", lambda d: d.text.update(quantization_config=FP8_CONFIG))
         return
     holder = "text" if "quantization_config" in draft.text else "config"
     yield Fault("format", "quantization_config", lambda d: _unquantized(getattr(d, holder), d))
@@ -376,9 +377,6 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
         yield Fault("scheme", "config_groups", more)
         spoil = lambda d: _group(d).update(input_activations={"num_bits": 8, "type": "int"})  # noqa: E731
         yield Fault("scheme", "input_activations", spoil)
-
-
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def _drop(mapping: dict[str, Any], key: str) -> None:
@@ -428,9 +426,10 @@ def file_faults(draft: Draft) -> Iterator[Fault]:
         ):
             yield after("header", f"{shard}: {name}", lambda d, s=shard, r=raw: _raw_header(d / s, r))
     first = next(iter(draft.tensors))
-    yield after("index", "a tensor too many", lambda d: _edit_index(d, lambda m: m.update({"ghost.weight": _any(m)})))
+    yield after("index", "a tensor too many", lambda d: _edit_index(d, lambda m: m.update({"ghost.weight": m[first]})))
     yield after("index", "a tensor too few", lambda d: _edit_index(d, lambda m: m.pop(first)))
-    yield after("index", "another shard", lambda d: _edit_index(d, lambda m: m.update({first: _other(m, first)})))
+    elsewhere = lambda m: next(shard for shard in m.values() if shard != m[first])  # noqa: E731
+    yield after("index", "another shard", lambda d: _edit_index(d, lambda m: m.update({first: elsewhere(m)})))
     yield after("index", "outside", lambda d: _edit_index(d, lambda m: m.update({first: "../x.safetensors"})))
     yield after("index", "a file too many", lambda d: _edit_index(d, lambda m: m.update({"x": "model-3.safetensors"})))
     yield after("index", "empty", lambda d: _index(d).write_text('{"weight_map": {}}') and None)
@@ -478,14 +477,13 @@ def header_changes() -> dict[str, Callable[[dict[str, Any]], Any]]:
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + length])
+    header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
     if change(header) == "doubled":
         name = next(name for name in header if name != "__metadata__")
         text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
     else:
         text = json.dumps(header)
-    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + raw[8 + length :])
+    _raw_header(path, text.encode())
 
 
 def _raw_header(path: Path, header: bytes) -> None:
@@ -514,14 +512,6 @@ def _edit_index(directory: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     index = json.loads(_index(directory).read_text())
     change(index["weight_map"])
     _index(directory).write_text(json.dumps(index))
-
-
-def _any(weight_map: dict[str, str]) -> str:
-    return next(iter(weight_map.values()))
-
-
-def _other(weight_map: dict[str, str], name: str) -> str:
-    return next(shard for shard in weight_map.values() if shard != weight_map[name])
 
 
 def _twice(directory: Path) -> None:

@@ -15,9 +15,7 @@ from tests.tiny_formats import hf_quant_config
 from trtspec.checkpoint.describe import describe
 from trtspec.checkpoint.hub import catalogue, resolve
 from trtspec.checkpoint.target_problems import require_target
-from trtspec.data_files import kimi_nano_dir, load_yaml
-from trtspec.quant.policy import load_policy
-from trtspec.quant.run import quantize_checkpoint
+from trtspec.data_files import kimi_nano_dir
 
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
@@ -25,7 +23,6 @@ SIZES = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "vocab_size", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-POLICIES = load_yaml("policies.yaml")["policies"]
 
 
 def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
@@ -87,20 +84,6 @@ def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
     path = publish(name, tmp_path / "it", shards, vision=shards == 3)
     assert not above_info(path)
     require_target(path)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
-def test_our_own(tmp_path: Path, policy: str, format: str) -> None:
-    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
-    assert not above_info(tmp_path / "out")
-    assert describe(resolve(str(tmp_path / "out")), hashes=True).hashes_verified == 2
-
-
-def test_without_tokenizer_files_only_that_is_said(tmp_path: Path) -> None:
-    found = above_info(make_target(tmp_path, layers=3, tokenizer=False))
-    assert [one.split()[0] for one in found] == ["TS-TARGET-TOKENIZER", "TS-TARGET-TEMPLATE"]
 
 
 def test_the_shipped_model() -> None:

@@ -7,8 +7,10 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny import make_target
+from trtspec.models.weights import load_target
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import"]
 
@@ -30,3 +32,8 @@ def data(tmp_path_factory) -> Path:
         rows.append({"conversation_id": f"c{number}", "category": "ab"[number % 2], "conversations": turns})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def target(target_dir):
+    return load_target(target_dir, dtype=torch.float32)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.heads.convert import foreign_heads
+from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
@@ -24,9 +22,6 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.errors import TrtspecError
 from trtspec.specs import ModelSpec
 
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
-AUX = "eagle_aux_hidden_state_layer_ids"
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,24 +30,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def target_model(path: Path) -> ModelSpec:
     return target_spec(Checkpoint.open(path))
-
-
-def head(
-    directory: Path, target: Path, change: Change | None = None, dialect: str | None = None, **options: Any
-) -> Path:
-    """A tiny head with unit gains (so that no double-norm finding stands in the way), then changed."""
-    make = partial(foreign_heads.write_head, dialect=dialect) if dialect else make_head
-    path = make(directory, target, **options)
-    config = json.loads((path / "config.json").read_text())
-    tensors = load_file(path / "model.safetensors")
-    for name in tensors:
-        if name.endswith("input_layernorm.weight"):
-            tensors[name] = torch.ones_like(tensors[name])
-    if change:
-        change(config, tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-    return path
 
 
 def codes(path: Path) -> list[str]:
@@ -76,7 +53,7 @@ def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target: Path, diale
 def test_spec_says_what_the_maker_made(
     tmp_path: Path, target: Path, attention: str, eagle: str, draft_vocab: int | None
 ) -> None:
-    path = head(tmp_path, target, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
+    path = changed_head(tmp_path, target, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
     spec, problems = read_head(Checkpoint.open(path))
     pruned_mla = attention == "mla" and draft_vocab is not None  # which TensorRT-LLM, whose layout this is, cannot load
     assert [problem.code for problem in problems] == ["TS-HEAD-PRUNED-MLA"] * pruned_mla
@@ -88,38 +65,35 @@ def test_spec_says_what_the_maker_made(
 
 
 def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) -> None:
-    spec, problems = read_head(Checkpoint.open(head(tmp_path, target, drop("draft_vocab_size"), draft_vocab=128)))
+    path = changed_head(tmp_path, target, change=drop("draft_vocab_size"), draft_vocab=128)
+    spec, problems = read_head(Checkpoint.open(path))
     assert spec.draft_vocab_size == 128
     assert [problem.code for problem in problems] == ["TS-HEAD-CONFIG"]
 
 
 def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the nested ids."""
-    config["eagle_config"] = {AUX: [2, 4, 5], "use_aux_hidden_state": True}
+    config["eagle_config"] = {IDS: [2, 4, 5], "use_aux_hidden_state": True}
     config["_torchspec_version"] = "0.1.0"
     tensors["embed_tokens.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
 
 
 def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target: Path) -> None:
-    mla = head(tmp_path / "mla", target, torchspec_for_vllm, attention="mla")
-    mha = head(tmp_path / "mha", target, torchspec_for_vllm, attention="mha")
+    mla = changed_head(tmp_path / "mla", target, change=torchspec_for_vllm, attention="mla")
+    mha = changed_head(tmp_path / "mha", target, change=torchspec_for_vllm, attention="mha")
     assert head_spec(Checkpoint.open(mla)).aux_layers == (1, 3, 4)
     assert head_spec(Checkpoint.open(mha)).aux_layers == (2, 4, 5)  # it adds nothing for a Llama head
 
 
 def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target: Path) -> None:
     """[3, 4, 6] in ModelOpt's place, without its other keys, is SGLang's way of writing outputs 2, 3, 5."""
-    path = head(tmp_path, target, set_key("eagle_config", {AUX: [3, 4, 6]}))
+    path = changed_head(tmp_path, target, change=set_key("eagle_config", {IDS: [3, 4, 6]}))
     assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
     assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "torchspec"}')  # names say otherwise
     assert head_spec(Checkpoint.open(path)).dialect == "sglang"
     assert read_head(Checkpoint.open(path), DIALECTS["modelopt"])[0].aux_layers == (3, 4, 6)
-
-
-def set_key(key: str, value: Any) -> Change:
-    return lambda config, tensors: config.update({key: value})
 
 
 MLA = {"attention": "mla"}
@@ -129,12 +103,7 @@ INJECTED = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddin
 
 
 def ids(*layers: int) -> Change:
-    return lambda config, tensors: config["eagle_config"].update({AUX: list(layers)})
-
-
-def drop(*names: str) -> Change:
-    """Takes keys out of config.json, and tensors out of the file."""
-    return lambda config, tensors: [(config.pop(name, None), tensors.pop(name, None)) for name in names]
+    return lambda config, tensors: config["eagle_config"].update({IDS: list(layers)})
 
 
 def gain(first: float, last: float) -> Change:
@@ -172,7 +141,7 @@ NO_ERROR = {
 def test_each_trap_is_found_and_nothing_else(
     tmp_path: Path, target: Path, code: str, change: Change, options: dict[str, Any]
 ) -> None:
-    problems = read_head(Checkpoint.open(head(tmp_path, target, change, **options)))[1]
+    problems = read_head(Checkpoint.open(changed_head(tmp_path, target, change=change, **options)))[1]
     found = {problem.code for problem in problems}
     assert code in found
     assert found <= {code, "TS-HEAD-EMBED-OWN"}
@@ -192,16 +161,16 @@ def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 def test_what_is_told_alike_or_does_no_harm_is_not_reported(
     tmp_path: Path, target: Path, change: Change, options: dict[str, Any]
 ) -> None:
-    assert codes(head(tmp_path, target, change, **options)) == []
+    assert codes(changed_head(tmp_path, target, change=change, **options)) == []
 
 
 def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target: Path) -> None:
     with pytest.raises(TrtspecError, match="TS-HEAD-D2T-MISSING"):
-        head_spec(Checkpoint.open(head(tmp_path, target, drop("d2t"), draft_vocab=128)))
+        head_spec(Checkpoint.open(changed_head(tmp_path, target, change=drop("d2t"), draft_vocab=128)))
 
 
 def test_our_own_heads_have_no_double_norm(tmp_path: Path, target: Path) -> None:
-    path = head(tmp_path, target, gain(0.8, 1.2))
+    path = changed_head(tmp_path, target, change=gain(0.8, 1.2))
     (path / "provenance.json").write_text('{"command": "train"}')
     assert codes(path) == []
 
@@ -225,7 +194,7 @@ PAIRS: dict[str, dict[str, Any]] = {  # what is wrong with a pair -> the fields 
 
 
 def test_pairs(tmp_path: Path, target: Path) -> None:
-    path = head(tmp_path, target, attention="mla")
+    path = changed_head(tmp_path, target, attention="mla")
     assert pair(path, target) == []
     for code, changes in PAIRS.items():
         assert pair(path, target, **changes) == [f"TS-PAIR-{code}"]
@@ -233,7 +202,7 @@ def test_pairs(tmp_path: Path, target: Path) -> None:
 
 def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path) -> None:
     """A factor or base that is not the target's costs acceptance; published heads differ in beta_fast alone."""
-    spec, model = head_spec(Checkpoint.open(head(tmp_path, target, attention="mla"))), target_model(target)
+    spec, model = head_spec(Checkpoint.open(changed_head(tmp_path, target, attention="mla"))), target_model(target)
 
     def severities(**changes: Any) -> list[str]:
         other = replace(spec, rope=replace(spec.rope, **changes))
@@ -246,7 +215,7 @@ def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path)
 
 
 def test_tensor_parallel_sizes(tmp_path: Path, target: Path) -> None:
-    spec = head_spec(Checkpoint.open(head(tmp_path, target, attention="mla")))
+    spec = head_spec(Checkpoint.open(changed_head(tmp_path, target, attention="mla")))
     assert tensor_parallel_sizes(spec) == [1, 2, 4]
     assert [p.code for p in pair_problems(spec, target_model(target), tp_size=8)] == ["TS-PAIR-TP"]
     assert [p.code for p in pair_problems(spec, target_model(target), head_id="nvidia/Kimi-K2.5-Eagle3",

@@ -12,7 +12,6 @@ import struct
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -139,10 +138,8 @@ class Judge:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    """In memory where there is some: thousands of small files."""
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
-        yield Judge(Path(directory))
+def judge(room: Path) -> Judge:
+    return Judge(room)
 
 
 def test_some_faults_are_found_alone_and_refused(judge: Judge) -> None:

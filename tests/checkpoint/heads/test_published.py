@@ -7,7 +7,6 @@ are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
-from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
+from tests.heads.convert.foreign_heads import IDS, Change, target_embedding, write_head
 from tests.tiny import make_target
 
 Config = dict[str, Any]
-Change = Callable[[Config, dict[str, torch.Tensor]], None]
 MLA, MHA = {"attention": "mla"}, {"attention": "mha"}
 PRUNED = {"draft_vocab": 128}
 

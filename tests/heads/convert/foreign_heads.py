@@ -6,6 +6,7 @@ The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the targ
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_head
 
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 IDS = "eagle_aux_hidden_state_layer_ids"
 DIALECTS = ("modelopt", "vllm", "sglang", "speculators", "torchspec", "specforge", "safeailab")
 MIDLAYER = ("torchspec", "specforge", "safeailab")
@@ -52,6 +54,31 @@ def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> P
     save_file(_tensors(tensors, config, target, dialect), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(_config(config, dialect)))
     return directory
+
+
+def changed_head(
+    directory: Path, target: Path, dialect: str = "", change: Change | None = None, **options: Any
+) -> Path:
+    """A head of write_head, or of make_head where there is no dialect, with unit gains (so that no double-norm finding
+    stands in the way), then changed."""
+    path = write_head(directory, target, dialect, **options) if dialect else make_head(directory, target, **options)
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
+        tensors[name] = torch.ones_like(tensors[name])
+    if change:
+        change(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def set_key(key: str, value: Any) -> Change:
+    return lambda config, tensors: config.update({key: value})
+
+
+def drop(*names: str) -> Change:
+    """Takes keys out of config.json, and tensors out of the file."""
+    return lambda config, tensors: [(config.pop(name, None), tensors.pop(name, None)) for name in names]
 
 
 def _tensors(

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -26,23 +23,10 @@ from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import HeadConversion, Options, convert_head
 from trtspec.models.head_weights import load_head
-from trtspec.models.weights import load_target
 
 TO = {"modelopt": "trtllm"}
 KINDS = list(itertools.product(("mha", "mla"), ("3", "3.1"), (None, 128)))
 HUB = ("modelopt", "vllm")  # every pair with one of these runs by default, all pairs in the slow suite
-
-
-@pytest.fixture(scope="module")
-def room() -> Iterator[Path]:
-    """Memory where there is some: the files are tiny and every one of them is fsynced."""
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
-        yield Path(directory)
-
-
-@pytest.fixture(scope="module")
-def target(target_dir: Path):
-    return load_target(target_dir, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +79,14 @@ def pairs(kind: tuple[Any, ...]) -> list[tuple[str, str]]:
     return list(itertools.permutations(able, 2))
 
 
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-def test_there_and_back_is_the_identity(room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...]) -> None:
+def test_there_and_back_is_the_identity(
+    room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...], rest: bool
+) -> None:
     for one, other in pairs(kind):
-        if one in HUB and (other not in HUB or one == HUB[0]):
-            there_and_back(room, target_dir, sources, one, other, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
-def test_there_and_back_over_all_pairs(room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...]) -> None:
-    for one, other in pairs(kind):
-        if one not in HUB or (other in HUB and one != HUB[0]):
+        by_default = one in HUB and (other not in HUB or one == HUB[0])
+        if by_default != rest:
             there_and_back(room, target_dir, sources, one, other, kind)
 
 

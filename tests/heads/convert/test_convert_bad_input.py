@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -22,17 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import Done, trtspec
-from tests.heads.convert.foreign_heads import IDS, target_embedding, write_head
+from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key, target_embedding, write_head
 from tests.tiny import make_target
 from trtspec import machine
-
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
-
-
-@pytest.fixture(scope="module")
-def room() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
-        yield Path(directory)
 
 
 def codes(done: Done, *, info: bool = False) -> set[str]:
@@ -40,26 +30,8 @@ def codes(done: Done, *, info: bool = False) -> set[str]:
     return {problem["code"] for problem in problems if info or problem["severity"] != "info"}
 
 
-def head(
-    room: Path, name: str, target: Path, dialect: str = "modelopt", change: Change | None = None, **kind: Any
-) -> Path:
-    path = write_head(room / name, target, dialect, **kind)
-    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    for gain in [name for name in tensors if name.endswith("input_layernorm.weight")]:
-        tensors[gain] = torch.ones_like(tensors[gain])
-    if change:
-        change(config, tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
 def nan_embedding(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     tensors["embed_tokens.weight"] = torch.full_like(tensors["embed_tokens.weight"], torch.nan)
-
-
-def null_width(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["target_hidden_size"] = None
 
 
 def other_ids(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -69,10 +41,6 @@ def other_ids(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 def other_vocabulary(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config["vocab_size"] = config["draft_vocab_size"] = 500
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:500].contiguous()
-
-
-def other_end(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["eos_token_id"] = 77
 
 
 def rows_by_offset(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -101,7 +69,7 @@ INSPECTED = [
     ("TS-PAIR-LAYERS-SHIFTED", 3, "modelopt", other_ids, {}),
     ("TS-HEAD-LAYER-IDS", 3, "modelopt", other_ids, {}),
     ("TS-PAIR-VOCAB", 3, "modelopt", other_vocabulary, {}),
-    ("TS-PAIR-EOS", 0, "modelopt", other_end, {}),
+    ("TS-PAIR-EOS", 0, "modelopt", set_key("eos_token_id", 77), {}),
     ("TS-HEAD-LM-HEAD-ROWS", 3, "modelopt", rows_by_offset, {"draft_vocab": 400}),
     ("TS-HEAD-ROPE-MSCALE", 0, "vllm", llama_yarn, {}),
     ("TS-HEAD-ROPE-TORCHSPEC", 0, "torchspec", None, {"attention": "mla"}),
@@ -114,7 +82,7 @@ INSPECTED = [
 def test_inspect_names_it(
     room: Path, target_dir: Path, code: str, status: int, dialect: str, change: Change | None, kind: dict[str, Any]
 ) -> None:
-    path = head(room, f"inspect-{code}", target_dir, dialect, change, **kind)
+    path = changed_head(room / f"inspect-{code}", target_dir, dialect, change, **kind)
     done = trtspec("inspect", path, "--against", target_dir, "--json")
     assert done.status == status
     assert code in codes(done, info=code == "TS-HEAD-ROPE-TORCHSPEC")
@@ -155,14 +123,14 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     """A null width, a leaked quantization block, a mask that is off, a map that only t2d tells, names with `model.`."""
 
     def spoil(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        null_width(config, tensors)
+        config["target_hidden_size"] = None
         leaked_quantization(config, tensors)
         del tensors["d2t"], config["rope_theta"]
         for name in list(tensors):
             tensors[f"model.{name}"] = tensors.pop(name)
 
-    good = head(room, "mend-good", target_dir, "specforge", draft_vocab=128)
-    bad = head(room, "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
+    good = changed_head(room / "mend-good", target_dir, "specforge", draft_vocab=128)
+    bad = changed_head(room / "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
     for name in ("good", "bad"):
         source = {"good": good, "bad": bad}[name]
         assert trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").status == 0
@@ -171,18 +139,17 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     assert codes(trtspec("inspect", room / "mended-bad", "--json")) == set()
 
 
-def two_bases(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["rope_parameters"]["rope_theta"] *= 5
-
-
 def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir: Path) -> None:
     """A tied lm_head although the file has its own, another kind's class, and a base that the user settles."""
 
     def spoil(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        two_bases(config, tensors)
+        config["rope_parameters"]["rope_theta"] *= 5
         config |= {"tie_word_embeddings": True, "architectures": ["Eagle3DeepseekV2ForCausalLM"]}
 
-    path, good = head(room, "words", target_dir, "modelopt", spoil), head(room, "right", target_dir, "modelopt")
+    path, good = (
+        changed_head(room / "words", target_dir, "modelopt", spoil),
+        changed_head(room / "right", target_dir, "modelopt"),
+    )
     assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-CONFIG", "TS-HEAD-ROPE-TWICE"}
     words = ("--to", "vllm", "--rope-theta", "10000")
     for source, output in ((path, "words-out"), (good, "right-out")):
@@ -193,11 +160,7 @@ def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir:
 @pytest.mark.parametrize("dialect", ["modelopt", "vllm", "sglang"])
 def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: Path, dialect: str) -> None:
     """With draft_vocab_size and without lm_head SGLang keeps a random one."""
-
-    def borrow(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["lm_head.weight"]
-
-    path = head(room, f"borrowed-{dialect}", target_dir, dialect, borrow, attention="mla")
+    path = changed_head(room / f"borrowed-{dialect}", target_dir, dialect, drop("lm_head.weight"), attention="mla")
     assert "TS-HEAD-CONFIG" in codes(trtspec("inspect", path, "--json"))
     for to in ("trtllm", "vllm", "sglang"):
         output = room / f"borrowed-{dialect}-{to}"
@@ -207,7 +170,7 @@ def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: 
 
 
 def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> None:
-    trained = head(room, "trained", target_dir, "vllm", trained_embedding)
+    trained = changed_head(room / "trained", target_dir, "vllm", trained_embedding)
     words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")
     assert codes(trtspec(*words, "trtllm", "--json")) == {"TS-CONVERT-EMBED"}
     assert trtspec(*words, "trtllm", "--embed-tokens", "target").status == 0
@@ -219,10 +182,7 @@ def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> No
 
 
 def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> None:
-    def borrows(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["lm_head.weight"]
-
-    bare = head(room, "bare", target_dir, "modelopt", borrows)
+    bare = changed_head(room / "bare", target_dir, "modelopt", drop("lm_head.weight"))
     output = room / "bare-out"
     assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {"TS-CONVERT-LM-HEAD"}
     assert trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).status == 0
@@ -237,9 +197,9 @@ def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir
         def more(config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = name) -> None:
             tensors[name] = torch.ones(64, 1, dtype=torch.bfloat16)
 
-        path = head(room, f"more-{code}", target_dir, "modelopt", more)
+        path = changed_head(room / f"more-{code}", target_dir, "modelopt", more)
         assert code in codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json"))
-    path = head(room, "nan", target_dir, "torchspec", nan_embedding)
+    path = changed_head(room / "nan", target_dir, "torchspec", nan_embedding)
     assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {"TS-HEAD-NOT-FINITE"}
     words = ("convert", path, "-o", room / "cured", "--to", "vllm", "--target", target_dir, "--embed-tokens", "target")
     assert trtspec(*words).status == 0
@@ -247,7 +207,7 @@ def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir
 
 
 def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -> None:
-    plain = head(room, "plain", target_dir, "safeailab", draft_vocab=128)
+    plain = changed_head(room / "plain", target_dir, "safeailab", draft_vocab=128)
     pickled = room / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
@@ -284,18 +244,26 @@ def test_a_dry_run_checks_what_the_run_checks(room: Path, target_dir: Path, monk
         rows.view(-1)[3_000_001] = torch.nan
         tensors["lm_head.weight"] = rows
 
-    path = head(room, "wide", target_dir, "modelopt", wide)
+    path = changed_head(room / "wide", target_dir, "modelopt", wide)
     for words in (("--dry-run",), ()):
         done = trtspec("convert", path, "-o", room / "wide-out", "--to", "vllm", "--json", *words)
         assert (done.status, "TS-HEAD-NOT-FINITE" in done.stdout) == (3, True)
         assert not (room / "wide-out").exists()
     monkeypatch.setattr(machine, "free_disk", lambda _: 10**6)
-    done = trtspec("convert", head(room, "narrow", target_dir), "-o", room / "wide-out", "--to", "vllm", "--dry-run")
+    done = trtspec(
+        "convert",
+        changed_head(room / "narrow", target_dir, "modelopt"),
+        "-o",
+        room / "wide-out",
+        "--to",
+        "vllm",
+        "--dry-run",
+    )
     assert done.status == 1 and "bytes and its disk has 1,000,000 free" in done.stderr
 
 
 def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
-    source = head(room, "forced", target_dir)
+    source = changed_head(room / "forced", target_dir, "modelopt")
     output = room / "forced-out"
     words = ("convert", source, "-o", output, "--to", "vllm")
     assert trtspec(*words).status == 0
@@ -310,7 +278,7 @@ def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
 
 
 def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) -> None:
-    source = head(room, "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128)
+    source = changed_head(room / "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128)
     output = room / "reread-out"
     assert trtspec("convert", source, "-o", output, "--to", "vllm").status == 0
     done = trtspec("inspect", output, "--against", source, "--json")
@@ -365,7 +333,7 @@ def damaged(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 
 def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
     """In the output, in JSON, in provenance.json and in the card."""
-    path = head(room, "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
+    path = changed_head(room / "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
     wanted = {"TS-HEAD-CONFIG", "TS-HEAD-T2D-VALUES"}
     done = trtspec("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
     assert done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
@@ -396,7 +364,7 @@ def test_fp8_heads_are_read_as_bf16_and_said_so(room: Path, target_dir: Path, sc
             tensors[name.replace("weight", scales)] = scale
             wanted[name] = (tensors[name].float() * full).to(torch.bfloat16)
 
-    path, output = head(room, f"fp8-{scales}", target_dir, "vllm", to_fp8), room / f"bf16-{scales}"
+    path, output = changed_head(room / f"fp8-{scales}", target_dir, "vllm", to_fp8), room / f"bf16-{scales}"
     assert "`trtspec convert` decodes FP8" in trtspec("inspect", path).stdout
     done = trtspec("convert", path, "-o", output, "--to", "trtllm", "--json")
     assert done.status == 0 and "FP8" in json.loads(done.stdout)["repairs"][0]["message"]

@@ -152,7 +152,7 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
 
 
 def test_the_same_prompts_from_every_container(tmp_path):
-    """jsonl, JSON array, parquet, a directory, and the datasets library (which reads hub data sets) agree."""
+    """A directory of parquet, and the datasets library (which reads hub data sets), agree with jsonl."""
     from collections import Counter
 
     import pyarrow
@@ -164,23 +164,12 @@ def test_the_same_prompts_from_every_container(tmp_path):
 
     source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
     want = read_prompts(write(tmp_path / "p.jsonl", source))
-    (tmp_path / "p.json").write_text(json.dumps(source))
     folder = tmp_path / "folder"
     folder.mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
-    assert read_prompts(tmp_path / "p.json") == want
-    assert read_prompts(folder / "train.parquet") == want
     assert read_prompts(folder) == want
     assert read_prompts(folder, limit=3) == want[:3]
     assert list(distinct((conversation(row, Counter()) for row in hub_rows(str(folder), None)), set())) == want
-
-
-def test_what_is_no_container_is_refused(tmp_path):
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    for source in (tmp_path / "broken.parquet", tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(UsageError):
-            (tmp_path / "broken.parquet").unlink() if source == tmp_path else None
-            read_prompts(source)
 
 
 @pytest.mark.parametrize(
@@ -336,12 +325,9 @@ def test_shards_divide_the_prompts(tmp_path):
         shard(prompts, "3/3")
 
 
-@pytest.mark.parametrize(
-    "line", ['{"text": "x"}', "{", "[1, 2]", '{"messages": []}', '{"messages": [{"role": "user"}]}']
-)
-def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
+def test_a_line_that_is_no_prompt_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    path.write_text('{"prompt": "fine"}\n{"text": "x"}\n')
     with pytest.raises(TrtspecError, match="TS-(PROMPTS|DATA)-ROW .*:2"):
         read_prompts(path)
 

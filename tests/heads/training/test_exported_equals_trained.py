@@ -9,21 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny import make_target
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import Objective, draft_states
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.run import write_head
 from trtspec.models.head_weights import load_head
-from trtspec.models.weights import load_target
 
 KINDS = [(a, e, d) for a in ("mha", "mla") for e in ("3", "3.1") for d in (None, 100)]
 ROWS, TTT = 24, 4
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return load_target(make_target(tmp_path_factory.mktemp("target"), layers=8), dtype=torch.float32)
 
 
 def scatter(model: nn.Module) -> None:

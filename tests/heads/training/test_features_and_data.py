@@ -13,7 +13,6 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import batches_of_epoch, coverage, draft_vocabulary, read_samples, split_held_out
 from trtspec.heads.training.states import Features, all_dumps, collate, compute_features, dumps_of
-from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
 
@@ -21,11 +20,6 @@ LAYERS = (1, 3, 4)
 @pytest.fixture(scope="module")
 def tokenizer(target_dir):
     return KimiTokenizer(target_dir)
-
-
-@pytest.fixture(scope="module")
-def model(target_dir):
-    return load_target(target_dir, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +62,12 @@ def test_bad_data_is_refused_by_line(tmp_path, tokenizer, text, code):
         read_samples(path, tokenizer, 512)
 
 
-def test_states_equal_one_sequence_at_a_time(model, samples):
+def test_states_equal_one_sequence_at_a_time(target, samples):
     """Padding and batching change nothing: float32, then one bf16 rounding."""
-    features = compute_features(model, samples, LAYERS)
+    features = compute_features(target, samples, LAYERS)
     for index in (0, 7, 39):
         tokens = torch.tensor([samples[index].tokens])
-        output = model(tokens, None, None, aux_layers=LAYERS)
+        output = target(tokens, None, None, aux_layers=LAYERS)
         rows = features.rows(index)
         assert torch.allclose(features.hidden[rows].float(), output.hidden[0], rtol=1e-2, atol=1e-2)
         assert torch.allclose(features.aux[rows].float(), output.aux[0], rtol=1e-2, atol=1e-2)
@@ -90,52 +84,52 @@ def write_dumps(features: Features, directory: Path, cut: dict[int, int] | None 
         torch.save(record | {"conversation_id": sample.id}, directory / f"{sample.id}.pt")
 
 
-def test_dumps_come_back_bit_for_bit(tmp_path, model, samples):
-    features = compute_features(model, samples, LAYERS)
+def test_dumps_come_back_bit_for_bit(tmp_path, target, samples):
+    features = compute_features(target, samples, LAYERS)
     write_dumps(features, tmp_path)
-    again = dumps_of(samples, tmp_path, model.spec, 3)
+    again = dumps_of(samples, tmp_path, target.spec, 3)
     assert again.samples == samples
     assert again.bytes == features.bytes
     for index in range(len(samples)):
         assert all(map(torch.equal, features.states(index), again.states(index)))
     (tmp_path / f"{samples[3].id}.pt").unlink()
     with pytest.raises(TrtspecError, match=f"TS-FEATURES-NONE .* 1 of {len(samples)} .* first {samples[3].id}.pt"):
-        dumps_of(samples, tmp_path, model.spec, 3)
+        dumps_of(samples, tmp_path, target.spec, 3)
 
 
-def test_dumps_of_other_tokens_are_trained_on_as_they_are(tmp_path, model, samples):
+def test_dumps_of_other_tokens_are_trained_on_as_they_are(tmp_path, target, samples):
     """Another template or a cut: the states belong to the dump's own tokens."""
-    features = compute_features(model, samples[:3], LAYERS)
+    features = compute_features(target, samples[:3], LAYERS)
     write_dumps(features, tmp_path, cut={1: 5})
-    found = dumps_of(samples[:3], tmp_path, model.spec, 3)
+    found = dumps_of(samples[:3], tmp_path, target.spec, 3)
     assert [len(sample.tokens) for sample in found.samples] == [len(samples[0].tokens), 5, len(samples[2].tokens)]
     assert found.samples[0] == samples[0]
     assert all(map(torch.equal, found.states(2), features.states(2)))
-    assert {sample.id for sample in all_dumps(tmp_path, model.spec, 3).samples} == {s.id for s in samples[:3]}
+    assert {sample.id for sample in all_dumps(tmp_path, target.spec, 3).samples} == {s.id for s in samples[:3]}
 
 
-def test_dumps_of_another_target_are_refused(tmp_path, model, samples):
-    write_dumps(compute_features(model, samples[:2], (1, 3)), tmp_path)
+def test_dumps_of_another_target_are_refused(tmp_path, target, samples):
+    write_dumps(compute_features(target, samples[:2], (1, 3)), tmp_path)
     with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-        all_dumps(tmp_path, model.spec, 3)
+        all_dumps(tmp_path, target.spec, 3)
     with pytest.raises(TrtspecError, match="beyond the target's vocabulary"):
-        all_dumps(tmp_path, replace(model.spec, vocab_size=100), 2)
+        all_dumps(tmp_path, replace(target.spec, vocab_size=100), 2)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NONE"):
-        all_dumps(tmp_path / "nothing", model.spec, 3)
+        all_dumps(tmp_path / "nothing", target.spec, 3)
 
 
-def test_damaged_dumps_are_found(tmp_path, model, samples):
+def test_damaged_dumps_are_found(tmp_path, target, samples):
     """Sixty bytes flipped, one at a time, and twenty truncations; then NaN that was really written."""
-    features = compute_features(model, samples[:1], LAYERS)
+    features = compute_features(target, samples[:1], LAYERS)
     write_dumps(features, tmp_path)
     path = tmp_path / f"{samples[0].id}.pt"
-    first = [part.clone() for part in all_dumps(tmp_path, model.spec, 3).states(0)]
+    first = [part.clone() for part in all_dumps(tmp_path, target.spec, 3).states(0)]
     whole, found = path.read_bytes(), 0
     places = range(0, len(whole), len(whole) // 60)
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
         try:
-            states = all_dumps(tmp_path, model.spec, 3).states(0)
+            states = all_dumps(tmp_path, target.spec, 3).states(0)
         except TrtspecError:
             found += 1
         else:  # a byte between the tensors
@@ -145,14 +139,14 @@ def test_damaged_dumps_are_found(tmp_path, model, samples):
     for size in range(0, len(whole) - 1, len(whole) // 20):
         path.write_bytes(whole[:size])
         with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-            all_dumps(tmp_path, model.spec, 3).states(0)
+            all_dumps(tmp_path, target.spec, 3).states(0)
     features.aux[2, 5] = float("nan")
     write_dumps(features, tmp_path)
     with pytest.raises(TrtspecError, match="TS-FEATURES-NAN"):
-        all_dumps(tmp_path, model.spec, 3).states(0)
+        all_dumps(tmp_path, target.spec, 3).states(0)
 
 
-def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):
+def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, target):
     import os
 
     class Evil:
@@ -161,7 +155,7 @@ def test_a_pickle_that_runs_code_is_not_a_dump(tmp_path, model):
 
     torch.save({"input_ids": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(TrtspecError, match="TS-FEATURES-DUMP"):
-        all_dumps(tmp_path, model.spec, 3)
+        all_dumps(tmp_path, target.spec, 3)
     assert not (tmp_path / "owned").exists()
 
 
@@ -177,8 +171,8 @@ def test_batches_hold_every_sample_once_and_repeat_with_the_seed():
     assert sorted(sum(epochs[0], [])) == sorted(train)
 
 
-def test_a_batch_pads_right_and_masks_what_does_not_count(model, samples):
-    features = compute_features(model, samples, LAYERS)
+def test_a_batch_pads_right_and_masks_what_does_not_count(target, samples):
+    features = compute_features(target, samples, LAYERS)
     batch = collate(features, [0, 1], answer_only=False)
     for row, index in enumerate((0, 1)):
         count = len(samples[index].tokens)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.command_line import free_port
+from tests.heads.training.test_training import curve
 from tests.tiny import make_target
 from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
@@ -54,50 +55,43 @@ def serving(target_dir: Path, layers: str, dtype: str):
 
 
 @pytest.fixture(scope="module")
-def model(target_dir):
-    return load_target(target_dir, dtype=torch.float32)
+def plan(target_dir, data, target) -> TrainingPlan:
+    return make_plan(target_dir, target.spec, (str(data),), OPTIONS, feature_source("memory"))
 
 
-@pytest.fixture(scope="module")
-def plan(target_dir, data, model) -> TrainingPlan:
-    return make_plan(target_dir, model.spec, (str(data),), OPTIONS, feature_source("memory"))
-
-
-def captured(model, plan: TrainingPlan) -> str:
+def captured(target, plan: TrainingPlan) -> str:
     """The layer outputs that a server must send: the head's, and the last."""
-    return ",".join(map(str, (*plan.spec.aux_layers, model.spec.num_hidden_layers - 1)))
+    return ",".join(map(str, (*plan.spec.aux_layers, target.spec.num_hidden_layers - 1)))
 
 
-def losses(target_dir, model, plan, data, output: Path, **more) -> list[float]:
-    run_training(TrainingRun(target_dir, data.name, output, save_every=1), model, plan, OPTIONS, **more)
-    return [
-        row["loss"] for row in map(json.loads, (output / "training.jsonl").read_text().splitlines()) if "loss" in row
-    ]
+def losses(target_dir, target, plan, data, output: Path, **more) -> list[float]:
+    run_training(TrainingRun(target_dir, data.name, output, save_every=1), target, plan, OPTIONS, **more)
+    return [row["loss"] for row in curve(output) if "loss" in row]
 
 
-def one_by_one(model, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def one_by_one(target, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """States of each sample computed alone, as the server does."""
     layers = plan.spec.aux_layers
-    return {s.id: compute_features(model, [s], layers).states(0) for s in plan.samples}
+    return {s.id: compute_features(target, [s], layers).states(0) for s in plan.samples}
 
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 2**-12), ("bfloat16", 0.03)])
-def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_dir, data, model, plan, dtype, apart):
+def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_dir, data, target, plan, dtype, apart):
     """A server that sends bf16, as vLLM does, has rounded the last state before its norm; nothing else differs."""
-    with serving(target_dir, captured(model, plan), dtype) as (url, _):
+    with serving(target_dir, captured(target, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
         run = TrainingRun(target_dir, "data", tmp_path)
-        with closing(open_states(run, model, served, OPTIONS, World())) as features:
+        with closing(open_states(run, target, served, OPTIONS, World())) as features:
             unequal = 0.0
-            for index, (hidden, aux) in enumerate(one_by_one(model, plan).values()):
+            for index, (hidden, aux) in enumerate(one_by_one(target, plan).values()):
                 got_hidden, got_aux = features.states(index)
                 unequal = max(unequal, float((got_aux != aux).float().mean()))
                 torch.testing.assert_close(got_aux, aux, rtol=2**-7, atol=2**-12)  # a neighbour in bf16
                 torch.testing.assert_close(got_hidden, hidden, rtol=2**-7, atol=apart)
-        ours = losses(target_dir, model, served, data, tmp_path / "served")
-    memory = losses(target_dir, model, plan, data, tmp_path / "memory")
+        ours = losses(target_dir, target, served, data, tmp_path / "served")
+    memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     worst = max(abs(a - b) for a, b in zip(ours, memory, strict=True))
     print(
         f"{dtype}: {unequal:.1e} of a sample's aux states round otherwise, losses of {len(ours)} steps by {worst:.1e}"
@@ -107,10 +101,10 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
-def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_dir, data, model, plan, monkeypatch):
+def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_dir, data, target, plan, monkeypatch):
     monkeypatch.setattr(producers, "PATIENCE", 0.01)
-    layers = captured(model, plan)
-    memory = losses(target_dir, model, plan, data, tmp_path / "memory")
+    layers = captured(target, plan)
+    memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     with serving(target_dir, layers, "float32") as (url, process):
 
         def kill(point) -> None:
@@ -118,35 +112,37 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
                 process.kill()
 
         with pytest.raises(TrtspecError, match=r"TS-FEATURES-SERVER .* in 5 attempts"):
-            losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut", on_step=kill)
+            losses(
+                target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut", on_step=kill
+            )
     with pytest.raises(TrtspecError, match="does not name its model"):
-        losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
+        losses(target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
     with serving(target_dir, layers, "float32") as (url, _):
-        ours = losses(target_dir, model, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
+        ours = losses(target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
     assert max(abs(a - b) for a, b in zip(ours, memory, strict=True)) < 1e-2
 
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
-def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, model, plan):
+def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, target, plan):
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(TrtspecError, match="captured .* wanted"):
-            open_states(run, model, replace(plan, features=feature_source(url)), OPTIONS, World())
+            open_states(run, target, replace(plan, features=feature_source(url)), OPTIONS, World())
 
 
-def fetched(model, plan, change) -> ServedFeatures:
+def fetched(target, plan, change) -> ServedFeatures:
     """Features from a client that changes what it sends, in place of ModelOpt's."""
-    layers = (*plan.spec.aux_layers, model.spec.num_hidden_layers - 1)
+    layers = (*plan.spec.aux_layers, target.spec.num_hidden_layers - 1)
 
     def client():
         def fetch(sample):
-            planes = model(torch.tensor([sample.tokens]), None, None, aux_layers=layers, last_only=True).aux[0]
+            planes = target(torch.tensor([sample.tokens]), None, None, aux_layers=layers, last_only=True).aux[0]
             return change(planes.unflatten(-1, (len(layers), -1)).clone())
 
         return fetch
 
-    return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
+    return ServedFeatures(plan.samples, target.spec, plan.spec.num_aux, target.norm, client)
 
 
 def poisoned(planes: torch.Tensor) -> torch.Tensor:
@@ -174,19 +170,19 @@ def refused(planes: torch.Tensor) -> None:
         (missing, "brings no states .KeyError: 'kv_transfer_params'"),
     ],
 )
-def test_what_a_server_may_send_is_refused_by_name(model, plan, monkeypatch, change, says):
+def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
     monkeypatch.setattr(producers, "PATIENCE", 0.001)
-    with closing(fetched(model, plan, change)) as features, pytest.raises(TrtspecError, match=says):
+    with closing(fetched(target, plan, change)) as features, pytest.raises(TrtspecError, match=says):
         features.states(0)
 
 
-def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, model, plan):
+def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, target, plan):
     """Right shapes all: a layer off by one, another model's weights."""
     sample, layers = plan.samples[0], plan.spec.aux_layers
-    right = compute_features(model, [sample], layers).states(0)[1]
+    right = compute_features(target, [sample], layers).states(0)[1]
     assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
     for shift, nearest in ((-1, 0), (1, 2)):
-        wrong = compute_features(model, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
+        wrong = compute_features(target, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
         with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "):
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command_line import inspected
-from tests.heads.training.test_training import OPTIONS, curve, train_once
+from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.heads.training.options import TrainOptions
@@ -107,15 +107,6 @@ def command(target_dir: Path, data: Path, output: Path) -> list[str]:
     words = ["train", str(target_dir), str(data), "-o", str(output), "--seq-len", "96", "--steps", "400"]
     words += ["--save-every", "3", "--acceptance-prompts", "0", "--precision", "fp32", "--json"]
     return [sys.executable, "-m", "trtspec", *words]
-
-
-def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
-    deadline = time.monotonic() + 180
-    while process.poll() is None and time.monotonic() < deadline:
-        log = output / "training.jsonl"
-        if log.exists() and log.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

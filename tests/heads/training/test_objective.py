@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
-from tests.tiny import make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.heads.training.loop import (
     Gradients,
@@ -33,14 +32,8 @@ from trtspec.heads.training.options import (
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import Sample, read_files, split_data
 from trtspec.heads.training.states import compute_features
-from trtspec.models.weights import load_target
 
 LAYERS = (1, 3, 4)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return load_target(make_target(tmp_path_factory.mktemp("target"), layers=8), dtype=torch.float32)
 
 
 def plain(target_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

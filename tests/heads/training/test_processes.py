@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.heads.training.test_training import after_steps, curve
 from trtspec.errors import UsageError
 from trtspec.heads.training.processes import World, world_from_env
 
@@ -38,10 +38,6 @@ def run(launcher: str, *arguments: str) -> None:
         command(launcher, *arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
-
-
-def curve(path: Path) -> list[dict]:
-    return [json.loads(line) for line in (path / "training.jsonl").read_text().splitlines()]
 
 
 def assert_same_curve(ours: Path, theirs: Path) -> None:
@@ -88,11 +84,7 @@ def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, kil
     output = tmp_path / "head"
     arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0"]
     group = subprocess.Popen(command(killed, *arguments), cwd=ROOT, env=environment())
-    log, deadline = output / "training.jsonl", time.monotonic() + 900
-    while group.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_bytes().count(b"\n") >= 7:
-            break
-        time.sleep(0.01)
+    after_steps(group, output, 7)
     launcher = psutil.Process(group.pid)  # its workers lead sessions of their own
     everybody = [*launcher.children(recursive=True), launcher]
     for process in everybody:

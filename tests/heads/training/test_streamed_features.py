@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.heads.training.test_training import curve
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import train_head
@@ -23,7 +23,6 @@ from trtspec.heads.training.producers import StreamedFeatures, chunks_in_order, 
 from trtspec.heads.training.samples import split_data
 from trtspec.heads.training.states import Features, HeldFeatures, compute_features
 from trtspec.models.stream import LayerStream
-from trtspec.models.weights import load_target
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = TrainOptions(epochs=1, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32")
@@ -41,17 +40,12 @@ def plan(target_dir, data, stream) -> TrainingPlan:
     return make_plan(target_dir, stream.spec, (str(data),), OPTIONS, feature_source("stream"))
 
 
-@pytest.fixture(scope="module")
-def model(target_dir):
-    return load_target(target_dir, dtype=torch.float32)
-
-
-def by_chunks(model, plan: TrainingPlan, chunks: list[list[int]]) -> Features:
+def by_chunks(target, plan: TrainingPlan, chunks: list[list[int]]) -> Features:
     """The in-memory states of the same chunks, each computed as one set of batches."""
     layers = plan.spec.aux_layers
-    whole = HeldFeatures(plan.samples, model.spec.hidden_size, len(layers))
+    whole = HeldFeatures(plan.samples, target.spec.hidden_size, len(layers))
     for chunk in chunks:
-        part = compute_features(model, [plan.samples[index] for index in sorted(chunk)], layers)
+        part = compute_features(target, [plan.samples[index] for index in sorted(chunk)], layers)
         for place, index in enumerate(sorted(chunk)):
             whole.hidden[whole.rows(index)], whole.aux[whole.rows(index)] = part.states(place)
     return whole
@@ -62,18 +56,18 @@ def same(streamed: Features, memory: Features, indices: range | list[int]) -> bo
     return all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in pairs)
 
 
-def test_one_chunk_has_the_bits_of_the_dump_in_memory(tmp_path, stream, plan, model):
+def test_one_chunk_has_the_bits_of_the_dump_in_memory(tmp_path, stream, plan, target):
     streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target")
     assert len(streamed.chunks) == 1
-    assert same(streamed, compute_features(model, plan.samples, plan.spec.aux_layers), range(len(plan.samples)))
+    assert same(streamed, compute_features(target, plan.samples, plan.spec.aux_layers), range(len(plan.samples)))
 
 
 @pytest.mark.slow
-def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, model):
+def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, target):
     streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target", chunk_bytes=SMALL)
     assert len(streamed.chunks) > 3
     assert same(
-        streamed, by_chunks(model, plan, streamed.chunks), sorted(index for c in streamed.chunks for index in c)
+        streamed, by_chunks(target, plan, streamed.chunks), sorted(index for c in streamed.chunks for index in c)
     )
 
 
@@ -89,17 +83,16 @@ def losses(
         if point.step == stop:
             raise KeyboardInterrupt
 
-    run = TrainingRun(Path(), "data", directory, save_every=1)
-    train_head(module, features, options, run, {}, on_step=on_step)
-    return [json.loads(line) for line in run.curve.read_text().splitlines()]
+    train_head(module, features, options, TrainingRun(Path(), "data", directory, save_every=1), {}, on_step=on_step)
+    return curve(directory)
 
 
-def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream, plan, model):
+def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream, plan, target):
     streamed = stream_features(stream, plan, OPTIONS, tmp_path / "s", "target", chunk_bytes=SMALL)
     got = losses(streamed, stream, plan, tmp_path / "stream")
-    online = losses(by_chunks(model, plan, streamed.chunks), stream, plan, tmp_path / "memory")
+    online = losses(by_chunks(target, plan, streamed.chunks), stream, plan, tmp_path / "memory")
     assert got == online and sum("loss" in row for row in got) == plan.steps
-    plain = losses(compute_features(model, plan.samples, plan.spec.aux_layers), stream, plan, tmp_path / "plain")
+    plain = losses(compute_features(target, plan.samples, plan.spec.aux_layers), stream, plan, tmp_path / "plain")
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(got, plain, strict=True) if "loss" in a)
     print(f"other batches of the target, one bf16 rounding apart: losses differ by {apart:.1e} at most")
     assert apart < 1e-2
@@ -170,17 +163,9 @@ def test_the_command_killed_and_resumed(tmp_path, target_dir, data):
     base = [sys.executable, "-m", "trtspec", "train", str(target_dir), str(data), "--config", str(config), "--json"]
     base += ["--save-every", "1"]
 
-    def curve(output: Path) -> list:
-        return [json.loads(line) for line in (output / "training.jsonl").read_text().splitlines()]
-
     for name, way in (("memory", ["memory", "--acceptance-prompts", "0"]), ("whole", ["stream"])):
-        done = subprocess.run(
-            [*base, "-o", str(tmp_path / name), "--features", *way],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
+        line = [*base, "-o", str(tmp_path / name), "--features", *way]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
         assert done.returncode == 0, done.stderr
     assert curve(tmp_path / "whole") == curve(tmp_path / "memory")
     output = tmp_path / "killed"

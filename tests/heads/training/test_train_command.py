@@ -18,14 +18,8 @@ SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "trtspec", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=280,
-    )
+    words = [sys.executable, "-m", "trtspec", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,15 @@ def curve(path: Path) -> list[dict]:
     return [json.loads(line) for line in (path / "training.jsonl").read_text().splitlines()]
 
 
+def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
+    deadline = time.monotonic() + 180
+    while process.poll() is None and time.monotonic() < deadline:
+        log = output / "training.jsonl"
+        if log.exists() and log.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.005)
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("whole") / "head"
@@ -73,11 +82,7 @@ def test_killed_and_run_again_gives_the_same_curve_and_head(tmp_path, whole_run,
     command = [sys.executable, "-c", RUN, str(target_dir), str(data), str(output)]
     root = Path(__file__).parents[3]
     process = subprocess.Popen(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    log, deadline = output / "training.jsonl", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_bytes().count(b"\n") >= 9:
-            break
-        time.sleep(0.005)
+    after_steps(process, output, 9)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (output / ".trtspec").exists()
