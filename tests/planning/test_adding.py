@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-import trtspec
+from tests.package_copy import copy_package, run_copy, touched
 
-PACKAGE = Path(trtspec.__file__).parent
-LARGE = ("kimi-nano", "kimi-nano-eagle3", "__pycache__")  # nothing here reads them
 NVFP4, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
 SMALL = "example/Kimi-K2-Small-NVFP4"
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    found = tmp_path / "trtspec"
-    shutil.copytree(PACKAGE, found, ignore=shutil.ignore_patterns(*LARGE))
-    return found
+    return copy_package(tmp_path)
 
 
 def run(copy: Path, *arguments: str, status: int = 0) -> str:
     """The output of `trtspec` with these arguments, as the copy of the package answers."""
-    environment = os.environ | {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "trtspec", *arguments], capture_output=True, text=True, env=environment, cwd=copy.parent
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def changed(copy: Path) -> list[str]:
-    """Files of the copy that differ from the package, or are new."""
-    files = [path for path in copy.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return sorted(
-        str(path.relative_to(copy))
-        for path in files
-        if not (PACKAGE / path.relative_to(copy)).is_file()
-        or not filecmp.cmp(path, PACKAGE / path.relative_to(copy), shallow=False)
-    )
+    return run_copy(copy, "-m", "trtspec", *arguments, status=status)
 
 
 def add_row(copy: Path) -> None:
@@ -77,7 +52,7 @@ def test_a_gpu_is_two_data_files(copy: Path) -> None:
     assert "--gpu b250" in command
     run(copy, *command.split()[1:], "--output", "engine.yml")
     assert "no errors" in run(copy, "lint", "engine.yml", "--gpu", "b250")
-    assert changed(copy) == ["data/gpus.yaml", "data/kernels/b250.json"]
+    assert touched(copy) == ["data/gpus.yaml", "data/kernels/b250.json"]
 
 
 def test_a_gpu_whose_kernels_nobody_measured_is_planned_by_its_memory(copy: Path) -> None:
@@ -86,7 +61,7 @@ def test_a_gpu_whose_kernels_nobody_measured_is_planned_by_its_memory(copy: Path
     assert "speed is not known" in output and "trtspec build-config" not in output and "memory alone" in output
     report = json.loads(run(copy, "plan", NVFP4, "--gpu", "b250", "--json"))
     assert report["fits"] and report["points"] == [] and report["best"] is None
-    assert changed(copy) == ["data/gpus.yaml"]
+    assert touched(copy) == ["data/gpus.yaml"]
 
 
 @pytest.mark.slow
@@ -111,4 +86,4 @@ def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
     assert "no errors" in run(copy, "lint", "engine.yml", "--target", SMALL)
     assert "32 attention heads" in run(copy, "build-config", SMALL, "--tp-size", "64", "--nodes", "8", status=3)
     assert "131,072" in run(copy, "build-config", SMALL, "--isl", "131000", "--osl", "1000", "--tp-size", "1", status=3)
-    assert changed(copy) == ["data/models.yaml"]
+    assert touched(copy) == ["data/models.yaml"]

@@ -6,20 +6,16 @@ uint8 [N, K/32], biased by 127."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.package_copy import copy_package, run_copy, touched
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
 
-PACKAGE = Path(__file__).parents[2] / "trtspec"
 ROW = """    "mxfp4": Storage(
         "MXFP4 in groups of 32", ("weight_blocks", "weight_scales"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
         method="mxfp4", unquantized=("modules_to_not_convert",),
@@ -43,21 +39,17 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """(the directory of a copy of the package with one format more, the files that this took)."""
-    root = tmp_path_factory.mktemp("copy")
-    large = {"kernels", "kimi-nano", "kimi-nano-eagle3", "__pycache__"}  # megabytes that no conversion needs
-    shutil.copytree(PACKAGE, root / "trtspec", ignore=lambda _, names: large.intersection(names))
-    edit(root / "trtspec/formats.py", '    "nvfp4": Storage(', ROW + '    "nvfp4": Storage(')
-    edit(root / "trtspec/formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
-    edit(root / "trtspec/formats.py", '    method = block.get("quant_method", "")\n',
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with one format more."""
+    copy = copy_package(tmp_path_factory.mktemp("copy"))
+    edit(copy / "formats.py", '    "nvfp4": Storage(', ROW + '    "nvfp4": Storage(')
+    edit(copy / "formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
+    edit(copy / "formats.py", '    method = block.get("quant_method", "")\n',
          '    method = block.get("quant_method", "")\n' + CONFIG)  # fmt: skip
-    edit(root / "trtspec/quant/decode.py", "    WeightFormat.INT4:",
+    edit(copy / "quant/decode.py", "    WeightFormat.INT4:",
          "    WeightFormat.MXFP4: lambda parts, _: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
-    edit(root / "trtspec/quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
-    files = [path for path in (root / "trtspec").rglob("*") if path.suffix in (".py", ".yaml", ".c")]
-    here = [(path, PACKAGE / path.relative_to(root / "trtspec")) for path in files]
-    return root, sorted(path.name for path, old in here if not old.exists() or path.read_bytes() != old.read_bytes())
+    edit(copy / "quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
+    return copy
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -92,25 +84,17 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return source, plain
 
 
-def run(root: Path, *words: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, cwd=root, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_mxfp4_is_two_files(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
-    root, changed = copied
-    assert changed == ["decode.py", "formats.py"]
+    assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
-    found = json.loads(run(root, "-m", "trtspec", "inspect", source, "--json"))
+    found = json.loads(run_copy(copied, "-m", "trtspec", "inspect", source, "--json"))
     assert (found["kind"], found["format"]) == ("target", "mxfp4")
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
     assert found["parameters"] == sum(tensor.numel() for tensor in plain.values())
     out = tmp_path / "out"
-    result = json.loads(run(root, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
+    result = json.loads(run_copy(copied, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
     assert result["quantized"] == 3 * 4 and result["policy"] == "k2.7-code"
     got = load_file(out / "model.safetensors")
     for name, weight in plain.items():
@@ -123,7 +107,9 @@ def test_mxfp4_is_two_files(copied: tuple[Path, list[str]], tmp_path: Path) -> N
         assert torch.equal(got[name], expected.packed), name
         assert torch.equal(got[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8)), name
         assert torch.equal(got[f"{name}_scale_2"], expected.scale_2), name
-    compared = json.loads(run(root, "-m", "trtspec", "inspect", out, "--against", source, "--sample", "0", "--json"))
+    compared = json.loads(
+        run_copy(copied, "-m", "trtspec", "inspect", out, "--against", source, "--sample", "0", "--json")
+    )
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
         "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
@@ -134,6 +120,6 @@ def test_mxfp4_is_two_files(copied: tuple[Path, list[str]], tmp_path: Path) -> N
         "names = plain_names(tensors.checkpoint.tensors);"
         "save_file({name: decoded(tensors, spec, name) for name in names}, sys.argv[2])"
     )
-    run(root, "-c", script, source, tmp_path / "decoded.safetensors")
+    run_copy(copied, "-c", script, source, tmp_path / "decoded.safetensors")
     decoded = load_file(tmp_path / "decoded.safetensors")
     assert decoded.keys() == plain.keys() and all(torch.equal(decoded[name], plain[name]) for name in plain)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -145,9 +143,8 @@ class Sources:
 
 
 @pytest.fixture(scope="module")
-def sources() -> Iterator[Sources]:
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
-        yield Sources(Path(directory))
+def sources(room: Path) -> Sources:
+    return Sources(room)
 
 
 def rates(sources: Sources, kinds: dict[str, Damage], count: int, hashes: bool) -> dict[str, tuple[int, int]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
@@ -46,8 +47,8 @@ def test_the_bits_of_every_float(dtype):
 
 def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:
     """Puts the value somewhere into the tensor; returns the shard and the place."""
-    index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    path = source / index[name]
+    shard = index_of(source)[name]
+    path = source / shard
     tensors = load_file(path)
     tensor = tensors[name]
     place = [random.Random(name).randrange(size) for size in tensor.shape]
@@ -56,14 +57,14 @@ def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:
     else:
         tensor[tuple(place)] = value
     save_file(tensors, path, {"format": "pt"})
-    return index[name], place
+    return shard, place
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_every_floating_tensor_is_looked_at(tmp_path, format):
     """One fault in each kind of tensor: embedding, norms, router, attention, experts, scales, head, vision tower."""
     source = make_target(tmp_path / "in", format=format, layers=2, experts=2, shards=3, vision=True)
-    stored = {name: t for path in sorted(source.glob("*.safetensors")) for name, t in load_file(path).items()}
+    stored = tensors_of(source)
     kinds = {re.sub(r"\d+", "N", name): name for name, t in stored.items() if t.is_floating_point()}
     values, missed = random.Random(format), []
     for number, name in enumerate(kinds.values()):

@@ -14,7 +14,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import save_file
 
 from tests.models.test_kimi import prompts, transformers_logits
-from tests.quant.test_streaming import tensors_of
+from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4

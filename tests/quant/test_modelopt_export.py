@@ -196,7 +196,7 @@ def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
 def test_w4a4_equals_modelopts_fake_quant_forward(tmp_path):
     source = make_target(tmp_path / "in", nested=False, layers=3)
     seen = modelopt("forward", source, "NVFP4_MLP_ONLY_CFG", tmp_path / "modelopt")
-    tensors = {n: t for file in sorted(source.glob("*.safetensors")) for n, t in load_file(file).items()}
+    tensors = tensors_of(source)
     modules = sorted({name.removesuffix(".x") for name in seen if name.endswith(".x")})
     assert len(modules) == 9  # dense layer 0 and two shared experts; routed experts are fused
     for module in modules:

@@ -25,26 +25,26 @@ from trtspec.quant.packing import Packer, Rows, Scaling, prepared
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory) -> ctypes.CDLL:
-    """The kernel as a processor without AVX2 gets it."""
-    path = tmp_path_factory.mktemp("kernel") / "portable.so"
+def kernel_for(march: list[str], directory: Path) -> ctypes.CDLL:
+    """The kernel compiled for another processor than this one."""
     compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
     flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
-    subprocess.run([compiler, *flags, "-o", str(path), str(native.SOURCE)], check=True)
-    return native._open(path)
+    subprocess.run([compiler, *flags, *march, "-o", directory / "kernel.so", native.SOURCE], check=True)
+    return native._open(directory / "kernel.so")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory) -> ctypes.CDLL:
+    """As a processor without AVX2 gets it."""
+    return kernel_for([], tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(scope="module")
 def narrow_mse(tmp_path_factory) -> NativePacker:
-    """The kernel as a processor with AVX2 and without AVX-512 gets it."""
+    """As a processor with AVX2 and without AVX-512 gets it."""
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")
-    path = tmp_path_factory.mktemp("kernel") / "narrow.so"
-    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
-    flags = ["-mavx2" if flag.startswith("-march") else flag for flag in native.FLAGS]
-    subprocess.run([compiler, *flags, "-o", str(path), str(native.SOURCE)], check=True)
-    return NativePacker(native._open(path), "mse")
+    return NativePacker(kernel_for(["-mavx2"], tmp_path_factory.mktemp("kernel")), "mse")
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +225,8 @@ def test_mse_costs_less_than_the_maximum_above_all_from_int4():
         for weight_scales in ("max", "mse"):
             packer = choose_packer(weight_scales)
             codes, scales, _ = packed(packer, rows)
-            error[weight_scales] = (
-                packer.errors(rows, Scaling.of(packer.amax(rows)), codes.numpy(), scales.numpy())[0] ** 0.5
-            )
+            scaling = Scaling.of(packer.amax(rows))
+            error[weight_scales] = packer.errors(rows, scaling, codes.numpy(), scales.numpy())[0] ** 0.5
         assert error["mse"] < most * error["max"]
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
+from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_tensors import shared_partners
@@ -21,8 +17,6 @@ from trtspec.quant.policy import default_policy, load_policy
 from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import OutputOptions
 from trtspec.specs import ModelSpec
-
-PACKAGE = Path(__file__).parents[2] / "trtspec"
 
 NAMES = ["k2.5", "k2.6", "k2.7-code"]
 
@@ -150,19 +144,15 @@ def test_what_is_done_otherwise_is_honoured_and_named(tmp_path, name, options, n
 
 def test_adding_a_policy_is_a_row_of_data(tmp_path):
     """On a copy of the package: then it is offered, recognised by its family and written into the card."""
-    large = {"kernels", "kimi-nano", "kimi-nano-eagle3", "__pycache__"}
-    shutil.copytree(PACKAGE, tmp_path / "trtspec", ignore=lambda _, names: large.intersection(names))
-    with (tmp_path / "trtspec/data/policies.yaml").open("a") as stream:
+    copy = copy_package(tmp_path)
+    with (copy / "data/policies.yaml").open("a") as stream:
         stream.write(
             "\n  k2.8:\n    summary: routed down projections only\n    source: someone/Kimi-K2.8-NVFP4\n"
             "    family: k2[._-]?8\n    weight_scales: mse\n    input_scales: one\n"
             '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
         )
-    source, words = make_target(tmp_path / "Kimi-K2.8", layers=2), ("-o", tmp_path / "out", "--json")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "trtspec", "quantize", *map(str, (source, *words))]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    found = json.loads(run.stdout)
+    source = make_target(tmp_path / "Kimi-K2.8", layers=2)
+    found = json.loads(run_copy(copy, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json"))
     assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == ("k2.8", "mse", 4, [])
     assert "someone/Kimi-K2.8-NVFP4" in (tmp_path / "out/README.md").read_text()
 

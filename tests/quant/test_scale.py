@@ -14,7 +14,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-from tests.quant.test_streaming import tensors_of
+from tests.quant.test_loaders import modules_of, ours
+from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from tools.benchmarks.full_size_layer import make_layer
 from trtspec.checkpoint.target_tensors import shared_partners
@@ -43,7 +44,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
     torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
     result = quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(workers=1))
     stored, got = tensors_of(source), tensors_of(tmp_path / "out")
-    modules = [name.removesuffix(".weight_scale_2") for name in got if name.endswith(".weight_scale_2")]
+    modules = modules_of(got)
     assert len(modules) == result.quantized == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
     for module in modules:
         weight = decoded(stored, module)
@@ -56,15 +57,8 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
         real = NVFP4QTensor(weight.shape, torch.bfloat16, got[f"{module}.weight"]).dequantize(
             torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
         )
-        assert torch.equal(real, _ours(got, module)), module
+        assert torch.equal(real, ours(got, module, torch.bfloat16)), module
     assert compare(tmp_path / "out", source, 0).problems == []
-
-
-def _ours(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
-    from trtspec.quant import nvfp4
-
-    parts = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
-    return nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts))
 
 
 def measured(source: Path, out: Path, found: Any) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.test_clean_targets import above_info
 from tests.command_line import inspected
 from tests.tiny import make_target
-from trtspec.checkpoint.describe import hash_problems
+from trtspec.checkpoint.describe import describe, hash_problems
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.hub import resolve
 from trtspec.errors import TrtspecError
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
@@ -45,6 +47,8 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
     report = compare(tmp_path / "out", source, 0)
     assert report.problems == [] and report.compared == report.tensors
+    assert not above_info(tmp_path / "out")
+    assert describe(resolve(str(tmp_path / "out")), hashes=True).hashes_verified == 2
     assert all(0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values())
     assert compare(tmp_path / "out", source, 10).compared == 10
 

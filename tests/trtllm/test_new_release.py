@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-PACKAGE = Path(__file__).resolve().parents[2] / "trtspec"
+from tests.package_copy import PACKAGE, copy_package, run_copy, touched
+
 CONFIGS = PACKAGE.parent / "configs"
 NEW_LINE = """\
 line: "1.5"
@@ -64,24 +60,11 @@ print(json.dumps([
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    shutil.copytree(PACKAGE, tmp_path / "trtspec", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "trtspec"
-
-
-def touched(copy: Path) -> list[str]:
-    """Files of the copy that are new or differ."""
-    files = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    same = [(PACKAGE / file).is_file() and filecmp.cmp(copy / file, PACKAGE / file, shallow=False) for file in files]
-    return sorted(str(file) for file, alike in zip(files, same, strict=True) if not alike)
+    return copy_package(tmp_path)
 
 
 def judged(copy: Path, asked: list[tuple[str, str]]) -> list[list[list[str]]]:
-    environ = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", JUDGE], input=json.dumps(asked), capture_output=True, text=True, env=environ, cwd=copy
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_copy(copy, "-c", JUDGE, given=json.dumps(asked)))
 
 
 def codes(findings: list[list[str]]) -> set[str]:
@@ -132,16 +115,13 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
 
 def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
     (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
-    environ = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     words = ["nvidia/Kimi-K2.6-NVFP4", "--head", "nvidia/Kimi-K2.6-Eagle3", "--trtllm-version", "1.5.0rc0"]
     words += ["--tp-size", "8", "--role", "generation", "--goal", "throughput"]
-    command = [sys.executable, "-m", "trtspec", "build-config", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=copy)
-    assert done.returncode == 0, done.stderr
-    written = yaml.safe_load(done.stdout)
+    text = run_copy(copy, "-m", "trtspec", "build-config", *words)
+    written = yaml.safe_load(text)
     assert written["speculative_config"]["draft_tokens"] == 3 and written["response_interval"] == 100
     assert "max_draft_len" not in written["speculative_config"] and "stream_interval" not in written
-    assert [finding for finding in judged(copy, [(done.stdout, "1.5.0rc0")])[0] if finding[1] == "error"] == []
+    assert [finding for finding in judged(copy, [(text, "1.5.0rc0")])[0] if finding[1] == "error"] == []
 
 
 def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.package_copy import copy_package, run_copy, touched
 from tests.tiny import make_head, make_target
 
-PACKAGE = Path(__file__).parents[3] / "trtspec"
 IDS = "eagle_aux_hidden_state_layer_ids"
 # a made-up project: SpecForge's names and mask, ids under a key of its own at the top that count the layers that ran
 ROW = """    Dialect(
@@ -32,51 +28,38 @@ def write_newcomer(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """(the directory of a copy of the package with one dialect more, the files that this took)."""
-    root = tmp_path_factory.mktemp("copy")
-    kernels = {"kernels", "kimi-nano", "kimi-nano-eagle3", "__pycache__"}  # megabytes that no head needs
-    shutil.copytree(PACKAGE, root / "trtspec", ignore=lambda _, names: kernels.intersection(names))
-    rows, config = (root / "trtspec/checkpoint/heads" / name for name in ("dialects.py", "config.py"))
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with one dialect more."""
+    copy = copy_package(tmp_path_factory.mktemp("copy"))
+    rows, config = (copy / "checkpoint/heads" / name for name in ("dialects.py", "config.py"))
     text = rows.read_text()
     assert text.count("\n)  # fmt: skip\nDIALECTS") == 1
     rows.write_text(text.replace("\n)  # fmt: skip\nDIALECTS", f"\n{ROW})  # fmt: skip\nDIALECTS"))
     config.write_text(config.read_text().rstrip() + "\n" + WRITER)
-    files = [path for path in (root / "trtspec").rglob("*") if path.suffix in (".py", ".yaml")]
-    changed = [
-        path for path in files if path.read_bytes() != (PACKAGE / path.relative_to(root / "trtspec")).read_bytes()
-    ]
-    return root, sorted(path.name for path in changed)
+    return copy
 
 
-def run(root: Path, *words: object) -> dict:
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-m", "trtspec", *map(str, words), "--json"],
-        capture_output=True, text=True, cwd=root, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+def run(copy: Path, *words: object) -> dict:
+    return json.loads(run_copy(copy, "-m", "trtspec", *words, "--json"))
 
 
 @pytest.mark.slow
-def test_a_dialect_is_one_row_and_one_writer(copied: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_dialect_is_one_row_and_one_writer(copied: Path, tmp_path: Path) -> None:
     """Two files; then it is offered, detected, written, read and served, and a head comes back as it went."""
-    root, changed = copied
-    assert changed == ["config.py", "dialects.py"]
+    assert touched(copied) == ["checkpoint/heads/config.py", "checkpoint/heads/dialects.py"]
     target = make_target(tmp_path / "target", layers=8)
     source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)
     there, back = tmp_path / "there", tmp_path / "back"
-    run(root, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
+    run(copied, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
     config = json.loads((there / "config.json").read_text())
     assert config[IDS] == [layer + 1 for layer in json.loads((source / "config.json").read_text())["eagle_config"][IDS]]
     names = set(load_file(there / "model.safetensors"))
     assert {"t2d", "embed_tokens.weight", "midlayer.hidden_norm.weight"} <= names
     (there / "provenance.json").unlink()  # so that config.json alone tells the dialect
-    found = run(root, "inspect", there)
+    found = run(copied, "inspect", there)
     assert (found["dialect"], found["aux_layers"]) == ("newcomer", [1, 3, 4])
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
-    result = run(root, "convert", there, "-o", back, "--to", "trtllm", "--target", target)
+    result = run(copied, "convert", there, "-o", back, "--to", "trtllm", "--target", target)
     assert result["from"] == "newcomer"
     ours, theirs = (load_file(path / "model.safetensors") for path in (back, source))
     assert ours.keys() == theirs.keys()
