@@ -13,8 +13,9 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,7 @@ from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, source_name
-from trtspec.report import (
-    OutputOptions,
-    file_sha256,
-    peak_rss,
-    provenance,
-    versions,
-    write_json,
-)
+from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, versions, write_json
 
 MIN_TOKENS = 2
 FORMAT_VERSION = 2  # raised when the same options would give other scales
@@ -53,9 +47,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class CalibrationOptions:
     """`states_budget` in bytes: hidden states beyond it are read back from disk instead of kept in memory.
-
-    `load_ahead`: see LayerStream; the scales are the same either way.
-    """
+    `load_ahead`: see LayerStream; the scales are the same either way."""
 
     samples: int = 512
     seq_len: int = 512
@@ -64,18 +56,12 @@ class CalibrationOptions:
     states_budget: float | None = None
     load_ahead: bool | None = None
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.dtype or default_dtype(self.device)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
     """What was measured, or with `dry_run` what a run would read, hold and write; None: not part of that answer.
-
     `unreached`: by layer, the experts that no token was given; `dead_inputs` were always zero; `input_scale`: min,
-    median and max.
-    """
+    median and max."""
 
     output: str
     policy: str
@@ -105,18 +91,32 @@ class CalibrationResult:
     dry_run: bool | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Calibration:
-    """One request, checked: nothing has been written yet."""
+    """One request, checked: nothing has been written yet. `linears` are those that the policy quantizes."""
 
     stream: LayerStream
     policy: Policy
+    linears: list[str]
     texts: list[tuple[int, ...]]
     batches: list[Tensor]
     output: Path
     options: CalibrationOptions
     data: Path
-    header: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """What the journal is begun with: all that decides the scales."""
+        options = {
+            "policy": {"name": self.policy.name, "quantize": list(self.policy.quantize)},
+            "samples": self.options.samples,
+            "seq_len": self.options.seq_len,
+            "dtype": str(self.stream.dtype).removeprefix("torch."),
+            "device": self.options.device.partition(":")[0],
+            "format_version": FORMAT_VERSION,
+        }
+        data = hashlib.sha256(repr(self.texts).encode()).hexdigest()
+        return {"source": identity(self.stream.checkpoint), "options": options, "data": data}
 
     @property
     def work(self) -> OutputDirectory:
@@ -135,6 +135,20 @@ class Calibration:
         size = (self.stream.spec.hidden_size, self.stream.dtype)
         return States(self.batches, *size, budget=budget, directory=directory, durable=True)
 
+    def result(self, **more: Any) -> CalibrationResult:
+        """What a run and a dry run both tell, and `more`."""
+        return CalibrationResult(
+            output=str(self.output),
+            policy=self.policy.name,
+            dtype=self.header["options"]["dtype"],
+            device=self.options.device,
+            texts=len(self.texts),
+            tokens=self.tokens,
+            layers=self.stream.num_layers,
+            linears=len(self.linears),
+            **more,
+        )
+
 
 def calibrate_checkpoint(
     source: Path,
@@ -143,7 +157,7 @@ def calibrate_checkpoint(
     policy: Policy,
     options: CalibrationOptions | None = None,
     again: OutputOptions | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> CalibrationResult:
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
 
@@ -155,18 +169,17 @@ def calibrate_checkpoint(
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
         work = calibration.work
-        done = not again.force and _is_finished(calibration)
-        if done and not again.restart:
-            if again.dry_run:
-                return _estimate(calibration, resumes=True)
-            work.finish()  # of a run killed after its last rename
-            return _result(calibration, _provenance(output)["layers"], calibration.stream.num_layers, start)
-        again = replace(again, force=again.force or done)  # `restart` may replace what this very request wrote
+        layers = None if again.force else _finished_layers(calibration)
+        done = layers is not None and not again.restart
+        again = replace(again, force=again.force or layers is not None)  # `restart` may replace what this request wrote
         if again.dry_run:
-            return _estimate(calibration, work.check(again))
+            return _estimate(calibration, done or work.check(again))
+        if layers is not None and done:
+            work.finish()  # of a run killed after its last rename
+            return _result(calibration, layers, len(layers), start)
         with work.claim(calibration.header, again) as journal:
             resumed = _measure(calibration, journal, progress)
-            layers = [journal.done[_key(index)] for index in range(calibration.stream.num_layers)]
+            layers = list(journal.done.values())
             _finish(calibration, layers)
         return _result(calibration, layers, resumed, start)
 
@@ -178,33 +191,20 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
     stream = LayerStream(
         source,
         activation="decoded",
-        dtype=options.compute_dtype,
+        dtype=options.dtype or default_dtype(options.device),
         device=options.device,
         threads=min(8, torch.get_num_threads()),
         load_ahead=options.load_ahead,
     )
-    if not any(policy.quantizes(module) for module in _linears(stream)):
+    read = (modules for index in range(stream.num_layers) for modules in input_points(stream, index).values())
+    linears = [module for modules in read for module in modules if policy.quantizes(module)]
+    if not linears:
         raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another `policy`")
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
-    vocabulary = stream.spec.vocab_size
-    if max(max(text) for text in texts) >= vocabulary:
-        raise TrtspecError(
-            f"the tokenizer of {source} has ids beyond the model's {vocabulary}", "repair the checkpoint"
-        )
-    calibration = Calibration(stream, policy, texts, equal_length_batches(texts), output, options, data)
-    calibration.header = {
-        "source": identity(stream.checkpoint),
-        "options": {
-            "policy": {"name": policy.name, "quantize": list(policy.quantize)},
-            "samples": options.samples,
-            "seq_len": options.seq_len,
-            "dtype": str(stream.dtype).removeprefix("torch."),
-            "device": options.device.partition(":")[0],
-            "format_version": FORMAT_VERSION,
-        },
-        "data": hashlib.sha256(repr(texts).encode()).hexdigest(),
-    }
-    return calibration
+    if max(map(max, texts)) >= stream.spec.vocab_size:
+        text = f"the tokenizer of {source} has ids beyond the model's {stream.spec.vocab_size}"
+        raise TrtspecError(text, "repair the checkpoint")
+    return Calibration(stream, policy, linears, texts, equal_length_batches(texts), output, options, data)
 
 
 def read_texts(data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int) -> list[tuple[int, ...]]:
@@ -230,19 +230,10 @@ def _token_ids(conversation: Conversation, tokenizer: KimiTokenizer) -> list[int
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """int64 [B, T] without padding, which would be calibrated on: texts of one length together, short ones first."""
     batches: list[Tensor] = []
-    lengths: dict[int, list[tuple[int, ...]]] = {}
-    for text in texts:
-        lengths.setdefault(len(text), []).append(text)
-    for length, group in sorted(lengths.items()):
-        step = max(1, FORWARD_TOKENS // length)
-        batches += [torch.tensor(group[begin : begin + step]) for begin in range(0, len(group), step)]
+    for length, group in itertools.groupby(sorted(texts, key=len), len):
+        rows, step = list(group), max(1, FORWARD_TOKENS // length)
+        batches += [torch.tensor(rows[begin : begin + step]) for begin in range(0, len(rows), step)]
     return batches
-
-
-def _linears(stream: LayerStream) -> Iterator[str]:
-    for index in range(stream.num_layers):
-        for modules in input_points(stream, index).values():
-            yield from modules
 
 
 def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
@@ -266,115 +257,82 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
 class ObservedExperts(nn.Module):
     """Routed experts whose two inputs are observed; `tokens` counts what each expert was given."""
 
-    def __init__(self, experts: Experts, observers: dict[str, InputObserver]) -> None:
+    def __init__(self, experts: Experts, see: Callable[[str, Tensor], None]) -> None:
         super().__init__()
-        self.experts, self.observers = experts, observers
+        self.experts, self.see = experts, see
         self.tokens = torch.zeros(len(experts.down), dtype=torch.int64)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
-        self._see("experts.gate_up", x)
+        self.see("experts.gate_up", x)
         self.tokens += torch.bincount(ids.flatten().cpu(), minlength=len(self.tokens))
         return dispatch(x, ids, weights, len(self.tokens), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
         active = F.silu(gate) * up
-        self._see("experts.down", active)
+        self.see("experts.down", active)
         return F.linear(active, self.experts.down[expert])
-
-    def _see(self, point: str, x: Tensor) -> None:
-        if point in self.observers:
-            self.observers[point].see(x)
 
 
 class LayerObserver:
     """The quantizers of one decoder layer: put on before its first batch, read after its last."""
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
-        points = input_points(calibration.stream, index)
         quantizes = calibration.policy.quantizes
-        self.modules = {name: [m for m in modules if quantizes(m)] for name, modules in points.items()}
-        wanted = [name for name, modules in self.modules.items() if modules]
-        self.observers = {name: InputObserver() for name in wanted}
-        self.experts: ObservedExperts | None = None
-        self._watch(layer)
+        read = {point: filter(quantizes, modules) for point, modules in input_points(calibration.stream, index).items()}
+        observers = {point: InputObserver(name) for point, names in read.items() if (name := next(names, None))}
+        self.observers, self.experts = observers, None
 
-    def _watch(self, layer: DecoderLayer) -> None:
-        attention = layer.self_attn
-        self._input("qkv_a", attention.qkv_a_proj)
-        self._input("q_b", attention.q_b_proj)
-        self._input("o", attention.o_proj)
-        if "kv_b" in self.observers:  # its product is folded into the queries, so its input is seen at its source
-            attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: self.observers["kv_b"].see(x))
-        if isinstance(layer.mlp, MoE):
-            assert isinstance(layer.mlp.experts, Experts)
-            layer.mlp.experts = self.experts = ObservedExperts(layer.mlp.experts, self.observers)
-            name, mlp = "shared", layer.mlp.shared_experts
-        else:
-            name, mlp = "dense", layer.mlp
-        self._input(f"{name}.gate_up", mlp.get_submodule("gate_up_proj"))
-        self._input(f"{name}.down", mlp.get_submodule("down_proj"))
+        def see(point: str, x: Tensor) -> None:  # no method: the experts would hold their observer, which holds them
+            if point in observers:
+                observers[point].see(x)
 
-    def _input(self, point: str, module: nn.Module) -> None:
-        if point in self.observers:
-            module.register_forward_pre_hook(lambda _, args: self.observers[point].see(args[0]))
+        attention, mlp = layer.self_attn, layer.mlp
+        inputs = dict[str, nn.Module](qkv_a=attention.qkv_a_proj, q_b=attention.q_b_proj, o=attention.o_proj)
+        # the product of kv_b is folded into the queries, so its input is seen at its source
+        attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: see("kv_b", x))
+        name = "dense"
+        if isinstance(mlp, MoE):
+            assert isinstance(mlp.experts, Experts)
+            mlp.experts = self.experts = ObservedExperts(mlp.experts, see)
+            name, mlp = "shared", mlp.shared_experts
+        inputs |= {f"{name}.{leaf}": mlp.get_submodule(f"{leaf}_proj") for leaf in ("gate_up", "down")}
+        for point, module in inputs.items():
+            module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
 
     def record(self) -> dict[str, Any]:
         """For the journal: input_scale by point, points that were always zero, experts without a token."""
         scales, dead = {}, []
         for point, observer in self.observers.items():
-            try:
-                scales[point], alive = observer.finish()
-            except TrtspecError as error:
-                raise TrtspecError(f"{self.modules[point][0]}: {error.message}", error.remedy) from None
+            scales[point], alive = observer.finish()
             dead += [] if alive else [point]
         tokens: list[int] = self.experts.tokens.tolist() if self.experts is not None else []
         return {"scales": scales, "dead": dead, "unreached": [e for e, count in enumerate(tokens) if not count]}
 
 
-def _key(index: int) -> str:
-    return f"layer {index}"
-
-
-def _measure(calibration: Calibration, journal: Journal, progress: Progress | None) -> int:
+def _measure(calibration: Calibration, journal: Journal, progress: Progress) -> int:
     """Runs the layers that the journal lacks; returns how many it had."""
     stream, total = calibration.stream, calibration.stream.num_layers
     with calibration.states() as states:
-        first = _resume(states, journal, total)
-        if progress:
-            progress(first, total)
-        if first == total:
-            return first
+        first = len(journal.done)
+        if 0 < first < total and not states.restore(journal.done[f"layer {first - 1}"]["states"]):
+            first = 0  # what the last recorded layer left is damaged
+        progress(first, total)
         if first == 0:
             stream.embed(calibration.batches, states)
-        observer: LayerObserver | None = None
+        observers: dict[int, LayerObserver] = {}  # of the layer that runs, whose experts it holds
 
         def on_layer(index: int, layer: DecoderLayer) -> None:
-            nonlocal observer
-            observer = LayerObserver(calibration, index, layer)
+            observers[index] = LayerObserver(calibration, index, layer)
 
         def after_layer(index: int) -> None:
-            nonlocal observer
-            assert observer is not None
-            journal.record(_key(index), **observer.record(), states=states.record)
+            journal.record(f"layer {index}", **observers.pop(index).record(), states=states.record)
             states.drop_older()
-            observer = None  # it holds the layer's experts
-            if progress:
-                progress(index + 1, total)
+            progress(index + 1, total)
 
         stream.run(calibration.batches, states, first=first, on_layer=on_layer, after_layer=after_layer)
     return first
-
-
-def _resume(states: States, journal: Journal, total: int) -> int:
-    """The layer to resume with: the one behind the last recorded, when the states that it left are intact, else 0."""
-    done = 0
-    while _key(done) in journal.done:
-        done += 1
-    if done == total or (done and states.restore(journal.done[_key(done - 1)]["states"])):
-        return done
-    return 0
 
 
 def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
@@ -384,21 +342,25 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
         for path in output.parent.glob(pattern):  # a killed run's half-written file
             path.unlink()
     tensors = {f"{name}.input_scale": torch.tensor(scale) for name, scale in _scales(calibration, layers).items()}
-    options = calibration.header["options"]
-    about = {"command": "calibrate", "options": options, "data": calibration.header["data"]}
-    about["texts"], about["tokens"] = len(calibration.texts), calibration.tokens
-    about["unreached_experts"] = sum(len(layer["unreached"]) for layer in layers)
-    spec = calibration.stream.spec
-    checkpoint = calibration.stream.checkpoint
-    about |= {"source": source_name(checkpoint.path), "fingerprint": calibration.header["source"]}
-    about["model"] = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
-    about["modelopt"] = versions().get("nvidia-modelopt")
-    source = {"path": str(calibration.stream.checkpoint.path), **calibration.header["source"]}
+    header, checkpoint, spec = calibration.header, calibration.stream.checkpoint, calibration.stream.spec
+    about = {
+        "command": "calibrate",
+        "options": header["options"],
+        "data": header["data"],
+        "texts": len(calibration.texts),
+        "tokens": calibration.tokens,
+        "unreached_experts": sum(len(layer["unreached"]) for layer in layers),
+        "source": source_name(checkpoint.path),
+        "fingerprint": header["source"],
+        "model": [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts],
+        "modelopt": versions().get("nvidia-modelopt"),
+    }
+    source = {"path": str(checkpoint.path), **header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
-    text = {"name": calibration.data.name, "sha256": calibration.header["data"]}
-    more = {"data": text, "request": calibration.header, "layers": kept}
-    write_json(_provenance_path(calibration.output), provenance("calibrate", source, options, **more))
-    write_shard(calibration.output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
+    text = {"name": calibration.data.name, "sha256": header["data"]}
+    record = provenance("calibrate", source, header["options"], data=text, request=header, layers=kept)
+    write_json(_provenance_path(output), record)
+    write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
     calibration.work.finish()
 
 
@@ -416,26 +378,22 @@ def _provenance_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.provenance.json")
 
 
-def _provenance(output: Path) -> dict[str, Any]:
-    try:
-        return json.loads(_provenance_path(output).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _is_finished(calibration: Calibration) -> bool:
-    """Whether the output is what this very request writes."""
+def _finished_layers(calibration: Calibration) -> list[dict[str, Any]] | None:
+    """The layers as provenance.json has them, where the output is what this very request writes."""
     if calibration.work.journal.exists() or not calibration.output.is_file():
-        return False
-    return _provenance(calibration.output).get("request") == json.loads(json.dumps(calibration.header))
+        return None
+    try:
+        found = json.loads(_provenance_path(calibration.output).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found["layers"] if found.get("request") == json.loads(json.dumps(calibration.header)) else None
 
 
 def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> CalibrationResult:
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
     unreached = {str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]}
-    return replace(
-        _sizes(calibration),
+    return calibration.result(
         sha256=file_sha256(calibration.output),
         experts=spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace),
         experts_unreached=sum(len(ids) for ids in unreached.values()),
@@ -448,25 +406,10 @@ def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int
     )
 
 
-def _sizes(calibration: Calibration) -> CalibrationResult:
-    """What a run and a dry run both tell."""
-    return CalibrationResult(
-        output=str(calibration.output),
-        policy=calibration.policy.name,
-        dtype=calibration.header["options"]["dtype"],
-        device=calibration.options.device,
-        texts=len(calibration.texts),
-        tokens=calibration.tokens,
-        layers=calibration.stream.num_layers,
-        linears=sum(calibration.policy.quantizes(module) for module in _linears(calibration.stream)),
-    )
-
-
 def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
     stream, states = calibration.stream, calibration.states()
     layer = max(stream.layer_bytes(index) for index in {0, stream.num_layers - 1})
-    return replace(
-        _sizes(calibration),
+    return calibration.result(
         layer_bytes=layer,
         states_bytes=states.bytes,
         memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),

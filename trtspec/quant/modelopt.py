@@ -30,6 +30,7 @@ from trtspec.quant.plan import Conversion
 from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.specs import ModelSpec
 
+NAN_REMEDY = "look for NaN in the source's weights"
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
 
 
@@ -126,10 +127,12 @@ def _fill_experts(
 
 
 class InputObserver(torch.nn.Module):
-    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| of linears that share an input."""
+    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| of linears that share an input.
+    `name` is one of them, for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         super().__init__()
+        self.name = name
         try:
             import modelopt.torch.quantization as mtq
             from modelopt.torch.quantization.model_calib import enable_stats_collection
@@ -148,7 +151,7 @@ class InputObserver(torch.nn.Module):
         try:
             self.quantizer(x)
         except AssertionError as error:
-            raise TrtspecError(f"its input is NaN ({error})", "look for NaN in the source's weights") from None
+            raise TrtspecError(f"{self.name}: its input is NaN ({error})", NAN_REMEDY) from None
 
     def finish(self) -> tuple[float, bool]:
         """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).
@@ -161,10 +164,10 @@ class InputObserver(torch.nn.Module):
 
         finish_stats_collection(self.quantizer)
         if self.quantizer.amax is None:
-            raise TrtspecError("no calibration token reached it", "calibrate with more samples")
+            raise TrtspecError(f"{self.name}: no calibration token reached it", "calibrate with more samples")
         amax = float(self.quantizer.amax)
         if not math.isfinite(amax):
-            raise TrtspecError(f"its input's largest value is {amax}", "look for NaN in the source's weights")
+            raise TrtspecError(f"{self.name}: its input's largest value is {amax}", NAN_REMEDY)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the caller says it
             scale = float(NVFP4QTensor.get_activation_scaling_factor(self.quantizer))
