@@ -36,7 +36,7 @@ from trtspec.report import file_sha256
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
 THREAD_BYTES = 1 << 30  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
-Record = dict[str, Any]
+Record = dict[str, Any]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
 
 
 def convert_shards(
@@ -64,7 +64,13 @@ def convert_shards(
                     yield publishing[0][0], publishing.popleft()[1].result()
             file.close()
             whole = {source / name: hashes.pop(name) for name in plan.sources if name in hashes}
-            publishing.append((plan, pool.submit(_publish, file, _record(plan, file.size, results, times), whole)))
+            record = {
+                "read": [result.read.hexdigest() for result in results],
+                "found": list(dict.fromkeys(one for result in results for one in result.found)),
+                "classes": summed(errors for result in results for errors in result.errors),
+                "times": times,
+            }
+            publishing.append((plan, pool.submit(_publish, file, record, whole)))
         for plan, future in publishing:
             yield plan, future.result()
     finally:
@@ -102,12 +108,11 @@ class Converter:
 
     def convert(self, file: ShardFile, group: Group) -> Converted:
         """Writes what becomes of the group's weights into `file`."""
-        done, packer = Converted(), self._own.packer
-        if group.action == "copy":
-            file.write_chunks(group.weights[0].name, self._chunks(group.weights[0], done))
+        done, packer, weight = Converted(), self._own.packer, group.weights[0]
+        if weight.action == "copy":
+            file.write_chunks(weight.name, self._chunks(weight, done))
             return done
-        if group.action == "decode":
-            weight = group.weights[0]
+        if weight.action == "decode":
             values = decoded(self._read(weight, done), packer).values.reshape(-1)
             if (index := first_not_finite(values, "BF16")) is not None:
                 raise _refusal(weight, index)
@@ -199,21 +204,6 @@ def _refusal(weight: Weight, index: int | None) -> TrtspecError:
         f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
         "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
     )
-
-
-def _record(plan: ShardPlan, size: int, results: list[Converted], times: dict[str, int]) -> Record:
-    """The journal's record of a shard, without its checksum; `classes` sums errors and blocks by class of linear."""
-    actions = [weight.action for weight in plan.weights]
-    return {
-        "bytes": size,
-        "quantized": actions.count("quantize"),
-        "decoded": actions.count("decode"),
-        "copied": actions.count("copy"),
-        "read": [result.read.hexdigest() for result in results],
-        "found": list(dict.fromkeys(one for result in results for one in result.found)),
-        "classes": summed(errors for result in results for errors in result.errors),
-        "times": times,
-    }
 
 
 def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:

@@ -23,13 +23,14 @@ from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint, read_header
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import NVFP4_RANGE
 from trtspec.quant.decode import decoded
 from trtspec.quant.plan import Conversion
 from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.specs import ModelSpec
 
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, by transformers
 NAN_REMEDY = "look for NaN in the source's weights"
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
 
@@ -39,17 +40,13 @@ def check_engine(conversion: Conversion) -> None:
     if not conversion.policy.config:
         raise UsageError(f"ModelOpt has no configuration for policy {conversion.policy.name}", "use `engine` stream")
     if conversion.weight_scales != "max":
-        raise UsageError(
-            f"ModelOpt computes `weight_scales` {conversion.weight_scales} on a CUDA device with Triton only",
-            "use `engine` stream, which gives the same bytes anywhere, or pass `weight_scales` max",
-        )
+        text = f"ModelOpt computes `weight_scales` {conversion.weight_scales} on a CUDA device with Triton only"
+        raise UsageError(text, "use `engine` stream, which gives the same bytes anywhere, or pass `weight_scales` max")
     elements = sum(math.prod(weight.shape) for plan in conversion.plans for weight in plan.weights)
     needed, free = int(2 * elements * MEMORY_FACTOR), machine.free_memory()
     if needed > free:
-        raise TrtspecError(
-            f"ModelOpt holds the whole model, about {needed:,} bytes, and {free:,} are free",
-            "use `engine` stream, which needs less than 2 GB",
-        )
+        text = f"ModelOpt holds the whole model, about {needed:,} bytes, and {free:,} are free"
+        raise TrtspecError(text, "use `engine` stream, which needs less than 2 GB")
 
 
 def replace_linears(conversion: Conversion) -> None:
@@ -80,11 +77,9 @@ def replace_linears(conversion: Conversion) -> None:
 
 def _export(source: Path, policy: Policy, export: Path) -> None:
     """The child process: load, quantize without calibration data, export."""
-    try:
-        import modelopt.torch.quantization as mtq
-        from modelopt.torch.export import export_hf_checkpoint
-    except ImportError:
-        raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
     torch.set_num_threads(1)
     checkpoint = Checkpoint.open(source)
     model = _text_model(checkpoint, target_spec(checkpoint))
@@ -108,22 +103,14 @@ def _text_model(checkpoint: Checkpoint, spec: ModelSpec) -> Any:
     model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16, experts_implementation="eager").eval()
     with LazyTensors(checkpoint) as tensors, torch.no_grad():
         for name, parameter in model.named_parameters():
-            stem = spec.name_prefix + name
-            if name.endswith("mlp.experts.gate_up_proj"):
-                _fill_experts(parameter, tensors, spec, stem.removesuffix("gate_up_proj"), ("gate_proj", "up_proj"))
-            elif name.endswith("mlp.experts.down_proj"):
-                _fill_experts(parameter, tensors, spec, stem.removesuffix("down_proj"), ("down_proj",))
+            stem, _, leaf = f"{spec.name_prefix}{name}".rpartition(".")
+            if stem.endswith(".mlp.experts"):
+                for expert, fused in enumerate(parameter):
+                    parts = [decoded(tensors, spec, f"{stem}.{expert}.{one}.weight") for one in FUSED[leaf]]
+                    fused.copy_(torch.cat(parts))
             else:
-                parameter.copy_(decoded(tensors, spec, stem))
+                parameter.copy_(decoded(tensors, spec, f"{stem}.{leaf}"))
     return model
-
-
-def _fill_experts(
-    fused: torch.Tensor, tensors: LazyTensors, spec: ModelSpec, stem: str, leaves: tuple[str, ...]
-) -> None:
-    for expert in range(fused.shape[0]):
-        parts = [decoded(tensors, spec, f"{stem}{expert}.{leaf}.weight") for leaf in leaves]
-        fused[expert].copy_(torch.cat(parts))
 
 
 class InputObserver(torch.nn.Module):
@@ -133,12 +120,10 @@ class InputObserver(torch.nn.Module):
     def __init__(self, name: str = "") -> None:
         super().__init__()
         self.name = name
-        try:
-            import modelopt.torch.quantization as mtq
-            from modelopt.torch.quantization.model_calib import enable_stats_collection
-            from modelopt.torch.quantization.nn import TensorQuantizer
-        except ImportError:
-            raise MissingDependency("nvidia-modelopt is not installed", "pip install 'trtspec[modelopt]'") from None
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.model_calib import enable_stats_collection
+        from modelopt.torch.quantization.nn import TensorQuantizer
+
         entries = mtq.NVFP4_DEFAULT_CFG["quant_cfg"]
         config = next(entry["cfg"] for entry in entries if entry["quantizer_name"].endswith("input_quantizer"))
         self.quantizer = TensorQuantizer(mtq.config.QuantizerAttributeConfig(**config))

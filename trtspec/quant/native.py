@@ -6,6 +6,7 @@ a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from torch, 30 to 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -105,15 +106,10 @@ def _processor() -> str:
 
 
 def _cache_directory() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = root / "trtspec" / "kernels"
-    try:
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtspec" / "kernels"
+    with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(directory, os.W_OK):
-            return directory
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
+    return directory if os.access(directory, os.W_OK) else Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
 
 
 class NativePacker:

@@ -7,6 +7,7 @@ the block scales are 1.0 (byte 0x38) and the codes 0.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,6 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints; ties go to the even code
 AMAX_OF_ZERO = 1.0  # in place of the amax of an all-zero tensor
 DECODE_CHUNK = 1 << 16
-_TABLE: list[torch.Tensor] = []
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,8 @@ def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, weight_scal
     Raises TrtspecError when K is not a multiple of 16 or the weight holds NaN or infinity.
     """
     if weight.dim() != 2 or weight.shape[1] % BLOCK:
-        raise TrtspecError(
-            f"a weight of shape {list(weight.shape)} has no whole blocks of {BLOCK} along its rows",
-            "exclude this tensor from quantization",
-        )
+        text = f"a weight of shape {list(weight.shape)} has no whole blocks of {BLOCK} along its rows"
+        raise TrtspecError(text, "exclude this tensor from quantization")
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
     maxima = blocks.abs().amax(-1).float()
@@ -135,14 +133,13 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     return torch.copysign(rounded, values)
 
 
+@functools.cache
 def _value_pairs() -> torch.Tensor:
     """int32 [256]: for each packed byte its two values as two bf16, low nibble first. -0 decodes to +0."""
-    if not _TABLE:
-        signed = torch.tensor(E2M1_VALUES + (0.0,) + tuple(-value for value in E2M1_VALUES[1:]))
-        codes = torch.arange(256)
-        pairs = torch.stack((signed[codes & 15], signed[codes >> 4]), dim=-1).to(torch.bfloat16)
-        _TABLE.append(pairs.view(torch.int32).reshape(256))
-    return _TABLE[0]
+    signed = torch.tensor(E2M1_VALUES + (0.0,) + tuple(-value for value in E2M1_VALUES[1:]))
+    codes = torch.arange(256)
+    pairs = torch.stack((signed[codes & 15], signed[codes >> 4]), dim=-1).to(torch.bfloat16)
+    return pairs.view(torch.int32).reshape(256)
 
 
 # Scales of least squared error, ModelOpt's `mse` with `fp8_scale_sweep`: of the 126 scales of a block the smallest one

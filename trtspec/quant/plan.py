@@ -23,7 +23,7 @@ from trtspec.formats import (
     WeightFormat,
     stored_format,
 )
-from trtspec.quant.policy import InputScales, Policy
+from trtspec.quant.policy import INPUT_SCALES, KV_CACHES, WEIGHT_SCALES, InputScales, Policy
 from trtspec.specs import ModelSpec
 
 FORMAT_VERSION = 2  # raised when the same options would give other bytes
@@ -73,14 +73,6 @@ class Group:
     partners: tuple[Weight, ...] = ()
     input_scale: float = 1.0
 
-    @property
-    def action(self) -> Action:
-        return self.weights[0].action
-
-    @property
-    def members(self) -> tuple[Weight, ...]:
-        return (*self.weights, *self.partners)
-
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -97,7 +89,7 @@ class ShardPlan:
     @property
     def sources(self) -> list[str]:
         """The source shards that are read for it."""
-        members = (member for group in self.groups for member in group.members)
+        members = (member for group in self.groups for member in (*group.weights, *group.partners))
         return sorted({part.shard for member in members for part in member.parts})
 
     def source_times(self, source: Path) -> dict[str, int]:
@@ -160,8 +152,18 @@ class Conversion:
     @property
     def deviations(self) -> list[str]:
         """Where the options do otherwise than the publisher of the policy."""
-        calibrated = "one" if self.options.input_scales is None else "calibrated"
-        return self.policy.deviations(self.weight_scales, calibrated, self.options.kv_cache)
+        policy, calibrated = self.policy, "one" if self.options.input_scales is None else "calibrated"
+        chosen = (
+            ("weight scales", WEIGHT_SCALES, policy.weight_scales, self.weight_scales),
+            ("activation scales", INPUT_SCALES, policy.input_scales, calibrated),
+            ("KV cache", KV_CACHES, policy.kv_cache, self.options.kv_cache or "none"),
+        )
+        publisher = policy.source.partition(",")[0] or f"policy {policy.name}"
+        return [
+            f"{what}: {table[here]}; {publisher} has them {table[there]}"
+            for what, table, there, here in chosen
+            if there != here
+        ]
 
     @cached_property  # for the progress after each tensor
     def bytes_in(self) -> int:
@@ -188,17 +190,12 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
     modules = (name.removesuffix(".weight") for name in names)
     scales = InputScales.load(options.input_scales, checkpoint, modules, options.accept_input_scales)
-    plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size)
+    plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size or FP8_BLOCK_SIZE)
     weight_scales = options.weight_scales or policy.weight_scales
     return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems)
 
 
-def plan_conversion(
-    checkpoint: Checkpoint,
-    policy: Policy,
-    scales: InputScales | None = None,
-    block: Block | None = None,
-) -> list[ShardPlan]:
+def plan_conversion(checkpoint: Checkpoint, policy: Policy, scales: InputScales, block: Block) -> list[ShardPlan]:
     """The output shards in source order; `block` is the FP8 block size of config.json.
 
     Raises TrtspecError naming the tensor for a missing part or input scale, a K that is no multiple of 16 or a dtype
@@ -206,16 +203,13 @@ def plan_conversion(
     """
     stored, shards, quantized = checkpoint.tensors, dict[str, list[Weight]](), dict[str, Weight]()
     for name, carrier in plain_names(stored).items():
-        weight = _weight(stored, name, policy, block or FP8_BLOCK_SIZE)
+        weight = _weight(stored, name, policy, block)
         shards.setdefault(stored[carrier].shard, []).append(weight)
         if weight.action == "quantize":
             quantized[weight.module] = weight
     if not quantized:
-        raise TrtspecError(
-            f"policy {policy.name} chooses no tensor of {checkpoint.path}",
-            "compare its patterns with the names in model.safetensors.index.json",
-        )
-    scales = scales or InputScales()
+        text = f"policy {policy.name} chooses no tensor of {checkpoint.path}"
+        raise TrtspecError(text, "compare its patterns with the names in model.safetensors.index.json")
     return [
         ShardPlan(shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales)))
         for shard in checkpoint.shards
@@ -279,15 +273,11 @@ def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tup
 
 def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
     if len(shape) != 2 or 0 in shape or shape[1] % NVFP4_BLOCK:
-        raise TrtspecError(
-            f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows",
-            "use a policy that leaves it out",
-        )
+        text = f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows"
+        raise TrtspecError(text, "use a policy that leaves it out")
     if dtype not in PLAIN_DTYPES:
-        raise TrtspecError(
-            f"{name} has dtype {dtype} and no scales beside it, so its values are unknown",
-            "download the checkpoint again, or use a policy that leaves it out",
-        )
+        text = f"{name} has dtype {dtype} and no scales beside it, so its values are unknown"
+        raise TrtspecError(text, "download the checkpoint again, or use a policy that leaves it out")
 
 
 def weight_class(name: str) -> str:

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from trtspec.checkpoint.headers import Checkpoint
@@ -46,7 +47,7 @@ REMEDY = "calibrate SRC itself with `trtspec calibrate`, or pass `accept_input_s
 class Policy:
     """`quantize` are patterns of module names; `exclude` and `exclude_vision` are templates of the published ignore
     list; `source` and `recipe` say where it was published, `config` is ModelOpt's dictionary that chooses the same
-    linears, `modelopt` the releases whose bytes it gives."""
+    linears, `modelopt` the releases whose bytes it gives, `family` matches the names of its models."""
 
     name: str
     summary: str
@@ -57,24 +58,11 @@ class Policy:
     recipe: str = ""
     config: str = ""
     modelopt: tuple[str, ...] = ()
+    family: str = ""
     weight_scales: Literal["max", "mse"] = "max"
     input_scales: Literal["one", "calibrated"] = "one"
     kv_cache: Literal["fp8", "none"] = "fp8"
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    def deviations(self, weight_scales: str, input_scales: str, kv_cache: str | None) -> list[str]:
-        """What these choices (keys of the tables above; None is no KV cache) do otherwise than the publisher."""
-        chosen = (
-            ("weight scales", WEIGHT_SCALES, self.weight_scales, weight_scales),
-            ("activation scales", INPUT_SCALES, self.input_scales, input_scales),
-            ("KV cache", KV_CACHES, self.kv_cache, kv_cache or "none"),
-        )
-        publisher = self.source.partition(",")[0] or f"policy {self.name}"
-        return [
-            f"{what}: {table[here]}; {publisher} has them {table[there]}"
-            for what, table, there, here in chosen
-            if there != here
-        ]
 
     def quantizes(self, name: str) -> bool:
         """Whether the module or weight of this stored name becomes NVFP4."""
@@ -106,24 +94,18 @@ def load_policy(name: str) -> Policy:
         if name == key or name.removesuffix(".yaml") in (entry.get("recipe"), entry.get("config")):
             return _policy(key, entry)
     if not Path(name).is_file():
-        raise UsageError(
-            f"policy {name!r} is neither one of {', '.join(shipped)} nor a file",
-            "see `trtspec quantize --help`",
-        )
+        text = f"policy {name!r} is neither one of {', '.join(shipped)} nor a file"
+        raise UsageError(text, "see `trtspec quantize --help`")
     return _policy(Path(name).stem, load_file(name), name)
 
 
 def _policy(name: str, entry: Any, file: str = "policies.yaml") -> Policy:
     """A row as a Policy. Raises UsageError naming the key that is missing, unknown or has a value it cannot have."""
-    from pydantic import TypeAdapter, ValidationError  # here, because `--help` needs none
-
     remedy = "give it `summary`, `quantize` and `exclude`; see `trtspec quantize --help` and data/policies.yaml"
     if not isinstance(entry, dict):
         raise UsageError(f"{file} is not a policy: it holds no mapping", remedy)
     try:
-        return TypeAdapter(Policy).validate_python(
-            {key: entry[key] for key in entry if key != "family"} | {"name": name}
-        )
+        return TypeAdapter(Policy).validate_python(entry | {"name": name})
     except ValidationError as error:
         raise UsageError(f"{file} is not a policy: {first_fault(error)}", remedy) from None
 
@@ -202,10 +184,8 @@ class InputScales:
         plain = [module.removeprefix(TEXT_PREFIX) for module in modules]
         found = [self.values.get(module, self.values.get(_all_experts(module))) for module in plain]
         if not any(found):
-            raise TrtspecError(
-                f"{self.file} has no input scale for {modules[0]}",
-                "calibrate with the same policy, or pass `input_scales` one",
-            )
+            text = f"{self.file} has no input scale for {modules[0]}"
+            raise TrtspecError(text, "calibrate with the same policy, or pass `input_scales` one")
         return max(filter(None, found))
 
 

@@ -43,8 +43,8 @@ def quantize_checkpoint(
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
 
-    Run again after a kill it continues: shards are kept whose size and checksum are in the journal, and whose sources
-    have the times at which they were read.
+    Run again after a kill it continues: shards are kept whose checksum is in the journal, and whose sources have the
+    times at which they were read.
     `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first byte for
     everything that headers, options, disk and permissions can tell.
     """
@@ -98,14 +98,13 @@ def _header(conversion: Conversion) -> dict[str, Any]:
 
 
 def _kept(conversion: Conversion, journal: Journal) -> set[str]:
-    """Shards that need no work: recorded, present, of the recorded size and content, their source not written since."""
+    """Shards that need no work: recorded, present, of the recorded content, their source not written since."""
 
     def is_whole(plan: ShardPlan) -> bool:
         record, path = journal.done.get(plan.shard), conversion.output / plan.shard
         if record is None or record.get("times") != plan.source_times(conversion.checkpoint.path):
             return False
-        whole = path.is_file() and path.stat().st_size == record["bytes"]
-        return whole and file_sha256(path) == record["sha256"]
+        return path.is_file() and file_sha256(path) == record["sha256"]
 
     with ThreadPoolExecutor(machine.cores()) as pool:
         whole = pool.map(is_whole, conversion.plans)

@@ -152,7 +152,6 @@ class _Reread:
         self.zero_blocks = 0
         self.packers = {rule: choose_packer(rule) for rule in WEIGHT_SCALES}
         self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
-        self.exact, self.count = 0, 0
         self.scaled_otherwise: dict[str, float] = {}
         self.packed_otherwise: list[str] = []
         self._amax: dict[str, float] = {}
@@ -170,7 +169,7 @@ class _Reread:
             if bool(old.isfinite().all()):
                 stored = nvfp4.NVFP4Tensor(self.derived[name], scales["weight_scale"], scales["weight_scale_2"])
                 self._pack_again(name, old, stored)
-        elif not torch.equal(_bits(new), _bits(old)):
+        elif not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (new, old))):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
 
@@ -191,13 +190,11 @@ class _Reread:
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
 
     def _pack_again(self, name: str, old: torch.Tensor, stored: nvfp4.NVFP4Tensor) -> None:
-        self.count += 1
         self._amax[name] = float(old.abs().max())
         scaling = Scaling.of(max(self._amax[name], *self._partners_amax(name), 0.0))
         if float(stored.scale_2) != scaling.scale_2:
             self.scaled_otherwise[name] = float(stored.scale_2) / scaling.scale_2
             return
-        self.exact += 1
         if len(self.packed_otherwise) < GIVE_UP or any(self.alike.values()):
             packed, scale = np.empty(stored.packed.shape, np.uint8), np.empty(stored.scale.shape, np.uint8)
             for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
@@ -217,20 +214,17 @@ class _Reread:
 
     def found(self, ours: bool) -> list[Problem]:
         """The problems of all tensors that were added; `ours`: `trtspec quantize` made it, so each byte follows."""
-        found = list(self.problems)
-        if ours or self.exact >= NEARLY_ALL * self.count:
+        found, alike = list(self.problems), sum(self.alike.values())
+        scaled_alike = alike + len(self.packed_otherwise)
+        if ours or scaled_alike >= NEARLY_ALL * (scaled_alike + len(self.scaled_otherwise)):
             for name, ratio in self.scaled_otherwise.items():
                 text = f"is {ratio:.6g} times what the largest weight of the source gives"
                 where = f"{name.removesuffix('.weight')}.weight_scale_2"
                 found.append(Problem("TS-QUANT-SCALE-2", "error", where, text, AGAIN))
-        if ours or sum(self.alike.values()) >= NEARLY_ALL * self.exact:
+        if ours or alike >= NEARLY_ALL * scaled_alike:
             text = "its bytes or block scales are not those that packing the source gives"
             found += [Problem("TS-QUANT-BYTES", "error", name, text, AGAIN) for name in self.packed_otherwise]
         return found
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _rounding(tensors: list[tuple[float, float]]) -> RoundingError:
