@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import yaml
+from pydantic_core import from_json
 
 from trtspec.errors import TrtspecError, UsageError
 
@@ -106,27 +107,19 @@ def first_fault(error: ValidationError) -> str:
 def parse_json(text: str | bytes, unique: bool = False) -> Any:
     """The value of a JSON text. Raises ValueError for all that is none: too deep, numbers of thousands of digits, or
     strings that are no text (lone surrogates), which nothing could print; with `unique` also for a key that an object
-    has twice, of which json would drop the first."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    escape = b"\\ud" if isinstance(text, bytes) else "\\ud"
-    if escape in text.lower():  # type: ignore[operator]
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("a string holds half a character (a lone surrogate)") from None
+    has twice."""
+    value = from_json(text)
+    if unique:
+        json.loads(text, object_pairs_hook=_refuse_doubled)
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        unseen = set(found)
-        twice = next(key for key, _ in pairs if key not in unseen or unseen.remove(key))  # type: ignore[func-returns-value]
-        raise DoubledKey(f"an object has the key {twice[:60]!r} twice")
-    return found
+def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
+    seen = set[str]()
+    for key, _ in pairs:
+        if key in seen:
+            raise DoubledKey(f"an object has the key {key[:60]!r} twice")
+        seen.add(key)
 
 
 class DoubledKey(ValueError):

@@ -109,11 +109,6 @@ class WeightFormat(StrEnum):
         """Packed integers with a scale per row and group along K."""
         return self is WeightFormat.INT4
 
-    @property
-    def has_block_scales(self) -> bool:
-        """One scale for each block of rows and columns."""
-        return "blocks" in self.storage.kinds
-
     def part_shapes(
         self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
     ) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -188,6 +183,3 @@ def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[in
         if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
             return WeightFormat.INT4, int(weights[0].get("group_size") or INT4_GROUP), None
     return None
-
-
-SUPPORTED = f"supported: {', '.join(format.storage.title for format in WeightFormat)}"

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError, confloat, conint
 
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.formats import SUPPORTED, WeightFormat, format_of_config
+from trtspec.formats import WeightFormat, format_of_config
 
 MOST = 2**31 - 1  # of a size
 REMEDY = "correct config.json, or download it again"
@@ -131,11 +131,8 @@ class RopeSpec:
         if rope_type == "default":
             return RopeSpec(theta=theta)
         if rope_type != "yarn":
-            raise TrtspecError(
-                f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)",
-                "check rope_scaling / rope_parameters in config.json",
-                "TS-CONFIG-ROPE",
-            )
+            text = f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)"
+            raise TrtspecError(text, "check rope_scaling / rope_parameters in config.json", "TS-CONFIG-ROPE")
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
             numbers["mscale"] = 0.0  # the models read it so; elsewhere 0 means the default
@@ -175,18 +172,14 @@ class QuantSpec:
         if not block:
             return QuantSpec()
         if (known := format_of_config(block)) is None:
-            raise TrtspecError(
-                f"quantization_config in {where} (quant_method {block.get('quant_method', '')!r}, format "
-                f"{block.get('format')!r}, quant_algo {block.get('quant_algo')!r}) is not a format that Kimi "
-                "checkpoints are published in",
-                SUPPORTED,
-                "TS-TARGET-FORMAT-UNKNOWN",
-            )
+            stated = ", ".join(f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo"))
+            text = f"quantization_config in {where} ({stated}) is not a format that Kimi checkpoints are published in"
+            supported = ", ".join(each.storage.title for each in WeightFormat)
+            raise TrtspecError(text, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
         exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
-        return QuantSpec(
-            format, group_size, exclude, "fp8" if block.get("kv_cache_scheme") else None, block_size, where
-        )
+        kv_cache = "fp8" if block.get("kv_cache_scheme") else None
+        return QuantSpec(format, group_size, exclude, kv_cache, block_size, where)
 
 
 @dataclass(frozen=True)
@@ -246,11 +239,9 @@ class ModelSpec:
         config that lacks a key."""
         model_type = config.get("model_type", "")
         if model_type not in KIMI_MODEL_TYPES:
-            raise TrtspecError(
-                f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})",
-                "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint",
-                "TS-TARGET-MODEL-TYPE",
-            )
+            message = f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})"
+            remedy = "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"
+            raise TrtspecError(message, remedy, "TS-TARGET-MODEL-TYPE")
         top = Values(config)
         nested = bool(config.get("text_config"))
         text = top.mapping("text_config") if nested else top

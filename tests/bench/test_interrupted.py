@@ -159,7 +159,7 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
     for said in (
         "HTTP 503: busy",
         "without a finish_reason",
-        "Expecting",
+        "expected",
         "incomplete",
         "not complete after 10 s",
         "disconnect",

@@ -138,7 +138,7 @@ class NativePacker:
     def decode(self, rows: Rows, result: Array) -> None:
         if self.translates(rows):
             self.kernel.int4_decode(*_grouped(rows), _at(result))
-        elif rows.scale is not None and rows.format.has_block_scales and rows.scale_dtype == "F32":
+        elif rows.scale is not None and "blocks" in rows.format.storage.kinds and rows.scale_dtype == "F32":
             (count, columns), (height, width) = rows.shape, rows.block
             for band, start in enumerate(range(0, count, height)):
                 part = min(height, count - start)
