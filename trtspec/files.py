@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MOST_JSON = 256 * 2**20  # bytes; the index of a large model has about 20 MB
-KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 CODE = "TS-ERROR-FILE"
 
 
@@ -38,26 +38,21 @@ CODE = "TS-ERROR-FILE"
 def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
     """A regular file, open for reading. Raises FileNotFoundError where there is none, UsageError for anything else and
     for a disk that fails while it is read."""
-    with _opened(path, remedy) as stream:
-        try:
-            yield stream
-        except OSError as error:
-            raise unreadable(path, error.strerror or str(error), remedy or "check the disk that it lies on") from None
-
-
-def _opened(path: str | Path, remedy: str) -> BinaryIO:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise unreadable(path, getattr(error, "strerror", None) or str(error), remedy) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        what = next((name for holds, name in KINDS if holds(mode)), "a device")
-        raise unreadable(path, f"it is {what}, not a regular file", remedy)
-    return os.fdopen(handle, "rb")
+    with stream:
+        mode = os.fstat(stream.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            what = next((name for holds, name in KINDS if holds(mode)), "a device")
+            raise unreadable(path, f"it is {what}, not a regular file", remedy)
+        try:
+            yield stream
+        except OSError as error:
+            raise unreadable(path, error.strerror or str(error), remedy or "check the disk that it lies on") from None
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:

@@ -255,9 +255,8 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
             continue
         where, remedy = refused
         if origins.get(name) != "ENVIRONMENT":
-            raise UsageError(
-                f"{_named(record, name if rule.value == '*' else f'{name}={value}')} is not used {where}", remedy
-            )
+            what = _named(record, name if rule.value == "*" else f"{name}={value}")
+            raise UsageError(f"{what} is not used {where}", remedy)
         note(f"{variable(command, fields[name].typed)} is not used {errors.as_typed(where)}")
         options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
         named.discard(name)
@@ -272,23 +271,16 @@ def ready(options: Record) -> Record:
     return options
 
 
-def made(record: type[Record], arguments: Sequence[Any], values: Mapping[str, Any]) -> Record:
-    """The record of a call from Python: required fields by position, paths and lists in place of their texts. Raises
-    TypeError as a function would, and UsageError naming the field for a value that the option does not take."""
+def made(record: type[Record], values: Mapping[str, Any]) -> Record:
+    """The record of these options, with paths and lists in place of their texts. Raises UsageError naming the field for
+    a value that the option does not take."""
     fields = {field.keyword: field for field in fields_of(record).values()}
-    required = [name for name, field in fields.items() if field.default is field.empty]
-    if len(arguments) > len(required):
-        raise TypeError(f"{len(required)} positional arguments at most: {', '.join(required)}")
-    named = dict(zip(required, arguments, strict=False)) | dict(values)
-    if unknown := sorted(named.keys() - fields.keys()):
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
-    return ready(record(**{fields[name].name: _value(fields[name], value) for name, value in named.items()}))
+    return ready(record(**{fields[name].name: _value(fields[name], value) for name, value in values.items()}))
 
 
 def _value(field: Field, value: Any) -> Any:
     """The value as the command line would make it of a text. Raises UsageError naming the field for any other."""
-    from pydantic import Field as Limits
-    from pydantic import TypeAdapter, ValidationError
+    import pydantic  # here, because `trtspec --help` needs none
 
     several = isinstance(value, list | tuple)
     if field.many:
@@ -298,11 +290,11 @@ def _value(field: Field, value: Any) -> Any:
         return value
     if field.parse is not None:
         return parsed(field.parse, ",".join(map(str, value)) if several else str(value), f"`{field.keyword}`")
-    limits = Limits(ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None))
+    limits = pydantic.Field(ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None))
     kind: Any = Annotated[field.type, limits]
     try:
-        return TypeAdapter(kind).validate_python(value if isinstance(value, bool) else str(value))
-    except ValidationError as error:
+        return pydantic.TypeAdapter(kind).validate_python(value if isinstance(value, bool) else str(value))
+    except pydantic.ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
         raise UsageError(f"`{field.keyword}` {value}: {reason}", "correct the value") from None
 
@@ -314,17 +306,17 @@ def record_of(function: Callable[..., Any]) -> type:
 
 def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     """A command as a Python function: its record is the signature."""
-    record = record_of(function)
+    record, parameters = record_of(function), list[inspect.Parameter]()
+    for field in (field for name, field in fields_of(record).items() if name != "json_"):
+        place = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
+        kind = getattr(inspect.Parameter, place)
+        parameters.append(inspect.Parameter(field.keyword, kind, default=field.default, annotation=field.type))
+    signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return function(made(record, arguments, options))
+        return function(made(record, signature.bind(*arguments, **options).arguments))
 
-    parameters = []
-    for field in (field for name, field in fields_of(record).items() if name != "json_"):
-        kind = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
-        place = getattr(inspect.Parameter, kind)
-        parameters.append(inspect.Parameter(field.keyword, place, default=field.default, annotation=field.type))
-    call.__signature__ = inspect.Signature(sorted(parameters, key=lambda p: p.kind))  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     return call
 

@@ -125,7 +125,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
         else:
             others[key] = value
     try:
-        read = made(ServeOptions, (), {"target": options.target, "backend": "vllm", **found})
+        read = made(ServeOptions, {"target": options.target, "backend": "vllm", **found})
     except UsageError as error:
         raise UsageError(f"{options.config}: {error.message}", error.remedy) from None
     said, plain = {name: getattr(read, name) for name in found}, ServeOptions(target=read.target)

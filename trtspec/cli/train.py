@@ -130,7 +130,7 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
         raise UsageError(f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
     values = {key: value for key, value in values.items() if value is not None}
     try:
-        made_of_file = made(TrainCommand, (), {"output": command.output, **values})
+        made_of_file = made(TrainCommand, {"output": command.output, **values})
     except UsageError as error:
         raise UsageError(f"{command.config}: {error.message}", error.remedy) from None
     found = {key: getattr(made_of_file, key) for key in values}
