@@ -16,13 +16,13 @@ from trtspec.bench.report.bench import (
     acceptance_table,
     all_tables,
     bench_html,
-    category_bars,
+    category_plot,
     figures,
     sentence,
-    speed_curve,
+    speed_plot,
     speedup_table,
 )
-from trtspec.bench.report.page import Figure, Plot, Point, Section, bars, curve, render
+from trtspec.bench.report.page import Bar, Figure, Plot, Point, Section, bars, curve, render
 from trtspec.bench.results import BenchResults, read_results
 from trtspec.errors import Problem
 from trtspec.report import Table
@@ -82,7 +82,7 @@ def test_the_page_begins_with_its_sentence_and_figures_with_ranges(results: Benc
     assert body.index(said) < body.index('<div class="figures">') < body.index("<svg") < body.index("<table")
     cards = re.findall(r'<b>([^<]+)</b><span class="range">([^<]+)</span>', page)
     assert len(cards) == 3 and all(re.search(r"\d to \d", found) for _, found in cards), cards
-    assert page.count("<svg") == 2 and len(page) < 100_000
+    assert page.count("<svg") == page.count('class="bars"') == 1 and len(page) < 100_000
     (tmp_path / "results.json").write_text(json.dumps(results.to_dict()))
     assert read_results(tmp_path) == results
 
@@ -110,14 +110,14 @@ def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchR
     assert "output is degenerate" in sentence(found) and "times as fast" not in sentence(found)
     assert not figures(found)
     assert all(row[3:] == ["", ""] for row in acceptance_table(found, found.workload).rows)
-    assert not speedup_table(found).rows and category_bars([found]) == ""
-    assert ">eagle3<" not in speed_curve(found) and ">eagle3<" in speed_curve(results)
+    assert not speedup_table(found).rows and not category_plot([found], "").bars
+    assert "eagle3" not in speed_plot(found).names and "eagle3" in speed_plot(results).names
     assert "DEGENERATE" in bench_html(found)
 
 
 def test_what_is_missing_is_left_out() -> None:
     page = parsed(render("t", "It <works>.", [Figure("2x", "1 to 3", "fast")], [
-        Section(title="Empty", plots=[Plot("", "none")], tables=[Table("t", ["a"], [])]),
+        Section(title="Empty", plots=[Plot("none")], tables=[Table("t", ["a"], [])]),
         Section(title="Full", problems=[Problem("TS-X", "warning", "here", "why", "do")], code="a: 1"),
     ], verdict="pass"))  # fmt: skip
     assert "Empty" not in page and "Full" in page and page.count('class="figure"') == 1
@@ -126,9 +126,11 @@ def test_what_is_missing_is_left_out() -> None:
 
 
 def test_plots_hold_their_values_and_intervals() -> None:
-    drawn = bars({"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}, baseline=1.0)
-    assert "2.50" in drawn and "1.50" in drawn and "code &amp; co" in drawn and drawn.count("<line") == 1
+    found = bars({"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}, baseline=1.0)
+    assert found == {"code & co": [Bar(1, "2.50", 75.0, (50.0, 100.0)), Bar(2, "1.50", 25.0, None)]}
+    page = parsed(render("t", "s", [], [Section(title="Bars", plots=[Plot("c", ["a", "b"], bars=found)])]))
+    assert "code &amp; co" in page and page.count('class="track"') == 2 and "left: 50.0%; width: 50.0%" in page
     line = curve({"a": [Point(10, 5, "1", 4, 6), Point(40, 3, "4", None, None)]}, "x", "y")
-    assert line.count("<circle") == 2 and "<polyline" in line and curve({}, "x", "y") == "" == bars({})
+    assert line.count("<circle") == 2 and "<polyline" in line and curve({}, "x", "y") == ""
     flat = curve({"a": [Point(1, 2.0, "1", None, None)] * 2}, "x", "y")
     assert "nan" not in flat and "inf" not in flat

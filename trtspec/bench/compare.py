@@ -130,6 +130,5 @@ def regressions(figures: Sequence[ComparedFigure], allowed: float) -> list[Probl
                 f", over {figure.units} {figure.paired_by}s"
             )
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
-            remedy = "look for what changed between the runs; repeat both with more questions"
-            found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message, remedy))
+            found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message))
     return found

@@ -33,7 +33,6 @@ ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
 FIGURES = ("steps", "drafted", "accepted")
 DESIGN_EFFECT = 8.0  # variance of a mean over the steps of whole answers, over that of independent steps
 Z = 2.326  # one-sided 1 % of the normal distribution
-MORE = "send more traffic, for example with trtspec bench, then run the command again"
 
 
 class NoMetrics(TrtspecError):
@@ -169,7 +168,6 @@ class Verdict:
     drop: float | None = None
     significant_drop: float | None = None
     why: str = ""
-    remedy: str = ""
 
 
 def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> Verdict:
@@ -180,10 +178,10 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     steps, mean = watch.counted.steps, baseline.accepted_per_step
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"
-        return Verdict("unmeasured", why=why, remedy="measure and compare: trtspec bench URL --compare BASELINE")
+        return Verdict("unmeasured", why=why)
     if steps < min_steps:
         why = f"{steps} verification steps are counted, and a verdict needs {min_steps}"
-        return Verdict("unmeasured", why=why, remedy=MORE)
+        return Verdict("unmeasured", why=why)
     drop = 1 - watch.counted.accepted / steps / mean
     significant = Z * math.sqrt(baseline.variance * (1 / steps + 1 / baseline.steps)) / mean
     if drop <= max_drop:
@@ -191,9 +189,8 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     why = f"{100 * drop:.1f} % fewer accepted drafts per step than {baseline.category} of the baseline"
     if drop <= significant:
         why = f"{why}; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
-        return Verdict("unmeasured", drop, significant, why, f"{MORE}; or measure a longer baseline")
-    remedy = "trtspec check URL --against PLAIN_URL; trtspec inspect HEAD --against TARGET"
-    return Verdict("fail", drop, significant, f"{why}; at most {100 * max_drop:g} % are allowed", remedy)
+        return Verdict("unmeasured", drop, significant, why)
+    return Verdict("fail", drop, significant, f"{why}; at most {100 * max_drop:g} % are allowed")
 
 
 @dataclass(eq=False)

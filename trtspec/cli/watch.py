@@ -59,10 +59,10 @@ async def _judge_once(url: str, options: WatchOptions) -> report.Result:
         await found.read(client)
     verdict = judge(found, baseline, options.max_drop, options.min_steps)
     code = "TS-WATCH-BASELINE" if verdict.status == "fail" else "TS-WATCH-UNMEASURED"
-    problems = [Problem(code, "error", url, verdict.why, verdict.remedy)] if verdict.why else []
+    problems = [Problem(code, "error", url, verdict.why)] if verdict.why else []
     expected = f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
     message = f"{url}: {'below the baseline' if verdict.status == 'fail' else 'NOT PROVEN'}: {verdict.why}"
-    wrong = CheckFailed(message, verdict.remedy) if problems else None
+    wrong = CheckFailed(message, problems[0].remedy) if problems else None
     values = {**found.summary(), **asdict(verdict), "baseline": asdict(baseline)}
     return report.Result(values, problems, lines=[found.line(), expected, verdict.status], failure=wrong)
 

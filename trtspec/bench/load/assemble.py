@@ -43,7 +43,7 @@ ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
 WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
 AIM = 0.05
 SHOWN = 3
-Findings = Iterator[tuple[str, Severity, str, str]]  # code, severity, message, remedy
+Findings = Iterator[tuple[str, Severity, str]]  # code, severity, message
 
 
 def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
@@ -198,14 +198,14 @@ def find_problems(target: MeasuredEndpoint) -> list[Problem]:
         *overloaded(target.rounds),
         *underfilled(target.rounds),
     ]
-    return [Problem(code, severity, target.name, message, remedy) for code, severity, message, remedy in found]
+    return [Problem(code, severity, target.name, message) for code, severity, message in found]
 
 
 def failed_requests(answers: Sequence[Answer]) -> Findings:
     errors = [answer.error for answer in answers if answer.error]
     if errors:
         message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
-        yield "TS-BENCH-ERRORS", "error", message, "look at the server's log; lower `concurrency`"
+        yield "TS-BENCH-ERRORS", "error", message
 
 
 def degenerate_output(answers: Sequence[Answer]) -> Findings:
@@ -215,8 +215,7 @@ def degenerate_output(answers: Sequence[Answer]) -> Findings:
             f"{verdict.loop} loops, {verdict.empty} empty, {verdict.noise} noise among {verdict.answers} answers "
             f"(distinct 4-grams {verdict.distinct_4gram_ratio}): loops flatter every drafter"
         )
-        remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
-        yield "TS-BENCH-DEGENERATE", "warning", message, remedy
+        yield "TS-BENCH-DEGENERATE", "warning", message
 
 
 def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
@@ -224,11 +223,10 @@ def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[
     code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
     if unmeasured := list(dict.fromkeys(unmeasured)):
         more = f", and {len(unmeasured) - SHOWN} more" if len(unmeasured) > SHOWN else ""
-        remedy = "read the server's metrics by hand; ask it, not a proxy; where answers failed, measure with `force`"
-        yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}", remedy
+        yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}"
     elif not counts:
         message = f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
-        yield code, "info", message, "only throughput and latency are shown"
+        yield code, "info", message
 
 
 def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
@@ -240,7 +238,7 @@ def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
             f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "
             "engine computes it otherwise than its training did (rope, norms, captured layers)"
         )
-        yield "TS-BENCH-NOTHING-ACCEPTED", "error", message, "trtspec inspect HEAD --against TARGET"
+        yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
 
 
 def forced_acceptance(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
@@ -249,8 +247,7 @@ def forced_acceptance(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -
     sizes = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
     if sizes and not quality_of(answers).degenerate:
         message = f"every step brought {sizes} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
-        remedy = "unset TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS (or the engine's equivalent), restart the server"
-        yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message, remedy
+        yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message
 
 
 def limited_parameters(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
@@ -259,10 +256,10 @@ def limited_parameters(limits: RequestLimits, asked: Mapping[str, Any]) -> Findi
     for key, what in (("ignored", "ignores"), ("refused", "refuses")):
         if named := sorted(set(asked) & set(limits.get(key, ()))):
             message = f"this release {what} {', '.join(named)} under speculation"
-            yield "TS-BENCH-PARAMETER", "warning", message, "measure without it, or without speculation"
+            yield "TS-BENCH-PARAMETER", "warning", message
     if asked.get("ignore_eos"):
         message = "ignore_eos makes the model write past its own end: acceptance there is not that of real answers"
-        yield "TS-BENCH-IGNORE-EOS", "warning", message, "measure acceptance without ignore_eos"
+        yield "TS-BENCH-IGNORE-EOS", "warning", message
 
 
 def counters_disagree(counts: Sequence[TurnCounts]) -> Findings:
@@ -278,8 +275,7 @@ def counters_disagree(counts: Sequence[TurnCounts]) -> Findings:
     elif surplus > asked * drafts:
         reason = f"{surplus} more accepted drafts than {asked} answers can leave behind"
     if reason:
-        remedy = "measure alone on the server, whose counters hold everybody's requests"
-        yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}", remedy
+        yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}"
 
 
 def buffered(answers: Sequence[Answer]) -> Findings:
@@ -291,8 +287,7 @@ def buffered(answers: Sequence[Answer]) -> Findings:
             f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
             "tokens are not the server's"
         )
-        remedy = "turn buffering off in the proxy (nginx: proxy_buffering off), or lower the server's stream_interval"
-        yield "TS-BENCH-BUFFERED", "warning", message, remedy
+        yield "TS-BENCH-BUFFERED", "warning", message
 
 
 def overloaded(rounds: Sequence[Round]) -> Findings:
@@ -310,7 +305,7 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
                 f"{run.level.rate:g} requests/s are more than it serves: the time to the first token grew from "
                 f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
             )
-            yield "TS-BENCH-OVERLOAD", "warning", message, "lower `rate`"
+            yield "TS-BENCH-OVERLOAD", "warning", message
             return
 
 
@@ -323,8 +318,7 @@ def underfilled(rounds: Sequence[Round]) -> Findings:
     missed = [(load, len(questions)) for (load, _), questions in asked.items() if len(questions) < load]
     if missed:
         message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*max(missed))
-        remedy = "ask more questions (`dataset`, `samples`), or fewer `rounds`"
-        yield "TS-BENCH-FEW-QUESTIONS", "info", message, remedy
+        yield "TS-BENCH-FEW-QUESTIONS", "info", message
 
 
 def too_few(summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> Findings:
@@ -333,5 +327,6 @@ def too_few(summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> Finding
     if length is None or (found and found.high / found.value - 1 <= WIDE) or (counts and not per_question(counts)):
         return
     needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
-    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}"
-    yield "TS-BENCH-FEW-STEPS", "info", message, f"about {needed} questions give +- {100 * AIM:.0f} %"
+    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "
+    message += f"{needed} give +- {100 * AIM:.0f} %"
+    yield "TS-BENCH-FEW-STEPS", "info", message

@@ -73,13 +73,13 @@ def sections(results: BenchResults) -> list[Section]:
     return [
         Section(
             title="Speed",
-            plots=[Plot(speed_curve(results), f"Each dot is a load, {where}; lines at the dots are 95 % intervals.")],
+            plots=[speed_plot(results)],
             tables=titled(speedup_table(results), speed_table(results), latency_table(results)),
         ),
         Section(
             title="Acceptance",
             text=quality_line(results),
-            plots=[Plot(category_bars(speculating), f"Tokens per step by category, {where}, with 95 % intervals.")],
+            plots=[category_plot(speculating, f"Tokens per step by category, {where}, with 95 % intervals.")],
             tables=titled(*acceptance, position_table(speculating)),
         ),
         Section(title="Draft length", tables=titled(draft_table(results.draft_choice)) if results.draft_choice else ()),
@@ -105,8 +105,8 @@ def bench_html(results: BenchResults) -> str:
     )
 
 
-def speed_curve(results: BenchResults) -> str:
-    """Tokens per second of a user over those of all users together, a dot for each load; "" for one load."""
+def speed_plot(results: BenchResults) -> Plot:
+    """Tokens per second of a user over those of all users together, a dot for each load; empty for one load."""
     found: dict[str, list[Point]] = {}
     for endpoint in results.all if len(results.concurrency) > 1 else ():
         for level in endpoint.concurrency:
@@ -114,10 +114,12 @@ def speed_curve(results: BenchResults) -> str:
             if user and together:
                 point = Point(together, user.value, level.load, user.low, user.high)
                 found.setdefault(endpoint.name, []).append(point)
-    return curve(found, "output tokens/s, all users", "tokens/s for a user")
+    drawn = curve(found, "output tokens/s, all users", "tokens/s for a user")
+    caption = f"Each dot is a load, {condition(results)}; lines at the dots are 95 % intervals."
+    return Plot(caption, list(found), svg=drawn)
 
 
-def category_bars(endpoints: Sequence[EndpointResult]) -> str:
+def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
     series: dict[str, dict[str, Value]] = {
         endpoint.name: {
             name: (group.acceptance_length, *(group.acceptance_length_interval or (None, None)))
@@ -126,7 +128,8 @@ def category_bars(endpoints: Sequence[EndpointResult]) -> str:
         }
         for endpoint in endpoints
     }
-    return bars(series, baseline=1.0)
+    series = {name: values for name, values in series.items() if values}
+    return Plot(caption, list(series), bars=bars(series, baseline=1.0))
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from typing import Literal
@@ -18,9 +18,8 @@ import jinja2
 from trtspec.errors import Problem
 from trtspec.report import Table
 
-# of plots: all are 420 units wide, so that their text is as large as the page's on a phone and on paper
-WIDTH, ROW, LEFT, RIGHT = 420, 19, 112, 46
-HEIGHT, BOTTOM, TOP, MARGIN = 260, 38, 24, 44  # of a curve
+# of a curve: 420 units wide, so that its text is as large as the page's on a phone and on paper
+WIDTH, HEIGHT, BOTTOM, TOP, MARGIN = 420, 262, 38, 26, 44
 COLORS = 6
 
 
@@ -34,11 +33,23 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Plot:
-    """`svg` of `bars` or `curve`; an empty one is not shown."""
+class Bar:
+    """`value` in words; `width`, and the ends of the interval where there is one, in percent of the longest."""
 
-    svg: str
+    color: int
+    value: str
+    width: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The `svg` of `curve`, or `bars` by their label; one without either is not shown. `names`: of the colours."""
+
     caption: str
+    names: Sequence[str] = ()
+    svg: str = ""
+    bars: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +65,7 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        plots = any(plot.svg for plot in self.plots)
+        plots = any(plot.svg or plot.bars for plot in self.plots)
         return not (self.text or plots or any(table.rows for table in self.tables) or self.problems or self.code)
 
 
@@ -95,7 +106,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html.j2")
 
 
-# --- plots as inline SVG, in the colours of the page ---
+# --- plots, in the colours of the page ---
 
 Value = tuple[float, float | None, float | None]  # value, and the ends of its interval where it has one
 
@@ -111,32 +122,19 @@ class Point:
     high: float | None
 
 
-def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> str:
-    """Horizontal bars from `baseline` on with the value behind each, a colour for each name of `series`, grouped by
-    label; "" without values."""
-    series = {name: values for name, values in series.items() if values}
-    labels = list(dict.fromkeys(label for values in series.values() for label in values))
-    if not labels:
-        return ""
-    top = max(max(value, high or value) for values in series.values() for value, _, high in values.values())
-    scale = (WIDTH - LEFT - RIGHT) / max(top - baseline, 1e-9)
-    found, y = _legend(list(series))
-    for label in labels:
-        rows = [(number, values[label]) for number, values in enumerate(series.values()) if label in values]
-        found.append(_text(LEFT - 6, y + ROW * len(rows) / 2 + 4, _short(label), "end"))
-        for number, (value, low, high) in rows:
-            width = max(0.0, value - baseline) * scale
-            fill = f'style="fill:var(--series-{number % COLORS + 1})"'
-            found.append(f'<rect x="{LEFT}" y="{y + 3:.1f}" width="{width:.1f}" height="{ROW - 6}" {fill}/>')
-            end = LEFT + width
-            if low is not None and high is not None:
-                ends = [LEFT + max(0.0, edge - baseline) * scale for edge in (low, high)]
-                found.append(_line(ends[0], y + ROW / 2, ends[1], y + ROW / 2, "currentColor"))
-                end = max(end, ends[1])
-            found.append(_text(end + 5, y + ROW / 2 + 4, f"{value:,.2f}"))
-            y += ROW
-        y += 5
-    return _svg(found, y)
+def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> dict[str, list[Bar]]:
+    """Horizontal bars from `baseline` on by label, a colour for each name of `series`."""
+    longest = max((high or value for values in series.values() for value, _, high in values.values()), default=0.0)
+
+    def percent(value: float) -> float:
+        return round(100 * max(0.0, value - baseline) / max(longest - baseline, 1e-9), 1)
+
+    found: dict[str, list[Bar]] = {}
+    for number, values in enumerate(series.values()):
+        for label, (value, low, high) in values.items():
+            interval = None if low is None or high is None else (percent(low), percent(high))
+            found.setdefault(label, []).append(Bar(number % COLORS + 1, f"{value:,.2f}", percent(value), interval))
+    return found
 
 
 def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> str:
@@ -145,8 +143,7 @@ def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> st
     if not points:
         return ""
     xs, ys = _ticks([p.x for p in points]), _ticks([e for p in points for e in (p.y, p.low, p.high) if e is not None])
-    found, start = _legend(list(series))
-    top, bottom = start + TOP, start + HEIGHT - BOTTOM
+    found, top, bottom = list[str](), TOP, HEIGHT - BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
         share = (x - xs[0]) / (xs[-1] - xs[0]), (y - ys[0]) / (ys[-1] - ys[0])
@@ -168,7 +165,7 @@ def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> st
                 found.append(_line(x, at(point.x, point.low)[1], x, at(point.x, point.high)[1], color))
             found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill:{color}"/>')
             found.append(_text(min(x + 6, WIDTH - 12), y - 5, point.label, "start" if x < WIDTH - 60 else "end"))
-    return _svg(found, start + HEIGHT)
+    return f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(found)}</svg>'
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
@@ -182,33 +179,9 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [round(number * step, 10) for number in range(first, max(math.ceil(high / step), first + 1) + 1)]
 
 
-def _legend(names: Sequence[str]) -> tuple[list[str], float]:
-    """A line for each name that does not fit beside the one before, none for a single name; and where the plot
-    begins."""
-    if len(names) < 2:
-        return [], 2.0
-    found, x, y = list[str](), 0.0, 2.0
-    for number, name in enumerate(names):
-        width = 26 + 6.2 * len(name)
-        if x and x + width > WIDTH:
-            x, y = 0.0, y + 16
-        fill = f'style="fill:var(--series-{number % COLORS + 1})"'
-        found += [f'<rect x="{x:.0f}" y="{y + 2:.0f}" width="10" height="10" {fill}/>', _text(x + 15, y + 11, name)]
-        x += width
-    return found, y + 22
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 18 else f"{label[:17]}\u2026"
-
-
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="stroke:{color}"/>'
-
-
-def _svg(parts: Sequence[str], height: float) -> str:
-    return f'<svg role="img" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(parts)}</svg>'
