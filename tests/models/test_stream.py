@@ -37,10 +37,10 @@ def streamed(stream: LayerStream, states: States) -> list[TargetOutput]:
             captured.setdefault(number, []).append(output.clone())
 
     stream.run(batches(), states, on_output=keep)
-    norm, lm_head = stream.norm(), stream.lm_head()
+    ends = stream.ends()
     with torch.inference_mode():
-        hidden = [norm(states.get(number)) for number in range(len(batches()))]
-        logits = [torch.nn.functional.linear(state, lm_head).float() for state in hidden]
+        hidden = [ends.norm(states.get(number)) for number in range(len(batches()))]
+        logits = [torch.nn.functional.linear(state, ends.lm_head.weight).float() for state in hidden]
     return [TargetOutput(logits[i], hidden[i], torch.cat(captured[i], -1)) for i in range(len(hidden))]
 
 

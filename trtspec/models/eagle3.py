@@ -28,12 +28,9 @@ from trtspec.models.layers import (
     RMSNorm,
     RopeTables,
     TextPiece,
-    cached_rows,
     embedding,
 )
 from trtspec.specs import HeadSpec
-
-HeadCache = LatentCache  # one layer; the width is the latent's (MLA) or that of K and V together (MHA)
 
 
 class LlamaAttention(nn.Module):
@@ -84,26 +81,24 @@ class Eagle3Head(nn.Module):
             self.input_norm = RMSNorm(captured, spec.rms_norm_eps)
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.self_attn: nn.Module = (
-            _latent_attention(spec) if spec.attention == "mla" else LlamaAttention(spec, 2 * hidden)
-        )
+        self.mla = spec.attention == "mla"
+        if self.mla:  # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's
+            self.self_attn: nn.Module = LatentAttention(spec, 2 * hidden, spec.rms_norm_eps)
+        else:
+            self.self_attn = LlamaAttention(spec, 2 * hidden)
         self.post_attention_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.mlp = MLP(hidden, spec.intermediate_size)
         self.norm = RMSNorm(hidden, spec.rms_norm_eps)
         self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
         self.embed: nn.Module = embedding(spec.vocab_size, hidden)
         self.register_buffer("target_ids", None, persistent=False)
-        self.mla = spec.attention == "mla"
         self.rope = RopeTables(spec.rope, spec.qk_rope_head_dim if self.mla else spec.head_dim, interleaved=self.mla)
 
-    def set_draft_vocabulary(self, d2t: Tensor) -> None:
-        """d2t int64 [Vd] is an offset in every Eagle3 format: target id = draft id + d2t[draft id]."""
-        self.target_ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
-
-    def new_cache(self, rows: int, max_len: int) -> HeadCache:
-        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype."""
+    def new_cache(self, rows: int, max_len: int) -> LatentCache:
+        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype: one layer, as wide as the latent
+        (MLA) or as K and V together (MHA)."""
         weight = self.fc.weight
-        return HeadCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
+        return LatentCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
@@ -119,7 +114,7 @@ class Eagle3Head(nn.Module):
         x: Tensor,
         tokens: Tensor,
         start: Tensor | None,
-        cache: HeadCache | None,
+        cache: LatentCache | None,
         row: int = 0,
         length: int | None = None,
         at: Tensor | None = None,
@@ -127,24 +122,15 @@ class Eagle3Head(nn.Module):
         """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H], or [B, 1, H] of position at[b] of
         each row where `at` int64 [B] is given.
 
-        Row b lives in cache row `row + b`; its first state is at absolute position start[b]. Each row sees cached
-        positions up to its own; `length` as in `KimiModel.forward`. Without a cache: plain causal forward from position
-        0 (or `start`).
+        `start`, `cache`, `row` and `length` as in `AttentionStep`; a row's first state is at position start[b].
         """
         batch, count, _ = x.shape
-        step = AttentionStep(
-            batch,
-            count,
-            start if cache is not None else None,
-            self.rope.of(cache.max_len if cache else count, x.device),
-            self.mla,
-            x.dtype,
-            cached_rows(cache, row, start, count, length),
-        )
+        tables = self.rope.of(cache.max_len if cache else count, x.device)
+        step = AttentionStep(batch, count, start, tables, self.mla, x.dtype, cache, row, length)
         return self._run(x, tokens, step, None if at is None else (torch.arange(batch, device=x.device), at))
 
     def prompts(
-        self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: HeadCache
+        self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: LatentCache
     ) -> tuple[Tensor, Tensor]:
         """x [1, N, H] with tokens int64 [1, N], of pieces of texts one behind the other -> (feedback, normed) of each
         one's last position, [1, pieces, H]."""
@@ -172,10 +158,3 @@ class Eagle3Head(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> ids of the target's vocabulary."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
-
-
-def _latent_attention(spec: HeadSpec) -> LatentAttention:
-    attention = LatentAttention(spec, 2 * spec.hidden_size)
-    # A head is what servers compute: TensorRT-LLM and vLLM give the latent norms the config's eps, not the class's.
-    attention.q_a_layernorm.eps = attention.kv_a_layernorm.eps = spec.rms_norm_eps
-    return attention

@@ -65,7 +65,7 @@ def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
 def assemble(
     spec: HeadSpec, tensors: Tensors, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Eagle3Head:
-    """The head of shape `spec` from its tensors."""
+    """The head of shape `spec` from its tensors; the target lends its embedding and lm_head where there are none."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
@@ -73,7 +73,19 @@ def assemble(
         owner, _, leaf = parameter.rpartition(".")
         value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts) if len(parts) > 1 else parts[0]
         setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device=device, dtype=dtype), False))
-    _attach(head, tensors, target, dtype, device)
+    if "lm_head.weight" in tensors:
+        head.lm_head = Linear(spec.hidden_size, spec.draft_vocab_size)
+        head.lm_head.weight = nn.Parameter(tensors["lm_head.weight"].to(device=device, dtype=dtype), False)
+    else:
+        head.lm_head = target.lm_head
+    head.embed = target.embed
+    if "embed_tokens.weight" in tensors:
+        own = tensors["embed_tokens.weight"].to(device=device, dtype=dtype)
+        head.embed = nn.Embedding.from_pretrained(own)
+    if "d2t" in tensors and spec.draft_vocab_size != spec.vocab_size:
+        # an offset in every Eagle3 format: target id = draft id + d2t[draft id]
+        offsets = tensors["d2t"].long().to(device)
+        head.target_ids = offsets + torch.arange(len(offsets), device=device)
     return head.eval().requires_grad_(False)
 
 
@@ -97,39 +109,3 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     if spec.norm_before_fc:
         table["input_norm.weight"] = ("input_norm.weight",)
     return table
-
-
-def _attach(head: Eagle3Head, tensors: Tensors, target: KimiModel, dtype: torch.dtype, device: str) -> None:
-    """lm_head, embedding and vocabulary map: the head's own where it has them, else the target's."""
-    spec = head.spec
-
-    def own(name: str) -> Tensor | None:
-        return tensors[name].to(device=device, dtype=dtype) if name in tensors else None
-
-    if (weight := own("lm_head.weight")) is not None:
-        linear = Linear(spec.hidden_size, spec.draft_vocab_size)
-        linear.weight = nn.Parameter(weight, False)
-        head.lm_head = linear
-    elif spec.draft_vocab_size == target.spec.vocab_size and spec.hidden_size == target.spec.hidden_size:
-        head.lm_head = target.lm_head
-    else:
-        raise TrtspecError(
-            "[TS-HEAD-LM-HEAD] the head has no lm_head and the target's does not fit its draft vocabulary",
-            "export the head again with its lm_head",
-        )
-    if (weight := own("embed_tokens.weight")) is not None:
-        head.embed = nn.Embedding.from_pretrained(weight)
-    else:
-        head.embed = target.embed
-    if "d2t" in tensors and spec.draft_vocab_size != spec.vocab_size:
-        _check_vocabulary(tensors["d2t"], spec)
-        head.set_draft_vocabulary(tensors["d2t"].to(device))
-
-
-def _check_vocabulary(d2t: Tensor, spec: HeadSpec) -> None:
-    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
-    if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size or len(ids.unique()) != len(ids):
-        raise TrtspecError(
-            "[TS-HEAD-D2T-RANGE] d2t does not map the draft vocabulary to different target ids",
-            "d2t holds offsets (target id - draft id), not ids; rebuild it from the training vocabulary",
-        )

@@ -18,7 +18,6 @@ from trtspec.models.layers import (
     RMSNorm,
     RopeTables,
     TextPiece,
-    cached_rows,
     embedding,
 )
 from trtspec.models.moe import MoE
@@ -86,18 +85,13 @@ class KimiModel(nn.Module):
         last_only: bool = False,
         length: int | None = None,
     ) -> TargetOutput:
-        """Runs tokens int64 [B, T]; row b lives in cache row `row + b` and starts at absolute position start[b].
+        """Runs tokens int64 [B, T]; `start`, `cache`, `row` and `length` as in `AttentionStep`.
 
-        Each token sees the cached positions up to its own. `length` is where the longest row ends, max(start) + T, from
-        a caller that knows it; None reads it from the device, which waits. Without a cache: plain causal forward from
-        position 0.
         `aux_layers` are 0-based layer outputs, concatenated in ascending order; `last_only` keeps one row of logits.
         """
         batch, count = tokens.shape
         tables = self.rope.of(cache.max_len if cache else count, tokens.device)
-        step = AttentionStep(
-            batch, count, start, tables, True, self.dtype, cached_rows(cache, row, start, count, length)
-        )
+        step = AttentionStep(batch, count, start, tables, True, self.dtype, cache, row, length)
         x, aux = self._run(tokens, step, aux_layers)
         hidden = self.norm(x)
         logits = self.lm_head(hidden[:, -1:] if last_only else hidden).float()

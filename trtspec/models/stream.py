@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import DecoderLayer, KimiModel
-from trtspec.models.layers import AttentionStep, RMSNorm, RopeTables
+from trtspec.models.layers import AttentionStep, RopeTables
 from trtspec.models.weights import install, layer_layout, layout
 from trtspec.report import file_sha256, fsync_directory
 
@@ -93,26 +94,25 @@ class LayerStream:
                 )
         return layer.eval().requires_grad_(False)
 
-    def ends(self) -> KimiModel:
-        """The model without its layers: embeddings, final norm and lm_head, on the device; `spec` is the whole one."""
-        return self._ends(*ENDS)
+    def ends(self, *parameters: str) -> KimiModel:
+        """The model without its layers, on the device: embeddings, final norm and lm_head; of them those named in
+        `parameters`, if any. The others are on the meta device. `spec` is the whole one."""
+        with torch.device("meta"):
+            model = KimiModel(self.spec, layers=0)
+        for source in layout(self.spec):
+            if source.parameter in (parameters or ENDS):
+                tensors, spec = self._tensors, self.spec
+                install(model, source, tensors, spec, dtype=self.dtype, device=self.device, activation="decoded")
+        return model.eval().requires_grad_(False)
 
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
         """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
-        weight = self._ends("embed.weight").embed.weight
+        weight = self.ends("embed.weight").embed.weight
         states.begin(0)
         for number, tokens in enumerate(batches):
             states.put(number, F.embedding(tokens.to(self.device), weight))
         states.seal()
-
-    def norm(self) -> RMSNorm:
-        """The final norm, on the device."""
-        return self._ends("norm.weight").norm
-
-    def lm_head(self) -> Tensor:
-        """The output matrix [V, H] in the compute type, on the device."""
-        return self._ends("lm_head.weight").lm_head.weight
 
     def run(
         self,
@@ -155,16 +155,6 @@ class LayerStream:
             self._step = shape, AttentionStep(batch, length, None, tables, True, self.dtype)
         return self._step[1]
 
-    def _ends(self, *parameters: str) -> KimiModel:
-        """A model without layers that has these parameters alone; the others are on the meta device."""
-        with torch.device("meta"):
-            model = KimiModel(self.spec, layers=0)
-        for source in layout(self.spec):
-            if source.parameter in parameters:
-                tensors, spec = self._tensors, self.spec
-                install(model, source, tensors, spec, dtype=self.dtype, device=self.device, activation="decoded")
-        return model.eval().requires_grad_(False)
-
 
 class States:
     """The hidden states [B, T, H] of all batches between two layers: one generation is read, the next one written.
@@ -193,8 +183,8 @@ class States:
             raise ValueError("states that exceed their budget, or that must last, need a directory")
         self._memory: dict[int, Tensor] = {}
         self._generation = -1
-        self._source: int | None = None
-        self._target: int | None = None
+        self._source: BinaryIO | None = None
+        self._target: BinaryIO | None = None
         self._sha256 = hashlib.sha256()
         self.record: dict[str, Any] = {}
 
@@ -211,7 +201,7 @@ class States:
         if self.on_disk:
             path = self.path(generation).with_suffix(".partial")
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._target = path.open("w+b")
             self._sha256 = hashlib.sha256()
         self._generation = generation
 
@@ -223,7 +213,8 @@ class States:
         if self._target is not None:
             raw = states.contiguous().view(torch.uint8).numpy().reshape(-1).data
             self._sha256.update(raw)
-            _write(self._target, raw, self.offsets[number], self.path(self._generation))
+            with self._writing():
+                self._target.write(raw)
 
     def get(self, number: int) -> Tensor:
         """Batch `number` of the finished generation, on the CPU."""
@@ -240,11 +231,13 @@ class States:
         if self._target is None:
             return
         path = self.path(self._generation)
-        if self.durable:
-            os.fsync(self._target)
-        os.replace(path.with_suffix(".partial"), path)
+        with self._writing():
+            self._target.flush()
+            if self.durable:
+                os.fsync(self._target.fileno())
+        path.with_suffix(".partial").replace(path)
         if self._source is not None:
-            os.close(self._source)
+            self._source.close()
         self._source, self._target = self._target, None
         self.record = {"generation": self._generation, "bytes": self.bytes, "sha256": self._sha256.hexdigest()}
         if self.durable:
@@ -259,7 +252,7 @@ class States:
             return False
         if file_sha256(path) != record["sha256"]:
             return False
-        self._source, self._generation = os.open(path, os.O_RDONLY), record["generation"]
+        self._source, self._generation = path.open("rb"), record["generation"]
         if self.in_memory:
             self._memory = {number: self._read(self._source, number) for number in range(len(self.shapes))}
         return True
@@ -275,7 +268,8 @@ class States:
         """Closes the files; leaves them in place."""
         for file in (self._source, self._target):
             if file is not None:
-                os.close(file)
+                with suppress(OSError):  # of bytes that could not be written, as `put` has said
+                    file.close()
         self._source = self._target = None
 
     def __enter__(self) -> States:
@@ -284,27 +278,21 @@ class States:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, file: int, number: int) -> Tensor:
+    def _read(self, file: BinaryIO, number: int) -> Tensor:
         begin, end = self.offsets[number], self.offsets[number + 1]
         raw = torch.empty(end - begin, dtype=torch.uint8)
-        view, offset = raw.numpy().data, begin
-        while view:
-            count = os.preadv(file, [view[: 1 << 30]], offset)
-            if not count:
-                raise TrtspecError(f"{self.directory}: the states end early", "run again with `restart`")
-            view, offset = view[count:], offset + count
+        file.seek(begin)
+        if file.readinto(raw.numpy().data) < len(raw):  # type: ignore[attr-defined]
+            raise TrtspecError(f"{self.directory}: the states end early", "run again with `restart`")
         return raw.view(self.dtype).view(self.shapes[number])
 
-
-def _write(file: int, data: memoryview, offset: int, path: Path) -> None:
-    try:
-        while data:
-            count = os.pwrite(file, data[: 1 << 30], offset)
-            data, offset = data[count:], offset + count
-    except OSError as error:
-        raise TrtspecError(
-            f"cannot write {path}: {error.strerror}", "free space on that disk, then run the command again"
-        ) from error
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"cannot write {self.path(self._generation)}: {error.strerror}"
+            raise TrtspecError(message, "free space on that disk, then run the command again") from error
 
 
 def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:

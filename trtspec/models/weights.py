@@ -20,7 +20,7 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import HypotenuseNorm, LatentAttention, Linear, RMSNorm, by_input
+from trtspec.models.layers import LatentAttention, Linear, RMSNorm, by_input
 from trtspec.models.moe import Experts, MoE, dispatch, is_small, together
 from trtspec.models.precision import pack
 from trtspec.quant import nvfp4
@@ -251,7 +251,7 @@ def prepare_for_decoding(model: nn.Module) -> None:
             if module.packed is None and wide and is_float32_on_cpu(module.weight):
                 module.weight.data = by_input(module.weight.data)
         elif isinstance(module, RMSNorm) and is_float32_on_cpu(module.weight):
-            module.by_hypotenuse = HypotenuseNorm(module.weight, module.eps)
+            module.fold()
         elif isinstance(module, LatentAttention) and module.folded is None:
             if is_float32_on_cpu(module.kv_b_proj.weight):
                 module.fold()

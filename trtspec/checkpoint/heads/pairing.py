@@ -112,8 +112,8 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.vocab_size != target.vocab_size:
         message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
         yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
-    if not head.has_lm_head and head.draft_vocab_size != target.vocab_size:
-        message = "the head borrows the target's lm_head, which is only right for the full vocabulary"
+    if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
+        message = "the head borrows the target's lm_head, which is only right for its vocabulary and hidden size"
         yield Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message)
     if head.attention == "mha":
         message = (

@@ -242,7 +242,7 @@ class ChunkWriter:
             with States(batches, spec.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.norm()
+                norm = self.stream.ends("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
                         keep("hidden", number, norm(states.get(number).to(self.stream.device)))
