@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trtspec.bench.watch import Watch, start_exporter
@@ -132,13 +133,13 @@ def test_the_watchs_own_metrics_are_all_exported() -> None:
 
 def test_the_reference_servers_metrics_are_all_exported(tmp_path: Path) -> None:
     from tests.tiny import make_target
-    from trtspec.engine.app import prometheus_text
+    from trtspec.engine.app import EngineCollector
     from trtspec.engine.engine import Engine, GenerationRequest
     from trtspec.models.weights import load_target
 
     engine = Engine(load_target(make_target(tmp_path / "target")))
     engine.generate([GenerationRequest("a", [5, 6, 7], 4)])
-    found = scraped(prometheus_text(engine).decode())
+    found = scraped(generate_latest(EngineCollector(engine)).decode())
     wanted = {name for name in named() if name.startswith("trtspec_") and not name.startswith("trtspec_watch_")}
     assert len(wanted) >= 5 and wanted <= found, wanted - found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
-from trtspec.engine.drafters import Eagle3Drafter, Verified
+from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -48,8 +48,8 @@ class OracleDrafter:
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         self.inner.prompts(aux, tokens, pieces)
 
-    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
-        self.inner.learn(batch, verified)
+    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
+        self.inner.learn(batch, aux, tokens, accepted)
 
     def move(self, source: int, target: int, length: int) -> None:
         self.inner.move(source, target, length)

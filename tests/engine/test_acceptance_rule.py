@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, residual
+from trtspec.engine.sampling import accept_sampled, draw, leading, residual
 
 
 @settings(max_examples=100, deadline=None)
@@ -25,10 +25,10 @@ from trtspec.engine.sampling import accept_greedy, accept_sampled, draw, residua
 def test_greedy_accepts_the_common_prefix(rows: list[tuple[list[int], list[int]]], offered: int) -> None:
     best, drafts = torch.tensor([best for best, _ in rows]), torch.tensor([draft for _, draft in rows])
     counts = torch.full((len(rows),), offered)
-    limited = accept_greedy(best, drafts, counts).tolist()
+    limited = leading(best[:, :-1] == drafts, counts).tolist()
     for row, (argmax, draft) in enumerate(rows):
         prefix = next((i for i in range(3) if argmax[i] != draft[i]), 3)
-        assert int(accept_greedy(best, drafts)[row]) == prefix
+        assert int(leading(best[:, :-1] == drafts)[row]) == prefix
         assert limited[row] == min(prefix, offered)
 
 

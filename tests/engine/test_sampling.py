@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from trtspec.engine.sampling import draw, probabilities
+from trtspec.engine.sampling import BatchSampling, draw
+
+
+def probabilities(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    return BatchSampling(torch.arange(len(logits)), *parameters).probabilities(logits)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -21,9 +21,12 @@ import pytest
 import torch
 
 from tests.tiny import make_head
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.server import ServerOptions, build_engine, require_memory
+from trtspec.engine.server import ServerOptions, build_engine
 from trtspec.errors import MissingDependency
+from trtspec.models.memory import MemoryLoad, require_fitting
 
 HERE = Path(__file__).parent
 
@@ -280,7 +283,8 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
         build_engine(target_dir, None, options)
     found = re.search(r"`max_batch_size` (\d+)", caught.value.remedy or "")
     assert found is not None
-    require_memory(target_dir, None, replace(options, max_batch_size=int(found[1]) * 9 // 10), torch.float32)
+    load = MemoryLoad("cpu", torch.float32, int(found[1]) * 9 // 10, 256, options.draft_len, options.prefix_bytes)
+    require_fitting(target_dir, target_spec(Checkpoint.open(target_dir)), None, load)
     if torch.cuda.is_available():
         return
     with pytest.raises(MissingDependency, match="sees no GPU"):

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
@@ -73,7 +73,8 @@ def create_app(
     app.router.route_class = BodyRoute
     app.state.worker, app.state.body_limit = worker, body_limit(engine.max_seq_len)
     app.add_middleware(Boundary, api_key=api_key)
-    _add_errors(app)
+    app.add_exception_handler(RoutingError, _refused)
+    app.add_exception_handler(RequestRefused, _refused)
     _add_status(app, worker, served)
 
     async def answer(asked: CompletionBody | ChatBody, request: Request) -> Response:
@@ -202,23 +203,17 @@ def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
         raise ApiError(most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS)
 
 
-def _as_api_error(failure: ApiError | RequestRefused) -> ApiError:
-    """The error that a client gets for the end of a generation."""
-    if isinstance(failure, ApiError):
-        return failure
-    code = "context_length_exceeded" if isinstance(failure, PromptTooLong) else None
-    return ApiError(failure.message, param=failure.param, code=code)
+def _as_api_error(error: Exception) -> ApiError:
+    """The error that a client gets: our own, one of the engine, or one of the framework."""
+    if isinstance(error, RequestRefused):
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return ApiError(error.message, param=error.param, code=code)
+    assert isinstance(error, RoutingError)
+    return error if isinstance(error, ApiError) else ApiError(str(error.detail), status=error.status_code)
 
 
-def _add_errors(app: FastAPI) -> None:
-    async def refused(_: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, HTTPException | RoutingError) and not isinstance(error, ApiError):
-            error = ApiError(str(error.detail), status=error.status_code)
-        assert isinstance(error, ApiError | RequestRefused)
-        return error_response(_as_api_error(error))
-
-    for kind in (RoutingError, HTTPException, ApiError, RequestRefused):
-        app.add_exception_handler(kind, refused)
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    return error_response(_as_api_error(error))
 
 
 def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
@@ -251,7 +246,8 @@ def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
     @app.get("/prometheus/metrics", responses=ERRORS, response_class=Response)
     async def prometheus() -> Response:
         """Totals since the start, for a scraper."""
-        return Response(prometheus_text(engine), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = generate_latest(EngineCollector(engine))
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class EngineCollector(Collector):
@@ -288,9 +284,3 @@ class EngineCollector(Collector):
         yield positions
         yield GaugeMetricFamily("trtspec_requests_running", "Requests in the batch.", value=len(self.engine.batch))
         yield GaugeMetricFamily("trtspec_requests_waiting", "Requests in the queue.", value=len(self.engine.waiting))
-
-
-def prometheus_text(engine: Engine) -> bytes:
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine))
-    return generate_latest(registry)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.sampling import BatchSampling
-from trtspec.engine.sequence import Sequence
+from trtspec.engine.sequence import Sequence, TokenLogprobs
 from trtspec.models.layers import TextPiece
 
 
@@ -85,13 +85,14 @@ class DecodeBatch:
 
 @dataclass
 class Chunk:
-    """A piece of a sequence's prompt. Its pass fills in the token that follows it, and the logits [rows, V] behind its
-    last token, or behind each one where the prompt's own log-probabilities are asked for."""
+    """A piece of a sequence's prompt. Its pass fills in the token that follows it, the logits [V] behind its last token
+    and, where they are asked for, the log-probabilities of the prompt's tokens behind its first."""
 
     sequence: Sequence
     piece: TextPiece
     following: int = -1
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.piece.end - self.piece.begin

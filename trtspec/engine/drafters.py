@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -16,20 +15,6 @@ if TYPE_CHECKING:
     from trtspec.models.kimi import KimiModel
 
 DraftSampling = Literal["argmax", "probabilistic"]
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What a verification says of the batch's rows, before they advance.
-
-    aux [B, T, n_aux*H] are the captured states of the block's tokens, tokens int64 [B, T] those that follow each of
-    them, accepted int64 [B] the accepted drafts. States after the first `known` are rejected in every row.
-    """
-
-    aux: Tensor | None
-    tokens: Tensor
-    accepted: Tensor
-    known: int
 
 
 class Drafter:
@@ -50,8 +35,10 @@ class Drafter:
         """Writes up to `batch.draft_len` drafts of each row behind its last token; returns how many."""
         return [0] * len(batch)
 
-    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
-        """Takes what a verification says."""
+    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
+        """Takes what a verification says of the batch's rows, before they advance: the captured states
+        [B, T, n_aux*H] of the block's tokens, the tokens int64 [B, T] that follow each, and accepted drafts int64 [B].
+        """
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies what is kept of a row of `length` tokens to another row."""
@@ -103,14 +90,12 @@ class Eagle3Drafter(Drafter):
             drafts[:, step] = self._choose(batch, step, self.head.logits(normed))
         return [length] * rows
 
-    def learn(self, batch: DecodeBatch, verified: Verified) -> None:
+    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
         """Runs the head over the true states."""
-        rows, known = len(batch), verified.known
-        assert verified.aux is not None
-        aux, tokens = verified.aux[:, :known], verified.tokens[:, :known]
-        end = batch.reach + known - 1
+        rows, end = len(batch), batch.reach + tokens.shape[1] - 1
+        assert aux is not None
         feedback, normed = self.head(
-            self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end, at=verified.accepted
+            self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end, at=accepted
         )
         self.feedback[:rows], self.normed[:rows] = feedback, normed[:, 0]
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.batch import Chunk, DecodeBatch
-from trtspec.engine.drafters import Drafter, DraftSampling, Eagle3Drafter, Verified
+from trtspec.engine.drafters import Drafter, DraftSampling, Eagle3Drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PrefixCache, PrefixStats
 from trtspec.engine.request import GenerationRequest, check_request
 from trtspec.engine.sampling import (
     BatchSampling,
-    accept_greedy,
     accept_sampled,
     draw,
+    leading,
     on_device,
     on_host,
     token_logprobs,
@@ -77,8 +77,6 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         prepare_for_decoding(target)
-        if head is not None:
-            prepare_for_decoding(head)
         self.target, self.tokenizer = target, tokenizer
         self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
         self.draft_len = options.draft_len if head is not None else 0
@@ -91,6 +89,7 @@ class Engine:
             if options.draft_len < 1:
                 message = f"draft length {options.draft_len} drafts nothing"
                 raise UsageError(message, "use a draft length of 1 or more, or no head")
+            prepare_for_decoding(head)
             self.drafter = Eagle3Drafter(head, target, options.max_batch_size, cache_len, options.draft_sampling)
         self.prefix: PrefixCache | None = None
         if options.prefix_bytes:
@@ -164,12 +163,13 @@ class Engine:
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
-        # Learn: the drafter reads the target's states of the emitted tokens.
-        drafter.learn(batch, Verified(out.aux, tokens, accepted, max(map(len, emitted))))
+        # Learn: the drafter reads the target's states of the emitted tokens. Behind `known` all rows' are rejected.
+        known = max(map(len, emitted))
+        drafter.learn(batch, None if out.aux is None else out.aux[:, :known], tokens[:, :known], accepted)
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
-        made = [self._emit(row, emitted[row], offered[row], out.logits) for row in range(rows)]
+        made = [self._emit(*taken) for taken in zip(batch.sequences, emitted, offered, out.logits, strict=True)]
         for row in reversed(range(rows)):
             if made[row].finish_reason:
                 self._remove(row)
@@ -181,7 +181,7 @@ class Engine:
         logits = steered(batch.sequences, logits, drafts)
         counts = None if min(offered) == width else on_device(offered, self.device)
         tokens = logits.argmax(-1)
-        accepted = accept_greedy(tokens, drafts, counts)
+        accepted = leading(tokens[:, :-1] == drafts, counts)
         sampling = batch.sampling
         if sampling is not None:
             rows = sampling.rows
@@ -196,12 +196,16 @@ class Engine:
             )
         return tokens, accepted
 
-    def _emit(self, row: int, tokens: list[int], offered: int, logits: Tensor) -> Output:
-        """Hands a row its tokens. logits [B, T, V] are the round's."""
-        sequence = self.batch.sequences[row]
+    def _emit(self, sequence: Sequence, tokens: list[int], offered: int | None, logits: Tensor) -> Output:
+        """Hands a sequence its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j."""
         try:
             output = sequence.emit(tokens, offered)
-            self._annotate(output, sequence, logits[row])
+            logits = logits[: len(output.token_ids)]
+            if self.options.record_gaps:
+                first, second = logits.topk(2, -1).values.unbind(-1)
+                output.gaps = (first - second).tolist()
+            if sequence.request.logprobs:
+                output.logprobs = token_logprobs(logits.log_softmax(-1), output.token_ids, sequence.request.logprobs)
             return output
         except Exception as error:
             return sequence.fail(error)
@@ -297,7 +301,11 @@ class Engine:
         pieces = [chunk.piece for chunk in chunks]
         out = self.target.prompts(on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept)
         for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
-            chunk.logits = logits
+            chunk.logits = logits[-1]
+            if chunk.sequence.request.prompt_logprobs:
+                known = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
+                scores = logits[: len(known)].log_softmax(-1)
+                chunk.logprobs = token_logprobs(scores, known, max(1, chunk.sequence.request.logprobs))
         first = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
         following = []
         for chunk in chunks:
@@ -308,37 +316,27 @@ class Engine:
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
         """What came out of the pass: nothing inside a prompt, else the first token. An unfinished sequence gets its
         row of the batch."""
-        sequence, request, piece = chunk.sequence, chunk.sequence.request, chunk.piece
-        try:
-            if request.prompt_logprobs:
-                known = chunk.prompt[piece.begin + 1 : piece.end + 1]
-                scores = chunk.logits[: len(known)].log_softmax(-1)
-                sequence.prompt_logprobs += token_logprobs(scores, known, max(1, request.logprobs))
-            sequence.prefilled = piece.end
-            if not chunk.done:
-                self.prefilling, self.prefill_row = sequence, piece.row
-                return []
-            if self.prefix is not None:
-                self.prefix.save(chunk.prompt, piece.row)
-            output = sequence.emit([chunk.following])
-            output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
-            self._annotate(output, sequence, chunk.logits[-1:])
-            if output.finish_reason is None:
-                self._move(piece.row, len(self.batch), len(chunk.prompt))
-                self.batch.append(sequence, chunk.following)
-            return [output]
-        except Exception as error:
-            failed = [sequence.fail(error)]
-            if sequence in self.batch.sequences:
-                self._remove(self.batch.sequences.index(sequence))
-            return failed
+        sequence, piece = chunk.sequence, chunk.piece
+        sequence.prompt_logprobs += chunk.logprobs
+        sequence.prefilled = piece.end
+        if not chunk.done:
+            self.prefilling, self.prefill_row = sequence, piece.row
+            return []
+        if self.prefix is not None:
+            self.prefix.save(chunk.prompt, piece.row)
+        output = self._emit(sequence, [chunk.following], None, chunk.logits.unsqueeze(0))
+        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+        if output.finish_reason is None:
+            self._move(piece.row, len(self.batch), len(chunk.prompt))
+            self.batch.append(sequence, chunk.following)
+        return [output]
 
     def _first_tokens(self, done: list[Chunk]) -> list[int]:
         """The tokens after whole prompts."""
         if not done:
             return []
         sequences = [chunk.sequence for chunk in done]
-        logits = torch.stack([chunk.logits[-1] for chunk in done])
+        logits = torch.stack([chunk.logits for chunk in done])
         logits = steered(sequences, logits.unsqueeze(1), logits.new_empty(len(sequences), 0))[:, 0]
         tokens = logits.argmax(-1)
         sampling = BatchSampling.of(sequences, self.device)
@@ -346,16 +344,7 @@ class Engine:
             numbers = torch.cat([sequence.uniform(1) for sequence in sequences if sequence.sampled])
             probabilities = sampling.probabilities(logits[sampling.rows])
             tokens[sampling.rows] = draw(probabilities, numbers.to(self.device, non_blocking=True))
-        return [row[0] for row in on_host(tokens[:, None], torch.zeros_like(tokens))]
-
-    def _annotate(self, output: Output, sequence: Sequence, logits: Tensor) -> None:
-        """Adds gaps and log-probabilities of the emitted tokens; row j of logits [T, V] predicted token j."""
-        logits = logits[: len(output.token_ids)]
-        if self.options.record_gaps:
-            first, second = logits.topk(2, -1).values.unbind(-1)
-            output.gaps = (first - second).tolist()
-        if sequence.request.logprobs:
-            output.logprobs = token_logprobs(logits.log_softmax(-1), output.token_ids, sequence.request.logprobs)
+        return [int(token) for token in tokens.tolist()]
 
     def _remove(self, row: int) -> None:
         """Takes a row out of the batch; what it computed stays known for prompts that begin like it."""

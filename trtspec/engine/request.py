@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -84,21 +83,17 @@ class GenerationRequest(Sampling):
 def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
     """Raises RequestRefused for a request that cannot run in this engine. `max_seq_len` bounds prompt plus output, in
     tokens."""
-
-    def check_tokens(tokens: Iterable[int], param: str) -> None:
-        if not all(0 <= token < vocab_size for token in tokens):
-            message = f"a token of {param} is outside the vocabulary of {vocab_size}"
-            raise RequestRefused(message, "check the tokenizer", param)
-
     length = len(request.prompt_ids)
     if not length:
         raise RequestRefused("the prompt has no tokens", "send at least one token", "prompt")
     if length >= max_seq_len:
         message = f"{length} prompt tokens leave no room in a context of {max_seq_len} tokens"
         raise PromptTooLong(message, "shorten the prompt or raise `max_seq_len`", "prompt")
-    check_tokens(request.prompt_ids, "prompt")
-    check_tokens(request.stop_token_ids, "stop_token_ids")
-    check_tokens(request.logit_bias, "logit_bias")
+    fields = {"prompt": request.prompt_ids, "stop_token_ids": request.stop_token_ids, "logit_bias": request.logit_bias}
+    for param, tokens in fields.items():
+        if not all(0 <= token < vocab_size for token in tokens):
+            message = f"a token of {param} is outside the vocabulary of {vocab_size}"
+            raise RequestRefused(message, "check the tokenizer", param)
     if request.stop and not has_tokenizer:
         raise RequestRefused("stop strings need an engine with a tokenizer", "pass tokenizer= to the engine", "stop")
     if request.stop and request.min_tokens:

@@ -20,18 +20,29 @@ from trtspec.engine.sequence import Sequence, TokenLogprobs
 
 @dataclass(frozen=True)
 class BatchSampling:
-    """Parameters of the sampled rows of a batch. `rows` int64 [S]; temperature, top_p float32 [S]; top_k int64 [S], of
-    which `most` is the largest, with 0 for the whole vocabulary."""
+    """Parameters of the sampled rows of a batch.
+
+    `rows` int64 [S]; `temperature` float32 [S] is > 0. `top_k` int64 [S] (0 = off) keeps the k likeliest tokens, then
+    `top_p` float32 [S] (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row
+    asks for it. `most` is the largest top_k; 0: it is not known, or a row has top_k off.
+    """
 
     rows: Tensor
     temperature: Tensor
-    top_p: Tensor | None
-    top_k: Tensor | None
+    top_p: Tensor | None = None
+    top_k: Tensor | None = None
     most: int = 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
-        return probabilities(logits, self.temperature, self.top_p, self.top_k, self.most)
+        shape = (-1, *([1] * (logits.dim() - 1)))
+        logits = logits.float()
+        # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
+        scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature.view(shape)
+        if self.top_k is not None:
+            scaled = keep_top_k(scaled, self.top_k.view(shape), self.most)
+        probs = scaled.softmax(-1)
+        return probs if self.top_p is None else keep_top_p(probs, self.top_p.view(shape))
 
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
@@ -51,30 +62,9 @@ class BatchSampling:
         )
 
 
-def probabilities(
-    logits: Tensor, temperature: Tensor, top_p: Tensor | None = None, top_k: Tensor | None = None, most: int = 0
-) -> Tensor:
-    """The sampling distribution, float32 [N, ..., V], of logits [N, ..., V].
-
-    `temperature` float32 [N] is > 0; `top_k` int64 [N] (0 = off) keeps the k likeliest tokens, then `top_p` float32 [N]
-    (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row asks for it. `most` is
-    at least the largest top_k; 0: it is not known, or a row has top_k off.
-    """
-    shape = (-1, *([1] * (logits.dim() - 1)))
-    logits = logits.float()
-    # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.view(shape)
-    if top_k is not None:
-        scaled = keep_top_k(scaled, top_k.view(shape), most)
-    probs = scaled.softmax(-1)
-    return probs if top_p is None else keep_top_p(probs, top_p.view(shape))
-
-
-def keep_top_k(logits: Tensor, top_k: Tensor, most: int = 0) -> Tensor:
+def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
     """Sets all but the `top_k` [..., 1] largest logits (and those equal to the last of them) to -inf; 0 keeps all.
-
-    `most`: at least the largest top_k, so that fewer logits are sorted; 0 where that is not known or a row keeps all.
-    """
+    With `most`, as in BatchSampling, fewer logits are sorted."""
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
     ordered = logits.topk(min(most, size) or size, dim=-1).values
@@ -103,7 +93,8 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
-    """How many leading columns of matches bool [B, k] are true, int64 [B], at most counts[b] where given."""
+    """Accepted drafts per row, int64 [B]: how many leading columns of matches bool [B, k] are true. counts int64 [B]
+    says how many of a row's drafts are real (None: all)."""
     run = matches.long().cumprod(-1).sum(-1)
     return run if counts is None else torch.minimum(run, counts)
 
@@ -111,15 +102,6 @@ def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
 def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
     """The tokens int64 [B, T] that each row emits, accepted int64 [B] of them and one more, in one transfer."""
     return [row[: row[-1] + 1] for row in torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()]
-
-
-def accept_greedy(best: Tensor, drafts: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Accepted drafts per row, int64 [B].
-
-    best int64 [B, k+1] is the target's argmax after the last token and after each draft, drafts int64 [B, k]. counts
-    int64 [B] says how many of a row's drafts are real (None: all). The tokens to emit are best[:, :accepted+1].
-    """
-    return leading(best[:, :-1] == drafts, counts)
 
 
 def accept_sampled(
@@ -137,7 +119,7 @@ def accept_sampled(
     - drafts int64 [B, k], in target ids; draft_ids int64 [Vd] maps the draft vocabulary to them (None: the same).
     - draft_probs float32 [B, k, Vd]: the q that each draft was drawn from (None: the drafter is deterministic, q = 1).
     - uniform [B, k+1] in [0, 1): one number per draft to accept it, the last one for the token drawn after them.
-    - counts: as in `accept_greedy`.
+    - counts: as in `leading`.
     """
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)

@@ -229,17 +229,13 @@ class TextStream:
 
 
 @dataclass
-class Totals:
-    """Sums since the engine started. steps, drafted, accepted and histogram count rounds of rows, as `Stats` does."""
+class Totals(Stats):
+    """Sums over all requests since the engine started."""
 
-    histogram: list[int] = field(default_factory=list)
     iterations: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
     def record(self, outputs: Iterable[Output], prompt_tokens: int) -> None:
         """Adds one engine step, which computed so many tokens of prompts."""
@@ -249,8 +245,4 @@ class Totals:
             self.tokens += len(output.token_ids)
             self.requests += output.finish_reason is not None
             if output.round is not None:
-                offered, accepted = output.round
-                self.steps += 1
-                self.drafted += offered
-                self.accepted += accepted
-                self.histogram[accepted] += 1
+                self.count(*output.round)

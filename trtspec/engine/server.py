@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +23,6 @@ from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import create_app
-from trtspec.engine.drafters import DraftSampling
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
@@ -33,7 +32,6 @@ from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, check_device, require_fitting
 from trtspec.models.precision import dtype_name, serving_dtype
 from trtspec.models.weights import load_target
-from trtspec.specs import ModelSpec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -41,25 +39,21 @@ SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on t
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(EngineOptions):
     """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `max_seq_len` None: the target's own maximum, at most 4096. `max_queue` requests wait beside those that run; further
+    `max_seq_len` 0: the target's own maximum, at most 4096. `max_queue` requests wait beside those that run; further
     ones get status 429. A stop gives requests in flight `grace` seconds. With an `api_key`, requests for all but
-    /health must carry it. `max_num_tokens` and the fields after it are the engine's (EngineOptions)."""
+    /health must carry it."""
 
     host: str = "localhost"
     port: int = 8000
     dtype: str = "auto"
     device: str = "cpu"
-    draft_len: int = 3
-    draft_sampling: DraftSampling = "argmax"
-    max_batch_size: int = 16
-    max_seq_len: int | None = None
+    max_seq_len: int = 0
     served_model_name: str | None = None
     max_queue: int = 512
     grace: int = 30
     api_key: str | None = field(default=None, repr=False)
-    max_num_tokens: int | None = None
     prefix_bytes: int = PREFIX_BYTES
 
 
@@ -101,40 +95,16 @@ def compute_dtype(options: ServerOptions) -> torch.dtype:
 
 
 def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
-    """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency where memory lacks."""
-    compute, device = compute_dtype(options), options.device
-    require_memory(target, head, options, compute)
-    tokenizer = KimiTokenizer(target)
-    model = load_target(target, dtype=compute, device=device)
-    draft_head = None if head is None else load_head(head, model, dtype=compute, device=device)
-    sizes = EngineOptions(
-        draft_len=options.draft_len,
-        draft_sampling=options.draft_sampling,
-        max_batch_size=options.max_batch_size,
-        max_seq_len=sequence_length(model.spec, options),
-        max_num_tokens=options.max_num_tokens,
-        prefix_bytes=options.prefix_bytes,
-    )
-    return Engine(model, draft_head, sizes, tokenizer), tokenizer
-
-
-def require_memory(target: Path, head: Path | None, options: ServerOptions, dtype: torch.dtype) -> None:
-    """Raises MissingDependency, before anything is loaded, with the bytes needed and free and the sizes that fit."""
-    spec = require_target(target).spec
-    load = MemoryLoad(
-        options.device,
-        dtype,
-        options.max_batch_size,
-        sequence_length(spec, options),
-        options.draft_len,
-        options.prefix_bytes,
-    )
+    """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency, before anything is
+    loaded, where memory lacks."""
+    dtype, device, spec = compute_dtype(options), options.device, require_target(target).spec
+    length = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    load = MemoryLoad(device, dtype, options.max_batch_size, length, options.draft_len, options.prefix_bytes)
     require_fitting(target, spec, None if head is None else open_head(head, spec), load)
-
-
-def sequence_length(spec: ModelSpec, options: ServerOptions) -> int:
-    """Tokens of prompt and answer together that a request may have."""
-    return options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    tokenizer = KimiTokenizer(target)
+    model = load_target(target, dtype=dtype, device=device)
+    draft_head = None if head is None else load_head(head, model, dtype=dtype, device=device)
+    return Engine(model, draft_head, replace(options, max_seq_len=length), tokenizer), tokenizer
 
 
 def warm_up(engine: Engine) -> None:
