@@ -113,12 +113,15 @@ def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
     seen = set[str]()
     for key, _ in pairs:
         if key in seen:
-            raise DoubledKey(f"an object has the key {key[:60]!r} twice")
+            raise DoubledKey(key)
         seen.add(key)
 
 
 class DoubledKey(ValueError):
-    """A JSON object has a key twice."""
+    """A JSON object has the key `args[0]` twice."""
+
+    def __str__(self) -> str:
+        return f"an object has the key {self.args[0][:60]!r} twice"
 
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from trtspec import files
 from trtspec.engine.grammars import compact_schema
 from trtspec.engine.request import Sampling, TokenId
 
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 StopString = Annotated[str, Field(max_length=1000)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
 Item = TypeVar("Item")
@@ -61,36 +60,18 @@ class Form:
 def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
     """A validated body. Raises ApiError 400, naming the first field that is wrong, as OpenAI does."""
     try:
-        text = raw.decode()
-        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
-        if SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+        value = files.parse_json(raw.decode(), unique=True)
         if not isinstance(value, dict):
             raise ApiError("the body is not a JSON object")
         return kind.model_validate(value)
-    except UnicodeDecodeError:
-        raise ApiError("the body is not UTF-8") from None
-    except UnicodeEncodeError:
-        raise ApiError("the body holds half of a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
     except ValidationError as error:
         raise _named(error) from None
-    except ValueError:
-        raise ApiError("the body is not valid JSON") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        name = next(key for key in keys if keys.count(key) > 1)
-        raise ApiError(f"the key {name!r} appears twice in one object", param=name)
-    return found
+    except UnicodeDecodeError:
+        raise ApiError("the body is not UTF-8") from None
+    except files.DoubledKey as error:
+        raise ApiError(f"the body is ambiguous: {error}", param=error.args[0]) from None
+    except ValueError as error:
+        raise ApiError(f"the body is not valid JSON: {error}") from None
 
 
 def _named(error: ValidationError) -> ApiError:

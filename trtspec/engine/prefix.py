@@ -48,17 +48,19 @@ class Block:
 
 
 class BlockStore:
-    """Copies of a cache's entries in blocks of equal length, [layers, blocks, block_tokens, width]."""
+    """Copies of a cache's entries in blocks of equal length, [layers, blocks, block_tokens, width]. The cache's entries
+    are `behind` positions behind the text."""
 
-    def __init__(self, cache: LatentCache, blocks: int, block_tokens: int) -> None:
+    def __init__(self, cache: LatentCache, blocks: int, block_tokens: int, behind: int) -> None:
+        self.behind = behind
         # bytes: torch indexes no FP8 type
         self.cache = cache.data.view(torch.uint8)
         layers, _, _, width = self.cache.shape
         self.data = torch.zeros(layers, blocks, block_tokens, width, dtype=torch.uint8, device=self.cache.device)
 
     def save(self, row: int, begin: int, slots: Sequence[int]) -> None:
-        """Fills these blocks, in their order, with a row's entries from position `begin` on; there are none before 0,
-        which leaves as many places of the first block empty."""
+        """Fills these blocks, in their order, with a row's entries from token `begin` on; there are none before
+        position 0, which leaves as many places of the first block empty."""
         for block, entries in self._pairs(row, begin, slots):
             block.copy_(entries)
 
@@ -69,7 +71,7 @@ class BlockStore:
 
     def _pairs(self, row: int, begin: int, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         count = self.data.shape[2]
-        for at, slot in zip(itertools.count(begin, count), slots, strict=False):
+        for at, slot in zip(itertools.count(begin - self.behind, count), slots, strict=False):
             skip = max(0, -at)
             yield self.data[:, slot, skip:], self.cache[:, row, at + skip : at + count]
 
@@ -85,10 +87,9 @@ class PrefixCache:
         if not self.capacity:
             message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
             raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off")
-        self.stores = [(BlockStore(target, self.capacity, block_tokens), 0)]
-        if head is not None:
-            self.stores.append((BlockStore(head, self.capacity, block_tokens), 1))
-        self.computed_again = 1 if head is not None else 0
+        caches = [target, head] if head else [target]
+        self.stores = [BlockStore(cache, self.capacity, block_tokens, behind) for behind, cache in enumerate(caches)]
+        self.computed_again = len(caches) - 1  # positions
         # Parents are used later than their children, so the first block never has one behind it.
         self.blocks: OrderedDict[Key, Block] = OrderedDict()
         self.free = list(range(self.capacity))
@@ -101,8 +102,8 @@ class PrefixCache:
         slots, _ = self._chain(tokens)
         reused = max(0, min(len(slots) * self.block_tokens - self.computed_again, len(tokens) - 1))
         if reused:
-            for store, behind in self.stores:
-                store.load(row, -behind, slots)
+            for store in self.stores:
+                store.load(row, 0, slots)
         self.stats.tokens += len(tokens)
         self.stats.cached_tokens += reused
         return reused
@@ -118,8 +119,8 @@ class PrefixCache:
     def save(self, tokens: Sequence[int], row: int) -> None:
         """Keeps the whole blocks of `tokens`, whose entries are those of a row."""
         known, new = self._chain(tokens, grow=True)
-        for store, behind in self.stores:
-            store.save(row, len(known) * self.block_tokens - behind, new)
+        for store in self.stores:
+            store.save(row, len(known) * self.block_tokens, new)
 
     def _chain(self, tokens: Sequence[int], grow: bool = False) -> tuple[list[int], list[int]]:
         """Slots of the longest known chain of blocks that `tokens` begin with; of new blocks behind it, as far as there

@@ -124,7 +124,9 @@ def accept_sampled(
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
     p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
-    q = None if draft_probs is None else _on_target(draft_probs, draft_ids, target.shape[-1])
+    q = draft_probs
+    if q is not None and draft_ids is not None:  # zero for tokens that a pruned draft vocabulary lacks
+        q = q.new_zeros(*q.shape[:-1], target.shape[-1]).index_copy_(-1, draft_ids, q)
     q_drafted = torch.ones_like(p) if q is None else q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     accepted = leading(uniform[:, :width] * q_drafted < p, counts)
 
@@ -147,14 +149,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, p)
-
-
-def _on_target(draft_probs: Tensor, draft_ids: Tensor | None, vocab: int) -> Tensor:
-    """q over the target's vocabulary: zero for tokens that a pruned draft vocabulary lacks."""
-    if draft_ids is None:
-        return draft_probs
-    full = draft_probs.new_zeros(*draft_probs.shape[:-1], vocab)
-    return full.index_copy_(-1, draft_ids, draft_probs)
 
 
 def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:

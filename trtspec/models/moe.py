@@ -174,10 +174,7 @@ def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
 def together(moe: MoE) -> AllExperts | None:
     """Stacked copies of a layer's experts where they are plain and small; None where dispatching tokens is faster."""
     routed, shared = moe.experts, moe.shared_experts
-    if not isinstance(routed, Experts) or not isinstance(shared, MLP) or shared.down_proj.in_features == 0:
+    plain = all(isinstance(product, Linear) for product in shared.children())  # no NVFP4
+    if not (plain and isinstance(routed, Experts) and isinstance(shared, MLP)):
         return None
-    if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
-        return None
-    if not is_small(routed.gate_up, routed.down):
-        return None
-    return AllExperts(routed, shared)
+    return AllExperts(routed, shared) if is_small(routed.gate_up, routed.down) else None

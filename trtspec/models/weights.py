@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +79,13 @@ def install(
     owner, _, leaf = source.parameter.rpartition(".")
     if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
         linear = partial(nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device)
-        install_nvfp4(module, source, linear)
+        if not owner.endswith(".experts"):
+            module.set_submodule(owner, linear(source.names))
+        elif leaf == "gate_up":
+            pairs = zip(source.names[::2], source.names[1::2], strict=True)
+            module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
+        else:
+            module.get_submodule(owner).down = nn.ModuleList(linear([name]) for name in source.names)
         return
     place = module.get_submodule(owner)
     shape = getattr(place, leaf).shape
@@ -200,18 +206,6 @@ class NVFP4Experts(nn.Module):
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](x).chunk(2, -1)
         return self.down[expert](F.silu(gate) * up)
-
-
-def install_nvfp4(module: nn.Module, source: Source, linear: Callable[[Sequence[str]], NVFP4Linear]) -> None:
-    """Replaces the linear (or the stacked experts) that owns the parameter by what `linear` makes of the names."""
-    owner, _, leaf = source.parameter.rpartition(".")
-    if not owner.endswith(".experts"):
-        module.set_submodule(owner, linear(source.names))
-    elif leaf == "gate_up":
-        pairs = zip(source.names[::2], source.names[1::2], strict=True)
-        module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
-    else:
-        module.get_submodule(owner).down = nn.ModuleList(linear([name]) for name in source.names)
 
 
 def nvfp4_linear(
