@@ -47,8 +47,11 @@ class Situation:
     before: Callable[[Path], None] | None = None
 
 
-def effects(**words: str | Effect) -> dict[str, Effect]:
-    """A table of options by field, each a line of words."""
+def effects(options: str = "", **words: str | Effect) -> dict[str, Effect]:
+    """A table of options by field: those of `options` are named as their field is."""
+    for option in re.findall(r"--.+?(?=\s+--|$)", options):
+        name = option.split()[0][2:].replace("-", "_")
+        words[{"json": "json_"}.get(name, name)] = option
     return {name: item if isinstance(item, Effect) else Effect(tuple(item.split())) for name, item in words.items()}
 
 

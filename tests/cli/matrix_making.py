@@ -44,57 +44,27 @@ def line(text: str) -> tuple[str, ...]:
 
 QUANTIZE, DRY = line("quantize {target} -o {out}"), line("--dry-run --json")
 BYTES = effects(
+    "--policy k2.6 --kv-cache none --input-scales {data} --accept-input-scales --json",
     source=Effect(instead=line("quantize {other} -o {out}")),
     output=Effect(instead=line("quantize {target} -o {out}-2")),
-    policy="--policy k2.6",
-    kv_cache="--kv-cache none",
-    input_scales="--input-scales {data}",
-    accept_input_scales="--accept-input-scales",
-    json_="--json",
 )
 RUNS = effects(
     restart=Effect(line("--restart"), base=(*QUANTIZE, *DRY), before=journal("{out}/.trtspec-quantize.jsonl")),
     force=Effect(line("--force"), base=(*QUANTIZE, *DRY), before=occupied),
 )
 STREAM = BYTES | RUNS | effects(
-    weight_scales="--weight-scales mse",
+    "--weight-scales mse --device cuda:7 --dry-run",
     workers=Effect(line("--workers 7"), base=(*QUANTIZE, *DRY)),
-    device="--device cuda:7",
-    dry_run="--dry-run",
 )  # fmt: skip
 MODELOPT_RUN = (*QUANTIZE, "--engine", "modelopt")
 MODELOPT_BASE = (*MODELOPT_RUN, "--dry-run")
 TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
-    attention="--attention mha",
-    eagle="--eagle 3.1",
-    draft_vocab_size="--draft-vocab-size 64",
-    intermediate_size="--intermediate-size 96",
-    aux_layers="--aux-layers 1,2,3",
-    ttt_steps="--ttt-steps 2",
-    epochs="--epochs 2",
-    steps="--steps 5",
-    lr="--lr 0.001",
-    seq_len="--seq-len 16",
-    batch_size="--batch-size 2",
-    ttt_decay="--ttt-decay 0.8",
-    accumulation="--accumulation 2",
-    schedule="--schedule constant",
-    warmup="--warmup 0.1",
-    weight_decay="--weight-decay 0.1",
-    grad_clip="--grad-clip 0.5",
-    precision="--precision fp32",
-    held_out="--held-out 0.3",
-    eval_every="--eval-every 3",
-    keep="--keep 4",
-    max_time="--max-time 5",
-    seed="--seed 3",
-    answer_only="--answer-only",
-    init="--init {head}",
-    config="--config {recipe}",
-    save_every="--save-every 7",
-    device="--device cuda",
-    acceptance_prompts="--acceptance-prompts 3",
+    "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
+    "--epochs 2 --steps 5 --lr 0.001 --seq-len 16 --batch-size 2 --ttt-decay 0.8 --accumulation 2 "
+    "--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision fp32 --held-out 0.3 "
+    "--eval-every 3 --keep 4 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
+    "--device cuda --acceptance-prompts 3"
 )
 
 
@@ -119,16 +89,11 @@ SLOWLY = (*BENCH, "--extra-body", '{{"delay": 0.4}}')
 CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano")
 SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(
-    record="--record {out}",
-    min_acceptance="--min-acceptance 9",
-    accept_unmeasured="--accept-unmeasured sampled",
+    "--record {out} --min-acceptance 9 --accept-unmeasured sampled --timeout 0.001 --model other "
+    "--tokenizer {missing} --json",
     concurrency=Effect(line("--concurrency 1"), base=(*CHECK, "--samples", "6")),
-    timeout="--timeout 0.001",
-    model="--model other",
-    tokenizer="--tokenizer {missing}",
-    json_="--json",
 )
-LOOK = effects(hashes="--hashes", json_="--json")
+LOOK = effects("--hashes --json")
 MAKING: dict[str, dict[str, Situation]] = {
     "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
         code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
@@ -196,19 +161,15 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             line("calibrate {target} {data} -o {out} --dry-run"),
             effects(
+                "--samples 3 --seq-len 4 --policy k2.6 --device cuda --json",
                 source=Effect(instead=line("calibrate {other} {data} -o {out} --dry-run")),
                 data=Effect(instead=line("calibrate {target} {answers} -o {out} --dry-run")),
                 output=Effect(instead=line("calibrate {target} {data} -o {out}-2 --dry-run")),
-                samples="--samples 3",
-                seq_len="--seq-len 4",
-                policy="--policy k2.6",
-                device="--device cuda",
                 dtype=f"--dtype {UNUSUAL_DTYPE}",
                 dry_run=Effect(line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True),
                 restart=Effect(line("--restart"), base=line("calibrate {target} {data} -o {out} --dry-run --json"),
                                before=journal(".{out}.calibrate/.trtspec-calibrate.jsonl")),
                 force=Effect(line("--force"), before=a_file),
-                json_="--json",
             ),
         )
     },
@@ -216,27 +177,16 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             SYNTHESIZE,
             effects(
+                "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 --max-tokens 4 "
+                "--temperature 0.5 --top-p 0.5 --thinking drop --raw --shard 0/2 --dry-run --json",
                 prompts=Effect(instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")),
                 output=Effect(instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")),
-                base_url="--base-url {url}/v2",
-                model="--model other",
-                api_key="--api-key secret",
-                concurrency="--concurrency 1",
                 split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),
-                samples="--samples 2",
-                max_tokens="--max-tokens 4",
-                temperature="--temperature 0.5",
-                top_p="--top-p 0.5",
-                thinking="--thinking drop",
-                raw="--raw",
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
-                shard="--shard 0/2",
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
-                dry_run="--dry-run",
                 restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
                                before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
                 force=Effect(line("--force"), before=a_file),
-                json_="--json",
             ),
         )
     },
@@ -264,18 +214,14 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             line("convert {head} -o {out} --to vllm"),
             effects(
+                "--to sglang --target {target} --rope-theta 12345 --dry-run --json",
                 head=Effect(instead=line("convert {mla} -o {out} --to vllm")),
                 output=Effect(instead=line("convert {head} -o {out}-2 --to vllm")),
-                to="--to sglang",
                 from_="--from speculators",
-                target="--target {target}",
                 embed_tokens=Effect(
                     line("--embed-tokens target"), base=line("convert {head} -o {out} --to vllm --target {target}")
                 ),
-                rope_theta="--rope-theta 12345",
-                dry_run="--dry-run",
                 force=Effect(line("--force"), before=occupied),
-                json_="--json",
             ),
         )
     },
@@ -283,24 +229,14 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             BENCH,
             effects(
+                "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 --temperature 0.5 "
+                "--seed 9 --against-url plain={url} --compare {results} --model other --thinking off --warmup 3 "
+                "--goodput ttft:500,e2el:5000 --json",
                 url=Effect(instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")),
-                output="--output {out}",
-                dataset="--dataset {data}",
-                samples="--samples 4",
-                concurrency="--concurrency 2",
-                max_tokens="--max-tokens 4",
-                temperature="--temperature 0.5",
-                seed="--seed 9",
-                against_url="--against-url plain={url}",
                 rounds=Effect(line("--rounds 2"), base=(*BENCH, "--json")),
-                compare="--compare {results}",
-                model="--model other",
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
                 split=Effect(line("--split test"), base=(*BENCH, "--dataset", "nobody/nothing")),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
-                thinking="--thinking off",
-                warmup="--warmup 3",
-                goodput="--goodput ttft:500,e2el:5000",
                 max_regression=Effect(line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
                 at=Effect(line("--at 2={middling}"), base=CHOOSING),
@@ -310,7 +246,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 ),
                 resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=begun),
                 force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=occupied),
-                json_="--json",
             ),
             floats=False,
         )
@@ -319,13 +254,9 @@ MAKING: dict[str, dict[str, Situation]] = {
         "`check` without --score": Situation(
             CHECK,
             CHECKED | effects(
+                "--against {url} --dataset {data} --samples 1 --max-tokens 9 --context-tokens 40",
                 url=Effect(instead=line("check {nowhere} --tokenizer kimi-nano")),
-                against="--against {url}",
                 exact=Effect(line("--exact"), base=(*CHECK, "--against", "{url}")),
-                dataset="--dataset {data}",
-                samples="--samples 1",
-                max_tokens="--max-tokens 9",
-                context_tokens="--context-tokens 40",
                 force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
             ),
             cheap=line("check {nowhere}"),
@@ -333,10 +264,8 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--score": Situation(
             SCORED,
             slowly(CHECKED) | effects(
+                "--score {shorter} --concurrency 1 --exact",
                 url=Effect(instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")),
-                score="--score {shorter}",
-                concurrency="--concurrency 1",
-                exact="--exact",
                 force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
             ),
             cheap=line("check {nowhere} --score {recording}"),

@@ -17,21 +17,12 @@ from trtspec.bench.statistics import summarize
 TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 PLAN = ("plan", TARGET, "--head", HEAD)
 SIZED = effects(
+    "--gpu b300 --gpus 8 --attention-dp --isl 300 --osl 300 --concurrency 2 --ttft 900 --tpot 20 --kv-fraction 0.5 "
+    "--verbose --json",
     target=Effect(instead=line("plan nvidia/Kimi-K2.6-NVFP4")),
     head=Effect(instead=("plan", TARGET, "--head", "nvidia/Kimi-K2-Thinking-Eagle3")),
-    gpu="--gpu b300",
-    gpus="--gpus 8",
     tp_size="--tp 4",
     ep_size="--ep 1",
-    attention_dp="--attention-dp",
-    isl="--isl 300",
-    osl="--osl 300",
-    concurrency="--concurrency 2",
-    ttft="--ttft 900",
-    tpot="--tpot 20",
-    kv_fraction="--kv-fraction 0.5",
-    verbose="--verbose",
-    json_="--json",
 )
 SERVER = ("build-config", TARGET)
 TRUST = "--trust-remote-code"  # what a pod needs
@@ -42,21 +33,13 @@ PARTS = (*SERVER, "--disaggregated", "{out}")
 CHART_PARTS = (*CHART, "--disaggregated", "{out}")
 DYNAMO_PARTS = (*PARTS, *DYNAMO[2:])
 WITH_HEAD = effects(
+    "--goal throughput --tp-size 8 --max-batch-size 7 --max-num-tokens 9000 --max-seq-len 4096 --nodes 2 --gpu b300 "
+    "--concurrency 9 --trust-remote-code --json",
     head=f"--head {HEAD}",
     version="--trtllm-version 1.2.1",
-    goal="--goal throughput",
-    tp_size="--tp-size 8",
-    max_batch_size="--max-batch-size 7",
-    max_num_tokens="--max-num-tokens 9000",
-    max_seq_len="--max-seq-len 4096",
-    nodes="--nodes 2",
-    gpu="--gpu b300",
     experts_over="--ep-size 4",
-    concurrency="--concurrency 9",
     spread_attention="--attention-dp",
     settings="--set print_iter_log=true",
-    trust_remote_code="--trust-remote-code",
-    json_="--json",
 )
 
 
@@ -108,13 +91,8 @@ TIMES = effects(
     hung_after=Effect(line("--hung-after 5"), launches=True),
 )
 
-ADDRESS = effects(host="--host 0.0.0.0", port="--port 8123", json_="--json")
-SIZES = effects(
-    max_batch_size="--max-batch-size 7",
-    max_num_tokens="--max-num-tokens 9000",
-    max_seq_len="--max-seq-len 256",
-    served_model_name="--served-model-name kimi",
-)
+ADDRESS = effects("--host 0.0.0.0 --port 8123 --json")
+SIZES = effects("--max-batch-size 7 --max-num-tokens 9000 --max-seq-len 256 --served-model-name kimi")
 
 WATCH = line("watch {url}")
 ONCE = line("watch {url} --once --baseline {out}.json")
@@ -137,24 +115,11 @@ SERVING: dict[str, dict[str, Situation]] = {
         "": Situation(
             PROVE,
             effects(
+                "--head {mla} --output {out}.2 --backend vllm --gpu b300 --gpus 8 --draft-len 5 "
+                "--dataset {questions} --samples 4 --max-tokens 32 --concurrency 2 --accept-unmeasured sampled "
+                "--port 8999 --startup-timeout 5 --restart --dry-run --json",
                 target=Effect(instead=line("prove {other} --head {head} --backend reference -o {out}")),
                 passed=Effect(line("-- --dtype float32")),
-                head="--head {mla}",
-                output="--output {out}.2",
-                backend="--backend vllm",
-                gpu="--gpu b300",
-                gpus="--gpus 8",
-                draft_len="--draft-len 5",
-                dataset="--dataset {questions}",
-                samples="--samples 4",
-                max_tokens="--max-tokens 32",
-                concurrency="--concurrency 2",
-                accept_unmeasured="--accept-unmeasured sampled",
-                port="--port 8999",
-                startup_timeout="--startup-timeout 5",
-                restart="--restart",
-                dry_run="--dry-run",
-                json_="--json",
             ),
         ),
     },
@@ -162,27 +127,22 @@ SERVING: dict[str, dict[str, Situation]] = {
         "--once": Situation(
             ONCE,
             effects(
+                "--baseline {out}.2 --max-drop 0.05 --min-steps 2000 --json",
                 url=Effect(instead=("watch", "{nowhere}", *ONCE[2:], "--json"), base=(*ONCE, "--json")),
-                baseline="--baseline {out}.2",
-                max_drop="--max-drop 0.05",
-                min_steps="--min-steps 2000",
-                json_="--json",
             ),
             before=accepting,
         ),
         "a continuous watch": Situation(
             WATCH,
             effects(
+                "--interval 30 --listen 9777 --json",
                 url=Effect(instead=line("watch {nowhere}")),
-                interval="--interval 30",
-                listen="--listen 9777",
-                json_="--json",
             ),
         ),
     },
     "plan": {
         "a plan with a head": Situation(
-            PLAN, SIZED | effects(acceptance="--acceptance 2.6@3", max_draft="--max-draft 2")
+            PLAN, SIZED | effects("--acceptance 2.6@3 --max-draft 2")
         ),
         "a plan without a head": Situation(("plan", TARGET), SIZED | effects(head=f"--head {HEAD}")),
     },
@@ -190,16 +150,11 @@ SERVING: dict[str, dict[str, Situation]] = {
         "": Situation(
             LINT,
             effects(
+                "--trtllm-version 1.2.1 --target nvidia/Kimi-K2.5-NVFP4 --installed --diff --strict --json",
                 files=Effect(instead=line("lint {recipe} --trtllm-version 1.3.0rc20")),
-                trtllm_version="--trtllm-version 1.2.1",
-                target="--target nvidia/Kimi-K2.5-NVFP4",
                 head=Effect(line("--head nvidia/Kimi-K2.6-Eagle3"), base=(*LINT, "--target", TARGET)),
                 gpu=Effect(line("--gpu h100"), base=(*LINT, "--target", TARGET)),
-                installed="--installed",
                 fix=Effect(line("--fix"), base=line("lint {out} --trtllm-version 1.3.0rc20"), before=an_engine_file),
-                diff="--diff",
-                strict="--strict",
-                json_="--json",
             ),
         )
     },
@@ -207,20 +162,15 @@ SERVING: dict[str, dict[str, Situation]] = {
         "the TensorRT-LLM engine": Situation(
             ENGINE,
             TIMES | ADDRESS | SIZES | effects(
+                "--config {engine} --trtllm-version 1.2.1 --goal throughput --tp-size 8 --trust-remote-code "
+                "--launcher lws --role context",
                 target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20")),
                 passed=Effect(line("-- --log_level info")),
                 head=f"--head {HEAD}",
-                config="--config {engine}",
-                trtllm_version="--trtllm-version 1.2.1",
-                goal="--goal throughput",
-                tp_size="--tp-size 8",
                 draft_len=Effect(line("--draft-len 2"), base=(*ENGINE, "--head", HEAD)),
-                trust_remote_code="--trust-remote-code",
-                launcher="--launcher lws",
                 nodes=Effect(line("--nodes 2"), base=PODS),
                 gpus_per_node=Effect(line("--gpus-per-node 1"), base=PODS),
                 launcher_args=Effect(("--launcher-args=--mem=0",), base=PODS),
-                role="--role context",
                 dry_run=Effect(line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")),
             ),
         ),
@@ -235,32 +185,24 @@ SERVING: dict[str, dict[str, Situation]] = {
         "vLLM": Situation(
             VLLM,
             TIMES | ADDRESS | SIZES | effects(
+                "--vllm-version 0.17.0 --dtype float32 --tp-size 4 --trust-remote-code",
                 target=Effect(instead=("serve", "nvidia/Kimi-K2.6-NVFP4", *VLLM[2:])),
                 passed=Effect(line("-- --enforce-eager")),
                 head=f"--head {MLA}",
-                vllm_version="--vllm-version 0.17.0",
                 config=Effect(line("--config {out}.yml"), before=a_vllm_file),
-                dtype="--dtype float32",
-                tp_size="--tp-size 4",
                 draft_len=Effect(line("--draft-len 2"), base=(*VLLM, "--head", MLA)),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)),
                 api_key=Effect(line("--api-key sesame"), base=(*VLLM, "--json")),
-                trust_remote_code="--trust-remote-code",
                 dry_run=Effect(line("--dry-run"), base=VLLM[:-1]),
             ),
         ),
         "the reference backend": Situation(
             REFERENCE,
             ADDRESS | SIZES | effects(
+                "--head {head} --dtype float32 --device cuda --prefix-cache-mib 7 --max-queue 7 --api-key sesame",
                 target=Effect(instead=line("serve {other} --backend reference --dry-run")),
-                head="--head {head}",
-                dtype="--dtype float32",
-                device="--device cuda",
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
-                prefix_cache_mib="--prefix-cache-mib 7",
-                max_queue="--max-queue 7",
-                api_key="--api-key sesame",
                 dry_run=Effect(instead=line("serve {target} --backend reference")),
             ),
         ),
@@ -273,14 +215,13 @@ SERVING: dict[str, dict[str, Situation]] = {
         "--role front": Situation(
             FRONT,
             effects(
+                "--output {out} --json",
                 version="--trtllm-version 1.2.1",
                 context_urls="--context-url c:1",
                 generation_urls="--generation-url d:1",
                 target=Effect(instead=("build-config", "{missing}", *FRONT[2:])),
-                output="--output {out}",
                 dry_run=Effect(line("--dry-run"), base=(*FRONT, "-o", "{out}")),
                 force=Effect(line("--force"), base=(*FRONT, "-o", "{out}"), before=a_file),
-                json_="--json",
             ),
         ),
         "--disaggregated": Situation(
