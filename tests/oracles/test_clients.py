@@ -137,25 +137,16 @@ def test_lm_eval(server: Running, tokenizer_dir: Path) -> None:
 
 def test_guidellm(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     python, report = python_of("guidellm"), tmp_path / "report.json"
-    command(
-        python,
-        "guidellm",
-        tmp_path,
-        "run",
-        "--backend",
-        f"kind=openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions",
-        "--profile",
-        "kind=concurrent,streams=4",
-        "--constraint",
-        f"kind=max_requests,count={REQUESTS}",
-        "--data",
-        "kind=synthetic_text,prompt_tokens=32,output_tokens=16",
-        "--tokenizer",
-        f"kind=huggingface_auto,model={tokenizer_dir}",
-        "--output",
-        f"kind=json,path={report}",
-        "--disable-console-interactive",
-    )
+    options = {
+        "backend": f"openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions",
+        "profile": "concurrent,streams=4",
+        "constraint": f"max_requests,count={REQUESTS}",
+        "data": "synthetic_text,prompt_tokens=32,output_tokens=16",
+        "tokenizer": f"huggingface_auto,model={tokenizer_dir}",
+        "output": f"json,path={report}",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", f"kind={value}")]
+    command(python, "guidellm", tmp_path, "run", *words, "--disable-console-interactive")
     (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     print(f"\nguidellm: {totals}")

@@ -377,18 +377,7 @@ def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, s
         reader.wait_for("trtspec: serving nano on http")
         url = next(word for line in reader.said for word in line.split() if word.startswith("http://"))
         for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
-            asked = [
-                "--backend",
-                backend,
-                "--endpoint",
-                path,
-                "--base-url",
-                url,
-                "--model",
-                "nano",
-                "--tokenizer",
-                NANO,
-            ]
+            asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}".split()
             sizes = ["--dataset-name", "random", "--random-input-len", 32, "--random-output-len", 16]
             saved = ["--num-prompts", 8, "--save-result", "--result-dir", tmp_path, "--result-filename", backend]
             line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]

@@ -98,12 +98,7 @@ CASES = [
         None,
     ),
     ("a misspelt key is left to the user", NEW, "max_batchsize: 8\nmax_batch_size: 16\n", None),
-    (
-        "a switch does not become a threshold and vanish",
-        "1.3.0rc20",
-        EAGLE + "  use_sa_spec: true\n",
-        None,
-    ),
+    ("a switch does not become a threshold and vanish", "1.3.0rc20", EAGLE + "  use_sa_spec: true\n", None),
     ("a value that looks like another one", NEW, "kv_cache_config: {dtype: fp4}\n", None),
     (
         "case alone is certain",
@@ -129,12 +124,7 @@ CASES = [
         "sampler_type: auto  # old\n\n# about the interval\nstream_interval: 2\n",
         "# old\n\n# about the interval\nstream_interval: 2\n",
     ),
-    (
-        "what a removed mapping holds is not dropped",
-        NEW,
-        "pytorch_backend_config: {use_cuda_graph: true}\n",
-        None,
-    ),
+    ("what a removed mapping holds is not dropped", NEW, "pytorch_backend_config: {use_cuda_graph: true}\n", None),
     *(
         (f"{value} is reported and left alone", NEW, text.replace("?", value), None)
         for value in ('"60%"', "${KV_FRACTION}", '"{{ draft }}"', "three", "0")
@@ -148,12 +138,7 @@ CASES = [
     ("both names of one key", NEW, "kv_cache_dtype: fp8\nkv_cache_config: {dtype: auto}\n", None),
     ("line ends of Windows", NEW, "kv_cache_dtype: fp8\r\n# c\r\n", "# c\r\nkv_cache_config:\r\n  dtype: fp8\r\n"),
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
-    (
-        "a merged key is not the file's own",
-        NEW,
-        "x: &x {num_eagle_layers: 3}\n" + EAGLE + "  <<: *x\n",
-        None,
-    ),
+    ("a merged key is not the file's own", NEW, "x: &x {num_eagle_layers: 3}\n" + EAGLE + "  <<: *x\n", None),
 ]
 
 
