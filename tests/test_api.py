@@ -142,15 +142,8 @@ def test_the_documented_examples_pass_mypy_strict(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
     for number, block in enumerate(text.split("```python\n")[1:]):
         (tmp_path / f"example_{number}.py").write_text(block.partition("```")[0])
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        "--ignore-missing-imports",
-        "--follow-imports=silent",
-    ]
+    options = ["--strict", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    command = [sys.executable, "-m", "mypy", *options]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

@@ -31,24 +31,8 @@ LEVEL = {
     "formats": -1, "errors": -1,
     "data_files": -2,
 }  # fmt: skip
-TORCH_FREE = (
-    "api",
-    "cli",
-    "trtllm",
-    "vllm",
-    "planning",
-    "launch",
-    "formats",
-    "specs",
-    "records",
-    "report",
-    "errors",
-    "data_files",
-    "files",
-    "machine",
-    "bench",
-    "client",
-)
+TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
+              "data_files", "files", "machine", "bench", "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations",
                          "chat_parser")  # fmt: skip
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")

@@ -55,7 +55,7 @@ SMALLER = {"bench": BENCH, "check": CHECK, "train": TRAIN, "synthesize": ["--sam
 EASIER = {"--min-acceptance": "1.05", "--max-regression": "0.99"}
 OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
 ELSEWHERE = {
-    "trtspec demo": "run whole by tests/bench/test_demo.py and by make demo",
+    "trtspec demo": "run whole by tests/cli/test_demo.py and by make demo",
     "--features http": "needs an engine that captures states: tests/heads/training/test_features_server.py",
     "--listen": "runs until it is stopped: tests/bench/test_watch.py",
     "--config configs/train/": "names a published target: tests/heads/test_own_head_page.py",

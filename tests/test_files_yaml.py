@@ -14,7 +14,7 @@ import yaml
 
 from trtspec import files
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.files import MOST_BYTES, MOST_VALUES, YamlError, load_file, load_text, read_yaml_text
+from trtspec.files import MOST_VALUES, YamlError, load_file, load_text, read_yaml_text
 from trtspec.specs import Values, check_kinds
 
 ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -57,15 +57,11 @@ BAD = {
 }
 
 
-def read(text: str) -> Any:
-    return load_text(text)
-
-
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
 def test_every_malformed_text_is_a_named_error_at_once(text: str) -> None:
     began = time.perf_counter()
     with pytest.raises(YamlError) as error:
-        read(text)
+        load_text(text)
     assert error.value.message and 1 <= error.value.line <= text.count("\n") + 1
     assert len(error.value.message) < 250
     assert time.perf_counter() - began < 4
@@ -82,7 +78,7 @@ GOOD = [
 
 @pytest.mark.parametrize("text", GOOD)
 def test_values_are_those_of_safe_load(text: str) -> None:
-    assert repr(read(text)) == repr(yaml.safe_load(text))
+    assert repr(load_text(text)) == repr(yaml.safe_load(text))
 
 
 def test_mutated_texts_agree_with_safe_load() -> None:
@@ -96,12 +92,12 @@ def test_mutated_texts_agree_with_safe_load() -> None:
             wanted: Any = yaml.safe_load(text)
         except yaml.YAMLError:
             with pytest.raises(YamlError):
-                read(text)
+                load_text(text)
             continue
         except (RecursionError, ValueError, TypeError, AttributeError):
             continue
         try:
-            assert repr(read(text)) == repr(wanted), text
+            assert repr(load_text(text)) == repr(wanted), text
             agreed += 1
         except YamlError as error:
             assert "inside the value" in error.message or "defined twice" in error.message, (text, error.message)
@@ -114,12 +110,13 @@ def test_what_is_no_text_file_cannot_be_read(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(unix))
-    latin, large = tmp_path / "latin", tmp_path / "large"
+    latin, large, disk = tmp_path / "latin", tmp_path / "large", tmp_path / "disk"
     latin.write_bytes(b"a: 1\nb: \xe9\n")
-    large.write_bytes(b"# " * MOST_BYTES)
+    large.open("wb").truncate(2**40)
+    disk.symlink_to("/proc/self/mem")  # as one that fails
     for path, words in {
         tmp_path: "directory", fifo: "pipe", loop: "symbolic link", unix: "", latin: "line 2 is not UTF-8",
-        large: "more than", Path("/dev/zero"): "a device", tmp_path / "none": "no such file",
+        large: "more than", disk: "error", Path("/dev/zero"): "a device", tmp_path / "none": "no such file",
         tmp_path / "latin" / "x": "Not a directory", tmp_path / ("x" * 300): "too long",
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match="cannot be read") as error:
@@ -137,17 +134,6 @@ def test_a_byte_order_mark_and_line_ends_are_kept_out_of_the_values(tmp_path: Pa
     file.write_text("a: [1\n")
     with pytest.raises(UsageError, match=r"file\.yml:2 is not valid YAML"):
         load_file(file)
-
-
-def test_a_pipe_a_loop_a_directory_and_a_failing_disk_are_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "disk").symlink_to("/proc/self/mem")
-    (tmp_path / "huge").open("wb").truncate(2**40)
-    for name, reason in (("pipe", "a pipe"), ("loop", "symbolic links"), ("", "a directory"), ("disk", "error"),
-                         ("huge", "more than")):  # fmt: skip
-        with pytest.raises(TrtspecError, match=reason):
-            files.read_text(tmp_path / name)
 
 
 def test_json_that_nothing_could_print_or_hold_is_refused() -> None:

@@ -142,6 +142,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     ("command", "options"),
     [
         ("watch", ["--listen="]),
+        ("bench", ["--goodput=", "--rate=", "--model=", "--split=", "--dataset=", "--at="]),
         ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
         ("prove", ["--dataset=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
@@ -153,3 +154,4 @@ def test_an_option_with_an_empty_text_is_refused(command: str, options: list[str
     for option in options:
         done = trtspec(command, "http://127.0.0.1:9", option, *more)
         assert done.status == 2 and f"{option[:-1]} is empty" in done.stderr, done.stderr
+        assert "leave it out" in done.stderr

@@ -47,12 +47,6 @@ def test_a_promise_is_made_once_and_of_what_is_measured() -> None:
         assert done.status == 2 and says in done.stderr and "--goodput ttft:500,tpot:20" in done.stderr
 
 
-@pytest.mark.parametrize("option", ["--goodput", "--rate", "--model", "--split", "--dataset", "--at"])
-def test_an_empty_option_is_not_one_that_was_left_out(option: str) -> None:
-    done = trtspec(*NOWHERE, f"{option}=")
-    assert done.status == 2 and f"{option} is empty" in done.stderr and "leave it out" in done.stderr
-
-
 def test_an_empty_limit_of_regression_is_refused(tmp_path: Path) -> None:
     done = trtspec(*NOWHERE, "--max-regression=", "--compare", tmp_path)
     assert done.status == 2 and "Invalid value for '--max-regression'" in done.stderr

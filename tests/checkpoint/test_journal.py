@@ -1,6 +1,9 @@
+"""Journals of runs that resume, their lock, and shards that have no name until they are whole."""
+
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -34,21 +37,14 @@ except UsageError as error:
 """
 
 
-@pytest.fixture(scope="session")
-def no_flock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Environments in which flock fails as on file systems without it, by errno."""
-    compiler = shutil.which("gcc")
+def without_flock(directory: Path, error: str) -> dict[str, str]:
+    """An environment in which flock fails as on file systems without it, with this errno."""
+    compiler, shim = shutil.which("gcc"), directory / f"{error}.so"
     if compiler is None:
         pytest.skip("no gcc here")
-    found = {}
-    for name in ("ENOSYS", "ENOLCK", "EOPNOTSUPP"):
-        shim = tmp_path_factory.mktemp("shim") / f"{name}.so"
-        code = (
-            f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {name}; return -1; }}"
-        )
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True)
-        found[name] = os.environ | {"LD_PRELOAD": str(shim)}
-    return found
+    code = f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {error}; return -1; }}"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True)
+    return os.environ | {"LD_PRELOAD": str(shim)}
 
 
 def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -57,8 +53,8 @@ def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
-def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, no_flock, name):
-    path, environment = tmp_path / "j", no_flock[name]
+def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, tmp_path_factory, name):
+    path, environment = tmp_path / "j", without_flock(tmp_path_factory.mktemp("shim"), name)
     first = hold(path, "one", environment)
     assert first.stdout is not None and first.stdout.readline() == "held\n"
     assert (tmp_path / "j.lock").is_file()
@@ -77,12 +73,13 @@ def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, no_flock, name):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_holder_on_another_machine_is_believed(tmp_path, no_flock):
+def test_a_holder_on_another_machine_is_believed(tmp_path, tmp_path_factory):
+    environment = without_flock(tmp_path_factory.mktemp("shim"), "ENOSYS")
     (tmp_path / "j.lock").write_text("12\nnode7\n")
-    refused, _ = hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate()
+    refused, _ = hold(tmp_path / "j", "one", environment).communicate()
     assert "it holds j.lock, as process 12" in refused
     (tmp_path / "j.lock").unlink()
-    assert hold(tmp_path / "j", "one", no_flock["ENOSYS"]).communicate("\n")[0] == "held\n"
+    assert hold(tmp_path / "j", "one", environment).communicate("\n")[0] == "held\n"
 
 
 def test_a_second_run_finds_what_the_first_recorded(tmp_path):
@@ -183,9 +180,6 @@ def test_a_shard_has_no_name_until_it_is_whole(tmp_path):
 
 
 def test_a_full_disk_is_a_message(tmp_path, monkeypatch):
-    import resource
-    import signal
-
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import typing
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.cli.test_matrix import NAMES
+from tests.cli.test_matrix import record_of as record
 from tests.command_line import trtspec
-from trtspec.cli.app import COMMANDS
 from trtspec.data_files import load_yaml
-from trtspec.records import Field, fields_of, parse, record_of
+from trtspec.records import Field, fields_of, parse
 
-NAMES = [name for names in COMMANDS.values() for name in names]
 ROOT = Path(__file__).parents[2]
 # said of a person or a thing in words that nobody looks up, or in a sense that only this project had
 REPLACED = re.compile(
@@ -31,11 +30,6 @@ def page(command: str) -> str:
 
 def options(command: str) -> list[Field]:
     return [field for field in fields_of(record(command)).values() if not field.is_argument]
-
-
-def record(command: str) -> type:
-    module = command.replace("-", "_")
-    return record_of(getattr(import_module(f"trtspec.cli.{module}"), module))
 
 
 @pytest.mark.parametrize("command", NAMES)

@@ -97,13 +97,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, count in (("data", 9), ("answers", 6)):
         places[name] = room / f"{name}.jsonl"
         places[name].write_text("".join(json.dumps(conversation) + "\n" for conversation in kept[:count]))
-    places["trace"] = room / "trace.jsonl"
-    places["trace"].write_text("".join(json.dumps({"messages": turns[n] + turns[n + 1]}) + "\n" for n in range(4)))
     places["prompts"] = room / "prompts.txt"
     places["prompts"].write_text("\n".join(rows))
-    for name, word in (("questions", "why"), ("others", "where")):
-        places[name] = room / f"{name}.jsonl"
-        places[name].write_text("".join(json.dumps({"prompt": f"{word} {n}", "id": n}) + "\n" for n in range(24)))
+    places["questions"] = room / "questions.jsonl"
+    places["questions"].write_text("".join(json.dumps({"prompt": f"why {n}", "id": n}) + "\n" for n in range(24)))
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
     places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
@@ -175,11 +172,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         return 0
 
     monkeypatch.setattr("trtspec.launch.preflight.launch", launch)
-    monkeypatch.setattr(
-        "trtspec.cli.serve._run",
-        lambda start: stage.handed.append(repr(start)),
-        raising=False,
-    )
+    monkeypatch.setattr("trtspec.cli.serve._run", lambda start: stage.handed.append(repr(start)))
 
     async def watch_on(*given: Any) -> None:  # until a signal
         stage.handed.append(repr(given))
@@ -258,7 +251,7 @@ def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command:
     words = (*(situation.cheap or situation.base), *sample_of(command, name))
     found = stage.see(words, situation.before, situation.floats)
     assert found["status"] == 2, found
-    assert f"{fields_of(command)[name].typed} is not used" in found["stderr"]
+    assert f"{fields_of(command)[name].typed} is not used" in found["stderr"] and "\n-> " in found["stderr"]
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), [case for case in UNUSED if case.values[2] != "passed"])

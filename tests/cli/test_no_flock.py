@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_journal import without_flock
 from tests.cli.matrix import Recorder
 from tests.tiny import make_target
-
-FAILING = "#include <errno.h>\nint flock(int file, int how) { (void)file; (void)how; errno = ENOLCK; return -1; }"
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no gcc here")
     room = tmp_path_factory.mktemp("no-flock")
-    command = [compiler, "-shared", "-fPIC", "-o", room / "shim.so", "-xc", "-"]
-    subprocess.run(command, input=FAILING.encode(), check=True)
     make_target(room / "Kimi-K2.5", layers=7)
     rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black")]
     turns = [[{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}] for row in rows]
@@ -35,7 +27,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(room: Path, out: Path, words: str, preload: bool) -> str:
-    environment = os.environ | ({"LD_PRELOAD": str(room / "shim.so")} if preload else {})
+    environment = without_flock(room, "ENOLCK") if preload else None
     text = words.format(target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out)
     command = [sys.executable, "-m", "trtspec", *text.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ from tests.command_line import trtspec
 from trtspec.cli.app import app
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import UsageError
-from trtspec.launch.options import ENGINE, FRONT, REFERENCE, ServeOptions
-from trtspec.records import uses
+from trtspec.launch.options import ServeOptions
 from trtspec.trtllm.serve.start import plan_engine
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
@@ -121,8 +118,6 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
-        (["serve", K25[0], "--backend", "reference", "--goal", "latency", "--dry-run"], 2, "--backend trtllm"),
-        (["serve", K25[0], "--prefix-cache-mib", "9", "--dry-run"], 2, "--backend reference"),
         (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
         (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
         (["lint", "/nowhere.yml"], 2, "cannot be read"),
@@ -154,18 +149,6 @@ def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: 
     assert refused.status == 2 and file.read_text() == "mine\n"
     assert trtspec("build-config", *K25, "-o", str(file), "--force").status == 0
     assert file.read_text().startswith("# TensorRT-LLM ")
-
-
-def test_lint_command_reports_and_fixes(tmp_path: Path) -> None:
-    file = tmp_path / "c.yml"
-    file.write_text("kv_cache_dtype: fp8\n")
-    answer = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--json")
-    report = json.loads(answer.stdout)
-    assert answer.status == 3 and report["ok"] is False and report["version"] == "1.4.0rc1"
-    problem = report["problems"][0]
-    assert {"code", "severity", "where", "message", "remedy", "line"} <= set(problem) and problem["line"] == 1
-    mended = trtspec("lint", str(file), "--trtllm-version", "1.4.0rc1", "--fix")
-    assert mended.status == 0 and file.read_text() == "kv_cache_config:\n  dtype: fp8\n"
 
 
 def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
@@ -203,65 +186,10 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
     assert answer["status"] == 3 and errors == {code}
 
 
-NOT_THE_REFERENCES = (
-    "--config x", "--trtllm-version 1.4.0rc1", "--tp-size 1", "--goal latency", "--vllm-version 0.11.0",
-    "--trust-remote-code", "--launcher direct", "--nodes 1",
-    "--gpus-per-node 1", "--launcher-args x", "--role context", "--startup-timeout 9",
-    "--stop-grace 9", "--hung-after 9",
-)  # fmt: skip
-NOT_THE_ENGINES = (
-    "--dtype auto", "--device cpu", "--draft-sampling argmax",
-    "--prefix-cache-mib 9", "--max-queue 9", "--api-key k", "--vllm-version 0.11.0",
-)  # fmt: skip
-NOT_THE_FRONTS = (
-    "--head x", "--host h", "--port 8000", "--max-batch-size 1", "--max-seq-len 9", "--draft-len 3",
-    "--served-model-name x", "--max-num-tokens 9",
-    *NOT_THE_ENGINES,
-    *(
-        option for option in NOT_THE_REFERENCES
-        if option not in NOT_THE_ENGINES and not any(word in option for word in ("timeout", "-grace", "hung"))
-    ),
-)  # fmt: skip
-
-
 def refusal(*words: str) -> UsageError:
     answer = CliRunner().invoke(app, ["serve", *words, "--dry-run"])
     assert isinstance(answer.exception, UsageError), (answer.exception, answer.output)
     return answer.exception
-
-
-@pytest.mark.parametrize(
-    ("mode", "how", "option"),
-    [
-        *(("the TensorRT-LLM engine", [], option) for option in NOT_THE_ENGINES),
-        *(("the reference backend", ["--backend", "reference"], option) for option in NOT_THE_REFERENCES),
-        ("the reference backend", ["--backend", "reference"], "--disaggregated x"),
-        *(("the front of", ["--disaggregated", "x"], option) for option in NOT_THE_FRONTS),
-    ],
-)
-def test_an_option_that_the_mode_does_not_use_is_refused_by_name(mode: str, how: list[str], option: str) -> None:
-    error = refusal(K25[0], *how, *shlex.split(option))
-    assert error.message.startswith(f"{option.split()[0]} is not used by {mode}") and error.remedy
-
-
-@pytest.mark.parametrize(
-    ("mode", "tried"),
-    [
-        ("the TensorRT-LLM engine", NOT_THE_ENGINES),
-        ("the reference backend", NOT_THE_REFERENCES),
-        ("the front of a disaggregated deployment", NOT_THE_FRONTS),
-    ],
-)
-def test_every_option_that_a_mode_does_not_use_is_tried(mode: str, tried: tuple[str, ...]) -> None:
-    (found,) = [one for one in (ENGINE, FRONT, REFERENCE) if one.name == mode]
-    names = {field.name for field in fields(ServeOptions)} - {"disaggregated", "passed"}
-    unused = {name for name in names if not uses(ServeOptions, name, found)}
-    assert {option.split()[0] for option in tried} == {"--" + name.replace("_", "-") for name in unused}
-
-
-@pytest.mark.parametrize("how", [["--backend", "reference"], ["--disaggregated", "x"]])
-def test_words_for_trtllm_serve_are_refused_where_there_is_none(how: list[str]) -> None:
-    assert "[-- OPTIONS] is not used by" in refusal(K25[0], *how, "--", "--log_level", "debug").message
 
 
 @pytest.mark.parametrize(
@@ -297,24 +225,6 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: l
     cut.write_text("a: [")
     places = {"FILE": str(file), "WRITTEN": str(written), "PIPE": str(pipe), "CUT": str(cut)}
     assert says in refusal(K25[0], *(places.get(word, word) for word in words)).message
-
-
-def test_a_variable_that_the_mode_does_not_use_is_a_note() -> None:
-    """An image sets them for every backend."""
-    answer = trtspec(
-        "serve", K25[0], "--backend", "reference", "--dry-run", TRTSPEC_SERVE_TRTLLM_VERSION="1.4.0rc1",
-        TRTSPEC_SERVE_GOAL="latency", TRTSPEC_SERVE_STOP_GRACE="9",
-    )  # fmt: skip
-    assert answer.status == 0, answer.stderr
-    for name in ("TRTSPEC_SERVE_GOAL", "TRTSPEC_SERVE_STOP_GRACE", "TRTSPEC_SERVE_TRTLLM_VERSION"):
-        assert f"note: {name} is not used by the reference backend" in answer.stderr
-    assert "1.4.0rc1" not in answer.stdout  # the shown command can be typed
-
-
-def test_every_option_has_a_variable() -> None:
-    answer = dry(K25[0], TRTSPEC_SERVE_MAX_SEQ_LEN="4096", TRTSPEC_SERVE_PORT="8123", TRTSPEC_SERVE_TP_SIZE="8")
-    words = " ".join(answer["argv"])
-    assert "--max_seq_len 4096" in words and "--port 8123" in words and "--tp_size 8" in words
 
 
 def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
