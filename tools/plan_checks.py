@@ -285,9 +285,10 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
     for name, decays in held_out_decays().items():
         for gpu, layout in (("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))):
             acceptance = Acceptance("", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values())))
-            setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), acceptance)
-            plan, cells, losses = plan_layout(model, head, layout, setting), [], []
-            for concurrency in setting.workload.concurrency:
+            workload = Workload(1024, 1024, (1, 4, 16, 64))
+            setting = Setting("", model, "", head, gpu_spec(gpu), workload, acceptance)
+            plan, cells, losses = plan_layout(layout, setting), [], []
+            for concurrency in workload.concurrency:
                 rate = {p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
                 chosen, best = plan.best(concurrency).draft_len, max(rate, key=lambda length: rate[length])
                 losses.append(1 - rate[chosen] / rate[best])

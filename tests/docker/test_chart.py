@@ -33,7 +33,8 @@ from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.schema import schema_for
-from trtspec.trtllm.serve.start import plan_engine, read_front
+from trtspec.trtllm.serve.front import read_front
+from trtspec.trtllm.serve.start import plan_engine
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -201,8 +202,8 @@ def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / "front.yml").write_text(config["data"]["front.yml"])
         (pod,) = (spec for spec in pod_specs(found) if spec["containers"][0]["name"] == "front")
         words = [word.replace("/etc/trtspec", str(tmp_path)) for word in pod["containers"][0]["args"]]
-        read = read_front(tmp_path / "front.yml")
-        assert not read.problems and read.host == "0.0.0.0" and words[:2] == ["trtspec", "serve"]
+        read = read_front(config["data"]["front.yml"], tmp_path / "front.yml")
+        assert read.hostname == "0.0.0.0" and words[:2] == ["trtspec", "serve"]
         start = checked(parse(ServeOptions, words[2:], "serve"), FRONT)
         assert start.target == "nvidia/Kimi-K2.6-NVFP4" and start.startup_timeout > 3600
 

@@ -66,9 +66,9 @@ def test_the_draft_length_from_three_positions_loses_at_most_two_percent(name: s
     """Against the best draft length by the published lengths themselves; beyond K = 3 nothing of Kimi was seen."""
     model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
     acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())
-    setting = Setting(gpu_spec(gpu), Workload(1024, 1024, (1, 4, 16, 64)), acceptance)
-    plan = plan_layout(model, head, layout, setting)
-    for concurrency in setting.workload.concurrency:
+    workload = Workload(1024, 1024, (1, 4, 16, 64))
+    plan = plan_layout(layout, Setting("", model, "", head, gpu_spec(gpu), workload, acceptance))
+    for concurrency in workload.concurrency:
         truth = {p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
         assert truth[plan.best(concurrency).draft_len] >= 0.98 * max(truth.values())
 

@@ -12,11 +12,12 @@ from io import StringIO
 import pytest
 from typer.testing import CliRunner, Result
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import load_head
 from trtspec.cli.app import app
 from trtspec.cli.plan import PlanOptions, choose_layout
 from trtspec.data_files import gpu_names, load_yaml
-from trtspec.planning.decision import Decision, command
+from trtspec.planning.decision import Decision, command, decide
+from trtspec.planning.layout import Layout
 from trtspec.planning.report import tables_and_lines
 from trtspec.records import parse
 from trtspec.report import print_tables
@@ -33,10 +34,9 @@ def run(line: str | list[str]) -> Result:
 def decided(*words: str) -> tuple[Decision, str]:
     """The decision of `trtspec plan` with these words, and what it prints."""
     options = parse(PlanOptions, list(words), "plan")
-    model, head = load_target(options.target).spec, load_head(options.head).spec if options.head else None
-    decision, setting = choose_layout(options, model, head)
+    decision = choose_layout(options)
     with redirect_stdout(StringIO()) as output:
-        print_tables(*tables_and_lines(decision, model, (options.target, options.head), setting))
+        print_tables(*tables_and_lines(decision))
     return decision, output.getvalue()
 
 
@@ -100,9 +100,10 @@ def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], 
 def test_a_head_of_another_target_is_never_recommended() -> None:
     options = parse(PlanOptions, [NVFP4, "--head", HEAD, "--acceptance", "2.62@3"], "plan")
     head = replace(load_head(HEAD).spec, target_hidden_size=4096)
-    decision, setting = choose_layout(options, load_target(NVFP4).spec, head)
+    setting = choose_layout(options).setting
+    decision = decide([Layout(4)], replace(setting, head=head))
     assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
-    _, lines = tables_and_lines(decision, load_target(NVFP4).spec, (NVFP4, HEAD), setting)
+    _, lines = tables_and_lines(decision)
     assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
 
 
@@ -119,7 +120,7 @@ def test_targets_are_met_with_the_best_throughput() -> None:
     best = decision.best
     assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
     assert best.tpot_ms <= 8 and best.ttft_ms <= 500
-    meeting = [row for row in decision.able if row.excess(decision.targets) <= 1]
+    meeting = [row for row in decision.able if row.excess <= 1]
     assert best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
     tighter, _ = decided(*words, "--tpot", "5", "--ttft", "500")
     assert tighter.best is not None and (tighter.best.tokens_per_s or 0) < (best.tokens_per_s or 0)
@@ -134,7 +135,7 @@ def test_targets_that_nothing_meets_name_the_nearest() -> None:
         decision.best is None and "nothing meets TPOT 3 ms" in printed and "Nearest: TEP4 at concurrency 1" in printed
     )
     nearest = decision.able[0]
-    assert nearest.excess(decision.targets) == min(row.excess(decision.targets) for row in decision.able)
+    assert nearest.excess == min(row.excess for row in decision.able)
 
 
 def test_a_prompt_costs_the_others_time() -> None:
@@ -181,9 +182,9 @@ def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:
 
 def test_the_command_quotes_what_a_shell_would_split() -> None:
     options = parse(PlanOptions, [NVFP4], "plan")
-    decision, setting = choose_layout(options, load_target(NVFP4).spec, None)
-    assert decision.best is not None
-    assert "'/models/my kimi'" in command(decision.best, "/models/my kimi", None, setting)
+    setting = replace(choose_layout(options).setting, target="/models/my kimi")
+    best = decide([Layout(4)], setting).best
+    assert best is not None and "'/models/my kimi'" in command(best)
 
 
 def test_what_was_not_measured_between_trays_is_not_ranked() -> None:

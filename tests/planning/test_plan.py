@@ -68,7 +68,7 @@ def test_four_b200_hold_it_and_four_h200_do_not() -> None:
     card = Workload(4096, 4096, (32,))
     for gpu, wanted in (("b200", True), ("gb200", True), ("b300", True), ("h200", False), ("h100", False)):
         for model in (target, load_target("nvidia/Kimi-K2.5-NVFP4").spec):
-            assert plan_layout(model, head, Layout(4), Setting(gpu_spec(gpu), card)).fits is wanted, gpu
+            assert plan_layout(Layout(4), Setting("", model, "", head, gpu_spec(gpu), card)).fits is wanted, gpu
     on_b200 = memory(target, head, gpu_spec("b200"), Layout(4))
     assert (on_b200.sequences(8192), on_b200.sequences(131072), on_b200.sequences(262144)) == (96, 6, 3)
 
@@ -221,11 +221,10 @@ def test_a_bench_file_without_acceptance_is_refused(tmp_path: Path) -> None:
 
 
 def test_layouts_that_cannot_be() -> None:
-    model = load_target(TARGET).spec
-    assert layout_of(model, 8, None, 8, False) == Layout(8, True)
-    for arguments in ((4, 8, None, False), (8, 3, None, False), (6, None, None, False), (8, None, 2, False)):
+    assert layout_of(8, None, 8, False) == Layout(8, True)
+    for arguments in ((4, 8, None, False), (8, 3, None, False), (8, None, 2, False)):
         with pytest.raises(UsageError):
-            layout_of(model, *arguments)
+            layout_of(*arguments)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.command_line import trtspec
 from trtspec.cli.app import app
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.errors import UsageError
+from trtspec.errors import CheckFailed, UsageError
 from trtspec.launch.options import ServeOptions
 from trtspec.trtllm.serve.start import plan_engine
 
@@ -241,31 +241,34 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (CONTEXT, "no generation server is named"),
-        (
-            "context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION,
-            "num_instances is 2 and there are 1 urls",
-        ),
+        (CONTEXT, "generation_servers: Field required"),
+        ("context_servers: {urls: []}\n" + GENERATION, "context_servers.urls: List should have at least 1 item"),
+        ("context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION, "is 2 and there are 1 urls"),
         ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
+        ("context_servers: {urls: ['a:70000']}\n" + GENERATION, "'a:70000' is not host:port"),
         (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
-        ("port: high\n" + CONTEXT + GENERATION, "port is 'high'"),
-        ("port: true\n" + CONTEXT + GENERATION, "port is True"),
-        ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname is [1]"),
+        ("port: high\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
+        ("port: true\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
+        ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname: Input should be a valid string"),
         ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
     ],
 )
-def test_the_file_of_a_front_is_checked(tmp_path: Path, text: str, says: str) -> None:
-    from trtspec.trtllm.serve.start import read_front
+def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
+    from trtspec.trtllm.serve.front import read_front
 
-    file = tmp_path / "front.yml"
-    file.write_text(text)
-    (problem,) = read_front(file).problems
-    assert problem.message == says and problem.code == "TS-SERVE-FRONT" and problem.remedy
+    with pytest.raises(CheckFailed) as refused:
+        read_front(text, Path("front.yml"))
+    error = refused.value
+    assert says in error.message and error.code == "TS-SERVE-FRONT" and error.remedy
 
 
 @pytest.mark.parametrize(
     ("text", "status", "says"),
-    [(CONTEXT + GENERATION, 0, "TS-SERVE-FRONT-WAITS"), (CONTEXT, 3, "no generation server"), ("- a\n", 2, "mapping")],
+    [
+        (CONTEXT + GENERATION, 0, "TS-SERVE-FRONT-WAITS"),
+        (CONTEXT, 3, "generation_servers: Field required"),
+        ("- a\n", 3, "valid dictionary"),
+    ],
 )
 def test_a_front_as_a_command(tmp_path: Path, text: str, status: int, says: str) -> None:
     file = tmp_path / "front.yml"

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trtspec.errors import Problem
     from trtspec.planning.decision import Decision
     from trtspec.planning.points import Setting
-    from trtspec.specs import HeadSpec, ModelSpec
 
 CONCURRENCY = IntList((1, 4, 16, 64))
 
@@ -70,62 +69,61 @@ class PlanOptions:
 def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
-    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.planning.report import tables_and_lines, to_dict
 
-    model = load_target(options.target).spec
-    head = load_head(options.head).spec if options.head else None
-    decision, setting = choose_layout(options, model, head)
-    names = (options.target, options.head)
-    tables, lines = tables_and_lines(decision, model, names, setting, options.verbose)
-    values, problems = to_dict(decision, model, names, setting), _warnings(options, model, head, setting)
-    return Result(values, problems, tables, lines, _failure(decision, setting, options))
+    decision = choose_layout(options)
+    tables, lines = tables_and_lines(decision, options.verbose)
+    return Result(to_dict(decision), _warnings(decision.setting), tables, lines, _failure(decision, options))
 
 
-def choose_layout(options: PlanOptions, model: ModelSpec, head: HeadSpec | None) -> tuple[Decision, Setting]:
-    """The best layout for these options among those tried, and what it was chosen for. Raises UsageError."""
+def choose_layout(options: PlanOptions) -> Decision:
+    """The best layout for these options among those tried. Raises UsageError."""
+    from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
-    from trtspec.planning.decision import Targets, decide
+    from trtspec.planning.decision import decide
     from trtspec.planning.layout import layout_of
     from trtspec.planning.points import Setting, Workload, layouts
     from trtspec.specs import gpu_spec
 
-    gpu, targets = gpu_spec(options.gpu), Targets(options.ttft, options.tpot)
-    searched = options.concurrency is None and targets.any  # every concurrency is then tried
+    model, acceptance = load_target(options.target).spec, None
+    searched = options.concurrency is None and (options.ttft or options.tpot)  # every concurrency is then tried
     concurrency = () if searched else tuple(sorted((options.concurrency or CONCURRENCY).values))
-    workload = Workload(options.isl, options.osl, concurrency)
-    acceptance = None
-    if options.head is not None and head is not None:
+    if options.head is not None:
         given = options.acceptance
         acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
-    setting = Setting(gpu, workload, acceptance, options.kv_fraction, options.max_draft)
+    setting = Setting(
+        options.target, model, options.head, load_head(options.head).spec if options.head else None,
+        gpu_spec(options.gpu), Workload(options.isl, options.osl, concurrency), acceptance, options.kv_fraction,
+        options.max_draft, options.ttft, options.tpot,
+    )  # fmt: skip
     # the layout that was asked for, else every layout of these GPUs, tensor parallel first
-    first = layout_of(model, options.gpus, options.tp_size, options.ep_size, options.attention_dp)
+    first = layout_of(options.gpus, options.tp_size, options.ep_size, options.attention_dp)
     fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
-    return decide(model, head, [first] if fixed else layouts(model, first.gpus), setting, targets), setting
+    return decide([first] if fixed else layouts(model, first.gpus), setting)
 
 
-def _warnings(options: PlanOptions, model: ModelSpec, head: HeadSpec | None, setting: Setting) -> list[Problem]:
+def _warnings(setting: Setting) -> list[Problem]:
     """Warnings about the pair, and about acceptance that was measured elsewhere."""
     from trtspec.checkpoint.heads.pairing import pair_problems
     from trtspec.planning.acceptance import other_model
 
-    if head is None:
+    if setting.head is None:
         return []
-    pair = pair_problems(head, model, head_id=options.head, target_id=options.target)
+    pair = pair_problems(setting.head, setting.model, head_id=setting.head_name, target_id=setting.target)
     found = [problem for problem in pair if problem.severity == "warning"]
-    return found + (other_model(setting.acceptance, options.target) if setting.acceptance else [])
+    return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
 
 
-def _failure(decision: Decision, setting: Setting, options: PlanOptions) -> CheckFailed | None:
-    """Why nothing was recommended (it does not fit, does not run, or misses the targets)."""
+def _failure(decision: Decision, options: PlanOptions) -> CheckFailed | None:
+    """Why nothing was recommended (it does not fit, does not run, or misses the limits)."""
+    setting = decision.setting
     where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
     more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
         return CheckFailed(f"{options.target} does not fit on {where} with {room}", more)
     if decision.refused:
         return CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
-    if decision.best is None and decision.targets.any:
+    if decision.best is None and setting.has_limits:
         remedy = "the last line of the plan names what is nearest; use more GPUs, or shorter prompts"
         return CheckFailed(f"nothing on {where} meets the targets", remedy)
     if decision.best is None and not decision.able:

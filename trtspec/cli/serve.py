@@ -55,7 +55,7 @@ def serve(options: ServeOptions) -> Result | None:
 def _planned(options: ServeOptions) -> ServerPlan:
     """What an engine is started with, or the front of several."""
     if options.mode is FRONT:
-        from trtspec.trtllm.serve.start import plan_front
+        from trtspec.trtllm.serve.front import plan_front
 
         return plan_front(options, launching=not options.dry_run)
     if options.port == 0:

@@ -16,22 +16,9 @@ from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.memory import memory
 from trtspec.planning.points import LayoutPlan, Point, Setting, plan_layout
-from trtspec.specs import HeadSpec, ModelSpec
 
 MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
 STEPS = (2, 3)  # a search looks at 1, 2, 3, 4, 6, 8, 12, 16, 24, .. requests
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What an answer may take, in milliseconds; None where it does not matter."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-    @property
-    def any(self) -> bool:
-        return self.ttft_ms is not None or self.tpot_ms is not None
 
 
 @dataclass(frozen=True)
@@ -51,14 +38,14 @@ class Row:
     @property
     def held(self) -> bool:
         """Whether the cache holds this many requests."""
-        return self.plan.memory.sequences(self.plan.workload.tokens) >= self.concurrency
+        return self.plan.memory.sequences(self.plan.setting.workload.tokens) >= self.concurrency
 
     @property
     def stall_ms(self) -> float:
         """What the prompt of one request keeps all others from decoding; ranks with attention DP prefill at once."""
         assert self.plan.steps is not None
         together = min(self.concurrency, self.layout.gpus) if self.layout.attention_dp else 1
-        return self.plan.steps.prefill(self.plan.workload.isl, together) / 1000 / together
+        return self.plan.steps.prefill(self.plan.setting.workload.isl, together) / 1000 / together
 
     @property
     def tpot_ms(self) -> float | None:
@@ -66,15 +53,15 @@ class Row:
         once per answer."""
         if self.point is None or self.point.decode_rate is None:
             return None
-        return 1000 / self.point.decode_rate + (self.concurrency - 1) * self.stall_ms / self.plan.workload.osl
+        return 1000 / self.point.decode_rate + (self.concurrency - 1) * self.stall_ms / self.plan.setting.workload.osl
 
     @property
     def ttft_ms(self) -> float | None:
         """Mean time to the first token: the step that runs, the prompts that wait before (M/D/1 queue), the prompt."""
         if self.point is None or self.tpot_ms is None or self.plan.steps is None:
             return None
-        alone = self.plan.steps.prefill(self.plan.workload.isl) / 1000
-        busy = (self.concurrency - 1) * self.stall_ms / (self.plan.workload.osl * self.tpot_ms + alone)
+        alone = self.plan.steps.prefill(self.plan.setting.workload.isl) / 1000
+        busy = (self.concurrency - 1) * self.stall_ms / (self.plan.setting.workload.osl * self.tpot_ms + alone)
         return self.point.step_ms + self.stall_ms * busy / (2 * (1 - busy)) + alone
 
     @property
@@ -82,19 +69,21 @@ class Row:
         """Output tokens per second of the whole server, prompts included in the time."""
         if self.ttft_ms is None or self.tpot_ms is None:
             return None
-        osl = self.plan.workload.osl
+        osl = self.plan.setting.workload.osl
         return 1000 * self.concurrency * osl / (self.ttft_ms + (osl - 1) * self.tpot_ms)
 
-    def excess(self, targets: Targets) -> float:
-        """How far the farther target is missed, as a factor; 1 or less where both are met."""
-        pairs = ((self.ttft_ms, targets.ttft_ms), (self.tpot_ms, targets.tpot_ms))
+    @property
+    def excess(self) -> float:
+        """How far the farther limit is missed, as a factor; 1 or less where both are met."""
+        setting = self.plan.setting
+        pairs = ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms))
         return max((float("inf") if ours is None else ours / asked for ours, asked in pairs if asked), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
-        point, plan = self.point, self.plan
+        point, plan, acceptance = self.point, self.plan, self.plan.setting.acceptance
         figures = {"tokens_per_s": self.tokens_per_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
-        known = point is not None and (plan.acceptance is not None or (plan.steps is not None and not plan.steps.head))
+        known = point is not None and (acceptance is not None or (plan.steps is not None and not plan.steps.head))
         spread = plan.speedup_range(point) if point is not None else None
         return {
             "concurrency": self.concurrency,
@@ -102,12 +91,12 @@ class Row:
             "ep_size": self.layout.gpus if self.layout.ep else 1,
             "attention_dp": self.layout.attention_dp,
             "draft_len": point.draft_len if point is not None and known else None,
-            "speedup": round(point.speedup, 3) if point and point.speedup and plan.acceptance else None,
+            "speedup": round(point.speedup, 3) if point and point.speedup and acceptance else None,
             "speedup_range": [round(value, 3) for value in spread] if spread else None,
             "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
             **{name: None if value is None else round(value, 1) for name, value in figures.items()},
             "trust": plan.trust(point),
-            "max_sequences": plan.memory.sequences(plan.workload.tokens),
+            "max_sequences": plan.memory.sequences(plan.setting.workload.tokens),
         }
 
 
@@ -115,8 +104,8 @@ class Row:
 class Decision:
     """`rows` are ranked, the first is the choice unless `best` is None. `refused` is why none can be."""
 
+    setting: Setting
     plans: list[LayoutPlan]
-    targets: Targets
     rows: list[Row]
     refused: list[Problem]
 
@@ -138,41 +127,39 @@ class Decision:
     def best(self) -> Row | None:
         """None where nothing can be served, where its speed is not known, or where nothing meets the targets."""
         first = next(iter(self.able), None)
-        return first if first and first.point and first.excess(self.targets) <= 1 else None
+        return first if first and first.point and first.excess <= 1 else None
 
     def of_concurrency(self, concurrency: int) -> Row | None:
         return next((row for row in self.able if row.concurrency == concurrency), None)
 
 
-def decide(
-    model: ModelSpec, head: HeadSpec | None, chosen: list[Layout], setting: Setting, targets: Targets
-) -> Decision:
+def decide(chosen: list[Layout], setting: Setting) -> Decision:
     """Plans each layout and ranks. A workload without concurrencies is one to search: up to what the cache holds."""
     if not setting.workload.concurrency:
         most = 1
         for layout in chosen:
-            room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
+            room = memory(setting.model, setting.head, setting.gpu, layout, fraction=setting.fraction)
             measured = MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)
             most = max(most, min(room.sequences(setting.workload.tokens), measured))
         setting = replace(setting, workload=replace(setting.workload, concurrency=tuple(ladder(most))))
-    plans = [plan_layout(model, head, layout, setting) for layout in chosen]
+    plans = [plan_layout(layout, setting) for layout in chosen]
     rows, refused = [], []
     for plan in plans:
-        reason = next(iter(route_refusals(model, head, plan.layout, setting)), None)
+        reason = next(iter(route_refusals(plan.layout, setting)), None)
         refused += [reason] if reason else []
         for concurrency in setting.workload.concurrency:
             rows.append(Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason))
-    rows.sort(key=lambda row: _rank(row, targets), reverse=True)
-    return Decision(plans, targets, rows, refused if len(refused) == len(plans) else [])
+    rows.sort(key=_rank, reverse=True)
+    return Decision(setting, plans, rows, refused if len(refused) == len(plans) else [])
 
 
-def _rank(row: Row, targets: Targets) -> tuple[bool, float, float, int]:
-    missed = max(1.0, row.excess(targets))
-    return (row.held and row.refused is None, -missed, row.tokens_per_s or 0.0, row.concurrency)
+def _rank(row: Row) -> tuple[bool, float, float, int]:
+    return (row.held and row.refused is None, -max(1.0, row.excess), row.tokens_per_s or 0.0, row.concurrency)
 
 
-def route_refusals(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> list[Problem]:
+def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
     """Why TensorRT-LLM would not run such a server: the target, the GPU, the layout, or a head of another target."""
+    model, head = setting.model, setting.head
     pair = pair_problems(head, model, tp_size=layout.attention_tp) if head is not None else []
     return [problem for problem in pair if problem.severity == "error"] + refusals(
         model,
@@ -190,13 +177,14 @@ def ladder(most: int) -> list[int]:
     return sorted({1, most} | {value for value in doubled if value < most})
 
 
-def command(row: Row, target: str, head: str | None, setting: Setting) -> str:
+def command(row: Row) -> str:
     """The complete `trtspec build-config` command of a row."""
-    gpu, layout, workload = setting.gpu, row.layout, row.plan.workload
-    words = ["trtspec", "build-config", target]
-    drafts = row.point.draft_len if row.point and row.plan.acceptance else None
-    if head and drafts != 0:
-        words += ["--head", head] + (["--draft-len", str(drafts)] if drafts else [])
+    setting, layout = row.plan.setting, row.layout
+    gpu, workload = setting.gpu, setting.workload
+    words = ["trtspec", "build-config", setting.target]
+    drafts = row.point.draft_len if row.point and setting.acceptance else None
+    if setting.head_name and drafts != 0:
+        words += ["--head", setting.head_name] + (["--draft-len", str(drafts)] if drafts else [])
     nodes = -(-layout.gpus // gpu.gpus_per_node)
     words += ["--gpu", gpu.name, "--tp-size", str(layout.gpus)] + (["--nodes", str(nodes)] if nodes > 1 else [])
     words += ["--ep-size", str(layout.gpus if layout.ep else 1)]

@@ -77,16 +77,13 @@ class Layout:
         return -(-sequences // self.gpus) if self.attention_dp else sequences
 
 
-def layout_of(model: ModelSpec, gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> Layout:
-    """Raises UsageError where the model or the engine cannot be spread like that."""
+def layout_of(gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> Layout:
+    """Raises UsageError for sizes that contradict each other, or that were not measured."""
     tp = tp or gpus
     if tp > gpus:
         raise UsageError(f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`")
     if gpus % tp:
         raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}")
-    if model.num_attention_heads % tp and not attention_dp:
-        message = f"{model.num_attention_heads} attention heads do not divide by {tp}"
-        raise UsageError(message, "use a power of two, or `attention_dp`")
     if ep not in (None, 1, tp):
         measured = f"`ep_size` {tp} (whole experts) and 1 (split ones)"
         message = f"experts over {ep} of {tp} ranks: only {measured} were measured"
@@ -109,21 +106,41 @@ def refusals(
     `gpu` None: not known, so formats are judged for any GPU. `ep_size` None or 1: every expert is split over all ranks.
     `tokens` is the longest request, prompt and answer together. Memory is the business of `memory`.
     """
-    capability = gpu.compute_capability if gpu else None
-    found = [format_refusal(model, capability, gpu.name.upper() if gpu else "")]
-    found += [*layout_refusals(model, tp_size, ep_size or 1, attention_dp), *_lengths(model, tokens, draft_len)]
-    return [problem for problem in found if problem is not None]
+    limit = model.max_position_embeddings
+    refused = format_refusal(model, gpu.compute_capability if gpu else None, gpu.name.upper() if gpu else "")
+    found = [*([refused] if refused else []), *layout_refusals(model, tp_size, ep_size or 1, attention_dp)]
+    if tokens is not None and tokens > limit:
+        message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
+        remedy = f"prompt and answer together: at most {limit}"
+        found.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message, remedy))
+    if draft_len > LONGEST_DRAFT:
+        message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
+        message += "published for a Kimi head, a further token costs more time than it saves"
+        found.append(Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message))
+    return found
 
 
 def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> Iterator[Problem]:
     """Why a model does not spread over that many ranks."""
-    heads = model.num_attention_heads
+    heads, experts, width = model.num_attention_heads, model.n_routed_experts, model.moe_intermediate_size
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
         fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
         remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
         yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
-    yield from _experts(model, tp_size, ep_size)
+    split, group = tp_size // ep_size, model.quant.group_size or 1
+    message = remedy = ""
+    if tp_size % ep_size:
+        message, remedy = f"experts over {ep_size} of {tp_size} ranks", "give `ep_size` a divisor of `tp_size`"
+    elif experts % ep_size:
+        message = f"the {experts} experts do not divide by expert-parallel size {ep_size}"
+        remedy = "give `ep_size` a divisor of both the experts and `tp_size`"
+    elif width % split or width // split % group:
+        message = f"an expert of width {width} does not divide into {split} equal parts"
+        message += f" of whole groups of {group}" if group > 1 else ""
+        remedy = f"use `ep_size` {tp_size}, which keeps every expert whole; `trtspec build-config` writes it"
+    if message:
+        yield Problem("TS-ROUTE-EXPERTS", "error", "ep_size", message, remedy)
 
 
 def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:
@@ -159,35 +176,3 @@ def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | N
 def _number(capability: str) -> tuple[int, int]:
     major, _, minor = capability.partition(".")
     return int(major), int(minor or 0)
-
-
-def _experts(model: ModelSpec, tp_size: int, ep_size: int) -> Iterator[Problem]:
-    code, where = "TS-ROUTE-EXPERTS", "ep_size"
-    if tp_size % ep_size:
-        message = f"experts over {ep_size} of {tp_size} ranks"
-        yield Problem(code, "error", where, message, "give `ep_size` a divisor of `tp_size`")
-        return
-    if model.n_routed_experts % ep_size:
-        message = f"the {model.n_routed_experts} experts do not divide by expert-parallel size {ep_size}"
-        yield Problem(code, "error", where, message, "give `ep_size` a divisor of both the experts and `tp_size`")
-        return
-    split, width = tp_size // ep_size, model.moe_intermediate_size
-    group = model.quant.group_size or 1
-    if width % split or width // split % group:
-        message = f"an expert of width {width} does not divide into {split} equal parts"
-        message += f" of whole groups of {group}" if group > 1 else ""
-        remedy = f"use `ep_size` {tp_size}, which keeps every expert whole; `trtspec build-config` writes it"
-        yield Problem(code, "error", where, message, remedy)
-
-
-def _lengths(model: ModelSpec, tokens: int | None, draft_len: int) -> Iterator[Problem]:
-    limit = model.max_position_embeddings
-    if tokens is not None and tokens > limit:
-        message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
-        remedy = f"prompt and answer together: at most {limit}"
-        yield Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message, remedy)
-    if draft_len > LONGEST_DRAFT:
-        message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
-        message += "published for a Kimi head, a further token costs more time than it saves"
-        remedy = "use 3, the model cards' length, or what `trtspec plan --acceptance` recommends"
-        yield Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message, remedy)

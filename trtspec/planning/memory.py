@@ -3,10 +3,10 @@ bytes of a Kimi model and an Eagle3 head follow by class from their shapes and q
 
 from __future__ import annotations
 
-import fnmatch
-import re
+import math
 from dataclasses import dataclass
 
+from trtspec.checkpoint.heads.shapes import expected_shapes
 from trtspec.checkpoint.writer import byte_count
 from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
@@ -125,10 +125,6 @@ class WeightClass:
         stored = sum(count * linear_bytes(self.format, rows, columns) for count, rows, columns in self.linears)
         return stored + self.other * self.other_bytes
 
-    @property
-    def sharded(self) -> bool:
-        return self.name in SHARDED
-
 
 def weight_classes(model: ModelSpec) -> list[WeightClass]:
     """Every weight of the checkpoint, in the order of size."""
@@ -174,17 +170,10 @@ def _mlp(count: int, hidden: int, width: int) -> tuple[tuple[int, int, int], ...
 
 def module_format(model: ModelSpec, module: str) -> WeightFormat:
     """How the linear `module` is stored; {moe} and {dense} name a layer of that kind."""
-    quant = model.quant
-    if quant.format.is_plain:
-        return quant.format
-    layer = {"moe": str(model.first_k_dense_replace), "dense": "0"}
-    plain = f"model.{module.format(**layer)}"
-    names = (plain, f"language_model.{plain}")
-    for pattern in quant.exclude:
-        regex = pattern.removeprefix("re:") if pattern.startswith("re:") else fnmatch.translate(pattern)
-        if any(re.match(regex, name) for name in names):
-            return WeightFormat.BF16
-    return quant.format
+    plain = f"model.{module.format(moe=model.first_k_dense_replace, dense=0)}"
+    kept = model.quant.format.unquantized_modules(model.quant.exclude)
+    unquantized = kept.match(plain) or kept.match(f"language_model.{plain}")
+    return WeightFormat.BF16 if unquantized else model.quant.format
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
@@ -201,16 +190,6 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
 
 
 def head_parameters(head: HeadSpec) -> int:
-    """Parameters of an Eagle3 head as the engine loads it, BF16: attention over 2 x hidden, a dense MLP, fc from the
-    captured layers, norms and lm_head. Its embedding is the target's."""
-    hidden, heads = head.hidden_size, head.num_attention_heads
-    if head.attention == "mla":
-        attention = 2 * hidden * (head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
-        attention += head.q_lora_rank * heads * (head.qk_nope_head_dim + head.qk_rope_head_dim)
-        attention += head.kv_lora_rank * heads * (head.qk_nope_head_dim + head.v_head_dim)
-        attention += heads * head.v_head_dim * hidden
-    else:
-        attention = 2 * hidden * head.head_dim * (heads + 2 * head.num_key_value_heads) + heads * head.head_dim * hidden
-    mlp = 3 * hidden * head.intermediate_size
-    fc = head.num_aux * head.target_hidden_size * hidden
-    return attention + mlp + fc + 4 * hidden + head.draft_vocab_size * hidden
+    """Parameters of an Eagle3 head as the engine loads it, without an embedding, which is the target's."""
+    left_out = ("embed_tokens.weight", "d2t", "t2d")
+    return sum(math.prod(shape) for name, shape in expected_shapes(head).items() if name not in left_out)

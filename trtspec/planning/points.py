@@ -64,14 +64,35 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a plan is made for: target and head with their names, a GPU, a workload; `fraction` as in `memory`, and the
+    longest that an answer may take, in milliseconds (None: it does not matter)."""
+
+    target: str
+    model: ModelSpec
+    head_name: str | None
+    head: HeadSpec | None
+    gpu: GpuSpec
+    workload: Workload
+    acceptance: Acceptance | None = None
+    fraction: float | None = None
+    longest_draft: int = LONGEST_COMPARED
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    @property
+    def has_limits(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+
+@dataclass(frozen=True)
 class LayoutPlan:
     """`steps` is None where no kernels are measured: then only memory is known."""
 
+    setting: Setting
     memory: Memory
-    workload: Workload
-    steps: StepModel | None
-    points: tuple[Point, ...]
-    acceptance: Acceptance | None = None
+    steps: StepModel | None = None
+    points: tuple[Point, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -80,7 +101,7 @@ class LayoutPlan:
     @property
     def fits(self) -> bool:
         """Whether the weights fit and the cache holds at least one request of this length."""
-        return self.memory.sequences(self.workload.tokens) >= 1
+        return self.memory.sequences(self.setting.workload.tokens) >= 1
 
     def at(self, concurrency: int) -> list[Point]:
         return [point for point in self.points if point.concurrency == concurrency]
@@ -95,21 +116,22 @@ class LayoutPlan:
         """What a speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
         if point is None:
             return "memory alone"
-        if self.acceptance is None or point.draft_len == 0:
+        acceptance = self.setting.acceptance
+        if acceptance is None or point.draft_len == 0:
             return "no drafts"
-        if not self.acceptance.measured(point.draft_len):
+        if not acceptance.measured(point.draft_len):
             return "extrapolated"
-        return "model card" if self.acceptance.published else "measured"
+        return "model card" if acceptance.published else "measured"
 
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its
         acceptance is extrapolated. None without acceptance."""
-        if point.speedup is None or self.steps is None or self.acceptance is None:
+        acceptance = self.setting.acceptance
+        if point.speedup is None or self.steps is None or acceptance is None:
             return None
         ratios = [item.cost_ratio(point.concurrency, point.draft_len) for item in assumptions(self.steps).values()]
         drafts, middle = point.draft_len, point.acceptance_length or 1.0
-        decays = self.acceptance.decays(drafts).values()
-        lengths = [middle, *(self.acceptance.length(drafts, decay) for decay in decays)]
+        lengths = [middle, *(acceptance.length(drafts, decay) for decay in acceptance.decays(drafts).values())]
         ratios.append(point.cost_ratio)
         return min(lengths) / max(ratios), max(lengths) / min(ratios)
 
@@ -120,28 +142,24 @@ def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
     return found if gpus > 1 and model.num_attention_heads % gpus == 0 else found[:1]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a plan is made for, beside target and head. `fraction` as in `memory`."""
-
-    gpu: GpuSpec
-    workload: Workload
-    acceptance: Acceptance | None = None
-    fraction: float | None = None
-    longest: int = LONGEST_COMPARED
-
-
-def plan_layout(model: ModelSpec, head: HeadSpec | None, layout: Layout, setting: Setting) -> LayoutPlan:
+def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
     """The plan of one layout; with no measured kernels, of its memory alone."""
-    workload = setting.workload
+    model, head, workload = setting.model, setting.head, setting.workload
     room = memory(model, head, setting.gpu, layout, fraction=setting.fraction)
     found = kernels(setting.gpu, model.quant.format)
     if found is None or not measured(found, model, layout):
-        return LayoutPlan(room, workload, None, ())
+        return LayoutPlan(setting, room)
     steps = StepModel(model, head, layout, found, workload.context)
-    acceptance = setting.acceptance if head is not None else None
-    points = curve(steps, room, workload, acceptance, setting.longest)
-    return LayoutPlan(room, workload, steps, tuple(points), acceptance)
+    points = []
+    for sequences in workload.concurrency:
+        plain = steps.step(sequences)
+        held = room.sequences(workload.tokens) >= sequences
+        for drafts in range((setting.longest_draft if head is not None else 0) + 1):
+            whole = steps.whole(sequences, drafts)
+            experts = distinct_experts(model, sequences * (drafts + 1))
+            length = 1.0 if drafts == 0 else setting.acceptance.length(drafts) if setting.acceptance else None
+            points.append(Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held, length))
+    return LayoutPlan(setting, room, steps, tuple(points))
 
 
 def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:
@@ -150,21 +168,6 @@ def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:
     if shape != MEASURED_SHAPE or model.num_attention_heads != HEADS:
         return False
     return found.has(layout.moe, layout.attention_tp, layout.gpus)
-
-
-def curve(
-    steps: StepModel, room: Memory, workload: Workload, acceptance: Acceptance | None, longest: int
-) -> list[Point]:
-    points = []
-    for sequences in workload.concurrency:
-        plain = steps.step(sequences)
-        held = room.sequences(workload.tokens) >= sequences
-        for drafts in range((longest if steps.head is not None else 0) + 1):
-            whole = steps.whole(sequences, drafts)
-            experts = distinct_experts(steps.model, sequences * (drafts + 1))
-            length = 1.0 if drafts == 0 else acceptance.length(drafts) if acceptance else None
-            points.append(Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held, length))
-    return points
 
 
 def assumptions(steps: StepModel) -> dict[str, StepModel]:

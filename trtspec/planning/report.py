@@ -8,9 +8,8 @@ from typing import Any
 
 from trtspec.planning.acceptance import EXAMPLE
 from trtspec.planning.decision import Decision, Row, command
-from trtspec.planning.points import LayoutPlan, Setting
+from trtspec.planning.points import LayoutPlan
 from trtspec.report import Table
-from trtspec.specs import ModelSpec
 
 GB = 1e9
 CHECKED = (
@@ -27,29 +26,28 @@ ASSUMES = (
 )
 HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
 MOST_ROWS = 8  # of a search within targets
-Names = tuple[str, str | None]  # of target and head
 
 
-def to_dict(decision: Decision, model: ModelSpec, names: Names, setting: Setting) -> dict[str, Any]:
+def to_dict(decision: Decision) -> dict[str, Any]:
     """The JSON contract for the recommended layout, else the first, with `layouts` for all and what everything rests
     on."""
-    first, best = decision.first, decision.best
-    chosen = {str(c): decision.of_concurrency(c) for c in first.workload.concurrency}
+    setting, first, best = decision.setting, decision.first, decision.best
+    chosen = {str(c): decision.of_concurrency(c) for c in setting.workload.concurrency}
     return {
-        "target": names[0],
-        "head": names[1],
+        "target": setting.target,
+        "head": setting.head_name,
         "gpu": setting.gpu.name,
         "gpus": first.layout.gpus,
         **plan_dict(first),
         "recommended": {c: row.to_dict() if row else None for c, row in chosen.items()},
-        "best": {**best.to_dict(), "command": command(best, *names, setting)} if best else None,
-        "targets": {"ttft_ms": decision.targets.ttft_ms, "tpot_ms": decision.targets.tpot_ms},
+        "best": {**best.to_dict(), "command": command(best)} if best else None,
+        "targets": {"ttft_ms": setting.ttft_ms, "tpot_ms": setting.tpot_ms},
         "refused": [problem.to_dict() for problem in decision.refused],
         "layouts": [plan_dict(plan) for plan in decision.plans],
         "acceptance": acceptance_dict(first),
-        "assumes": assumptions(model, first, setting),
+        "assumes": assumptions(first),
         "checked": CHECKED,
-        "sources": sources(first, setting),
+        "sources": sources(first),
     }
 
 
@@ -65,16 +63,16 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_tokens": room.kv_tokens,
         "kv_dtype": room.kv_dtype,
         "kv_bytes_per_token": room.kv_bytes_per_token,
-        "max_sequences": room.sequences(plan.workload.tokens),
+        "max_sequences": room.sequences(plan.setting.workload.tokens),
         "points": [point.to_dict() for point in plan.points],
-        "prefill_ms": round(plan.steps.prefill(plan.workload.isl) / 1000, 1) if plan.steps else None,
+        "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1) if plan.steps else None,
     }
 
 
 def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
     """`conditional`: the acceptance of each draft given all before it, measured or extrapolated as `rests_on` says."""
-    found = plan.acceptance
-    if found is None:
+    found = plan.setting.acceptance
+    if found is None or not plan.points:
         return None
     rates = found.rates(max(point.draft_len for point in plan.points))
     rounded = [round(rate, 6) for rate in rates]
@@ -83,33 +81,34 @@ def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def assumptions(model: ModelSpec, plan: LayoutPlan, setting: Setting) -> list[str]:
-    found = [f"each request holds {plan.workload.context} tokens on average: all of its prompt and half of its answer"]
+def assumptions(plan: LayoutPlan) -> list[str]:
+    setting = plan.setting
+    context = setting.workload.context
+    found = [f"each request holds {context} tokens on average: all of its prompt and half of its answer"]
     if plan.steps is None:
-        where = f"of {model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
+        where = f"of {setting.model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
         return [*found, f"memory alone: no kernels {where} are in the tables"]
     found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return [*found, f"acceptance {plan.acceptance.rests_on()}"] if plan.acceptance is not None else found
+    return [*found, f"acceptance {setting.acceptance.rests_on()}"] if setting.acceptance is not None else found
 
 
-def sources(plan: LayoutPlan, setting: Setting) -> list[str]:
-    return [setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
+def sources(plan: LayoutPlan) -> list[str]:
+    return [plan.setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
 
 
-def tables_and_lines(
-    decision: Decision, model: ModelSpec, names: Names, setting: Setting, verbose: bool = False
-) -> tuple[list[Table], list[str]]:
+def tables_and_lines(decision: Decision, verbose: bool = False) -> tuple[list[Table], list[str]]:
     """For people: the ranked table, the memory in a line, the command; everything with `verbose`."""
-    first, rows = decision.first, ranked_rows(decision)
-    title = f"{names[0]}{f' with {names[1]}' if names[1] else ''} on {first.layout.gpus} x {setting.gpu.name.upper()}, "
-    title += f"{first.workload.isl:,} tokens in and {first.workload.osl:,} out"
+    setting, first, rows = decision.setting, decision.first, ranked_rows(decision)
+    pair = f"{setting.target} with {setting.head_name}" if setting.head_name else setting.target
+    title = f"{pair} on {first.layout.gpus} x {setting.gpu.name.upper()}, {setting.workload.isl:,} tokens in and "
+    title += f"{setting.workload.osl:,} out"
     tables = [ranked_table(title, rows, decision)] if decision.fits and rows else []
     lines = [*([] if tables else [title]), memory_line(first)]
     if decision.fits:
-        lines += [*below_table(rows, decision), "", *choice_lines(decision, names, setting)]
+        lines += [*below_table(rows, decision), "", *choice_lines(decision)]
     if verbose:
-        lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(model, first, setting))]
-        lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first, setting))]
+        lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(first))]
+        lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first))]
     return tables, lines
 
 
@@ -119,12 +118,12 @@ def ranked_rows(decision: Decision) -> list[Row]:
     for row in (row for row in decision.rows if row.held and row.point):
         best.setdefault(row.concurrency, row)
     able = [row for row in best.values() if row.refused is None] or list(best.values())
-    return able[:MOST_ROWS] if decision.targets.any else able
+    return able[:MOST_ROWS] if decision.setting.has_limits else able
 
 
 def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
-    """With targets, two columns more."""
-    targets, cells = decision.targets, []
+    """With limits, two columns more."""
+    setting, cells = decision.setting, []
     for row in rows:
         assert row.point is not None
         cells.append([
@@ -136,9 +135,9 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
             "plain decoding" if row.point.draft_len == 0 else speedup(row.plan, row.point),
             row.plan.trust(row.point),
         ])  # fmt: skip
-        if targets.any:
-            cells[-1] += [against_target(row.ttft_ms, targets.ttft_ms), against_target(row.tpot_ms, targets.tpot_ms)]
-    columns = (*HEADINGS, "TTFT ms", "TPOT ms") if targets.any else HEADINGS
+        if setting.has_limits:
+            cells[-1] += [against_limit(row.ttft_ms, setting.ttft_ms), against_limit(row.tpot_ms, setting.tpot_ms)]
+    columns = (*HEADINGS, "TTFT ms", "TPOT ms") if setting.has_limits else HEADINGS
     return Table(title, columns, cells, text_columns=frozenset(range(len(columns))), ruled=False)
 
 
@@ -148,15 +147,15 @@ def speedup(plan: LayoutPlan, point: Any) -> str:
     return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
 
 
-def against_target(value: float | None, target: float | None) -> str:
-    """Milliseconds for a cell of the table, marked where they exceed the target."""
+def against_limit(value: float | None, limit: float | None) -> str:
+    """Milliseconds for a cell of the table, marked where they exceed the limit."""
     if value is None:
         return "-"
-    return f"{value:,.1f}{' too long' if target is not None and value > target else ''}"
+    return f"{value:,.1f}{' too long' if limit is not None and value > limit else ''}"
 
 
 def memory_line(plan: LayoutPlan) -> str:
-    room, tokens = plan.memory, plan.workload.tokens
+    room, tokens = plan.memory, plan.setting.workload.tokens
     fixed = (room.weights_total + room.head + room.reserve) / GB
     if room.free < 0:
         return f"Does NOT fit: weights, head and reserve take {fixed:.1f} of {room.capacity / GB:.1f} GB per GPU"
@@ -172,27 +171,28 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
     """What the layouts' names mean, which concurrencies have no row, and where the acceptance comes from."""
     if rows:
         yield "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
-    for concurrency in decision.first.workload.concurrency if rows else ():
-        if not decision.targets.any and concurrency not in {row.concurrency for row in rows}:
+    setting = decision.setting
+    for concurrency in setting.workload.concurrency if rows and not setting.has_limits else ():
+        if concurrency not in {row.concurrency for row in rows}:
             other = decision.of_concurrency(concurrency)
             reason = f"{other.layout.short} holds it, its speed is not known" if other else "no layout's cache holds it"
             yield f"Concurrency {concurrency}: {reason}."
-    acceptance = next((plan.acceptance for plan in decision.plans if plan.acceptance), None)
-    if acceptance is not None:
+    acceptance = setting.acceptance
+    if acceptance is not None and any(plan.steps for plan in decision.plans):
         yield from (f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}.")
         yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
 
 
-def choice_lines(decision: Decision, names: Names, setting: Setting) -> Iterator[str]:
+def choice_lines(decision: Decision) -> Iterator[str]:
     """The one command, with what it leaves open; or why there is none."""
     row = decision.best
     if row is None:
         yield f"No command: {no_choice(decision)}"
         return
-    yield from ("Next:", f"  {command(row, *names, setting)}")
-    if names[1] is None or row.point is None:
+    yield from ("Next:", f"  {command(row)}")
+    if decision.setting.head_name is None or row.point is None:
         return
-    if row.plan.acceptance is None:
+    if decision.setting.acceptance is None:
         points = [point for point in row.plan.at(row.concurrency) if 1 <= point.draft_len <= 5]
         costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in points)
         yield f"Speculation wins there above this many tokens per step, by draft length: {costs}."
@@ -212,7 +212,7 @@ def no_choice(decision: Decision) -> str:
             f"{row.layout.short} holds it, but its speed is not known: no kernels of this format, shape and layout are "
             "in the tables, which end at 8 ranks."
         )
-    asked = {"TTFT": decision.targets.ttft_ms, "TPOT": decision.targets.tpot_ms}
+    asked = {"TTFT": decision.setting.ttft_ms, "TPOT": decision.setting.tpot_ms}
     limits = " and ".join(f"{name} {limit:g} ms" for name, limit in asked.items() if limit)
     return (
         f"nothing meets {limits}. Nearest: {row.layout.short} at concurrency {row.concurrency} with "

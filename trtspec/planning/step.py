@@ -124,15 +124,10 @@ class StepModel:
     def prefill(self, tokens: int, prompts: int = 1) -> float:
         """`prompts` prompts of `tokens` tokens each, at once and without their answers; the head's own prefill is left
         out. With attention DP every rank computes the attention of its own prompts."""
-        model, kernels, layout = self.model, self.kernels, self.layout
-        ranks, moe = layout.attention_tp, model.num_hidden_layers - model.first_k_dense_replace
-        here, together = layout.sequences_per_rank(prompts), tokens * prompts
-        mine = here * tokens if layout.attention_dp else together
-        shared = self._mlp(mine, model.n_shared_experts * model.moe_intermediate_size / ranks)
-        attention = here * kernels.prefill_attention(ranks, tokens)
-        experts = kernels.moe(layout.moe, together) + shared + kernels.from_hidden(mine, model.n_routed_experts)
-        dense = model.first_k_dense_replace * self._mlp(mine, model.intermediate_size / ranks)
-        return model.num_hidden_layers * attention + moe * experts + dense + self._collectives(together)
+        here = self.layout.sequences_per_rank(prompts)
+        attention = here * self.kernels.prefill_attention(self.layout.attention_tp, tokens)
+        parts = self.parts(prompts, tokens) | {"attention": self.model.num_hidden_layers * attention}
+        return sum(time for name, time in parts.items() if name not in ("lm_head", "host"))
 
 
 class Series(NamedTuple):

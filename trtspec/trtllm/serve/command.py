@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import Version
@@ -150,6 +151,9 @@ def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator
 
 
 IMAGE = "run in NVIDIA's TensorRT-LLM release image"
+# the engine's log shows a phase when it begins, not when a buffer is full
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
+PATTERNS = Path(__file__).with_name("log_patterns.yaml")
 PROGRAM = EngineProgram("trtllm-serve", "tensorrt_llm", "TensorRT-LLM", IMAGE, "trtllm_version")
 GIB = 2**30
 

@@ -1,18 +1,14 @@
 """One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
 
-`plan_engine` and `plan_front` say everything about a start and start nothing; `trtspec.launch.preflight.launch` starts
-what they planned.
+`plan_engine` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.hub import Head, Target, load_head, load_target
@@ -22,7 +18,6 @@ from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import (
     ServerPlan,
     as_in_dry_run,
-    check_port,
     check_start,
     read_gpus,
 )
@@ -42,6 +37,8 @@ from trtspec.trtllm.lint import engine_problems, lint
 from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve.command import (
     CONFIG_NAME,
+    ENVIRONMENT,
+    PATTERNS,
     PROGRAM,
     Cluster,
     build_command,
@@ -52,11 +49,6 @@ from trtspec.trtllm.serve.command import (
     with_launcher,
 )
 
-# the engine's log shows a phase when it begins, not when a buffer is full
-PATTERNS = Path(__file__).with_name("log_patterns.yaml")
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
-# seconds that the front of a disaggregated deployment waits for one answer; upstream's 180 cut long thoughts off
-REQUEST_TIMEOUT = 3600.0
 # options of trtllm-serve by name, and what decides them here: readiness asks there, and the file is judged
 OWN_OPTIONS = {
     "host": "--host", "port": "--port", "extra_llm_api_options": "--config",
@@ -64,9 +56,6 @@ OWN_OPTIONS = {
 }  # fmt: skip
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
-BUILD_FRONT = "write it with `trtspec build-config`"
-ROLES = {"context_servers": "context", "generation_servers": "generation"}
-ADDRESS = re.compile(r"[A-Za-z0-9_.-]+:(\d{1,5})|\[[0-9A-Fa-f:]+\]:(\d{1,5})")
 
 
 def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
@@ -121,33 +110,6 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         endpoint=ServerAddress(options.host, options.port, generates=role is None),
         limits=options.limits,
         own_statuses=cluster.launcher != "direct",
-    )
-
-
-def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """The front of a disaggregated deployment; the servers that it names are started by themselves. Raises UsageError
-    for a file that cannot be read and a target that is none."""
-    load_target(options.target)
-    path = options.disaggregated
-    assert path is not None  # it is what asks for a front
-    read = read_front(path)
-    names = {options.target, Path(options.target).resolve().name}
-    problems = [*read.problems, *check_servers(read, names)]
-    if launching:
-        problems += [*check_port(read.host, read.port), *PROGRAM.check()]
-    version = engine_version() or "" if launching else ""
-    return ServerPlan(
-        program=PROGRAM,
-        patterns=LogPatterns.load(PATTERNS),
-        argv=read.argv(options.startup_timeout, REQUEST_TIMEOUT),
-        env=dict(ENVIRONMENT),
-        config=Document.parse(read.text).value or {},
-        config_text=read.text,
-        config_path=str(path),
-        problems=problems,
-        version=(version, "installed here" if version else "not asked"),
-        endpoint=ServerAddress(read.host, read.port),
-        limits=options.limits,
     )
 
 
@@ -248,96 +210,3 @@ def _ranks(deployment: Deployment, document: Document) -> int:
     """Number of ranks: the product of the parallel sizes."""
     keys = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     return math.prod(deployment.size(document, key, 1) for key in keys)
-
-
-@dataclass(frozen=True)
-class Front:
-    """`text` is what the file says; `servers`: `host:port` of every server, by role."""
-
-    path: Path
-    text: str
-    host: str
-    port: int
-    servers: dict[str, list[str]]
-    problems: list[Problem] = field(default_factory=list)
-
-    def argv(self, startup_timeout: float, request_timeout: float) -> list[str]:
-        """Both of upstream's own timeouts are 180 s, less than a trillion parameters take to load."""
-        words = ["trtllm-serve", "disaggregated", "-c", str(self.path)]
-        return [*words, "-t", str(round(startup_timeout)), "-r", str(round(request_timeout))]
-
-
-def read_front(path: Path) -> Front:
-    """Raises UsageError for a file that cannot be read; what is wrong inside is a problem of the result."""
-    if str(path) == STDIN:
-        raise UsageError("`disaggregated` - : the front reads its file itself", "pass the path of one")
-    document = Document.parse(read_yaml_text(path, BUILD_FRONT))
-    if document.error:
-        raise UsageError(f"{path}:{document.error_line} cannot be used: {document.error}", BUILD_FRONT)
-    if not isinstance(document.value, dict):
-        raise UsageError(f"{path} is not a YAML mapping", BUILD_FRONT)
-    host, port = document.get("hostname", "localhost"), document.get("port", 8000)
-    problems: list[Problem] = []
-    if not isinstance(host, str):
-        problems.append(_front_problem(f"{path} hostname", f"hostname is {host!r}", "write a name or an address"))
-        host = "localhost"
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        problems.append(_front_problem(f"{path} port", f"port is {port!r}", "write a number from 1 to 65535"))
-        port = 8000
-    servers = {}
-    for key, role in ROLES.items():
-        found = list(_servers(path, key, role, document.get(key), problems))
-        servers[role] = found
-    everyone = [f"{host}:{port}", *(address for addresses in servers.values() for address in addresses)]
-    for address in sorted({address for address in everyone if everyone.count(address) > 1}):
-        message = f"{address} is listed twice"
-        problems.append(_front_problem(str(path), message, "every server and the front need an address of their own"))
-    return Front(path, document.text, host, port, servers, problems)
-
-
-def _servers(path: Path, key: str, role: str, entry: Any, problems: list[Problem]) -> Iterator[str]:
-    urls = entry.get("urls") if isinstance(entry, dict) else None
-    if not isinstance(urls, list) or not urls:
-        remedy = f"write {key}: {{num_instances: 1, urls: ['host:8001']}}"
-        problems.append(_front_problem(f"{path} {key}", f"no {role} server is named", remedy))
-        return
-    count = entry.get("num_instances", 1)
-    if count != len(urls):
-        message = f"num_instances is {count} and there are {len(urls)} urls"
-        problems.append(_front_problem(f"{path} {key}", message, f"write num_instances: {len(urls)}"))
-    for url in urls:
-        match = ADDRESS.fullmatch(str(url))
-        if match is None or not 0 < int(match[1] or match[2]) < 65536:
-            problems.append(_front_problem(f"{path} {key}", f"{url!r} is not host:port", "write it without http://"))
-        else:
-            yield str(url)
-
-
-def _front_problem(where: str, message: str, remedy: str) -> Problem:
-    return Problem("TS-SERVE-FRONT", "error", where, message, remedy)
-
-
-def check_servers(front: Front, names: set[str]) -> Iterator[Problem]:
-    """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
-    may call the target."""
-    import httpx
-
-    from trtspec.client.client import RequestFailed, ask_once, first_model, health
-
-    async def named(client: httpx.AsyncClient) -> str:
-        await health(client)
-        return str((await first_model(client, 2.0))["id"])
-
-    for role, addresses in front.servers.items():
-        for address in addresses:
-            try:
-                served = ask_once(f"http://{address}", named, headers={})
-            except RequestFailed as failure:
-                message = f"the {role} server {address} does not answer yet ({failure.message})"
-                remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
-                yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
-                continue
-            if served not in names:
-                message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(sorted(names))}"
-                remedy = "pass the target that the servers serve; one with `served_model_name` may keep its name"
-                yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)

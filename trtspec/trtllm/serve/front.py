@@ -1,0 +1,128 @@
+"""The front of a disaggregated deployment, `trtllm-serve disaggregated`: its file, and the servers that it names, which
+are started by themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trtspec.checkpoint.hub import load_target
+from trtspec.client.client import RequestFailed, ask_once, first_model, health
+from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.files import STDIN, YamlError, first_fault, load_text, read_yaml_text
+from trtspec.launch.options import ServeOptions
+from trtspec.launch.preflight import ServerPlan, check_port
+from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.trtllm.serve.command import ENVIRONMENT, PATTERNS, PROGRAM, engine_version
+
+# seconds that the front waits for one answer; upstream's 180 cut long thoughts off
+REQUEST_TIMEOUT = 3600.0
+BUILD_FRONT = "write it with `trtspec build-config`"
+ADDRESS = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
+
+
+def host_and_port(url: str) -> str:
+    match = ADDRESS.fullmatch(url)
+    if match is None or not 0 < int(match[1]) < 65536:
+        raise ValueError(f"{url!r} is not host:port, without http://")
+    return url
+
+
+class Servers(BaseModel):
+    num_instances: int | None = None
+    urls: Annotated[list[Annotated[str, AfterValidator(host_and_port)]], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _are_counted(self) -> Servers:
+        if self.num_instances not in (None, len(self.urls)):
+            raise ValueError(f"num_instances is {self.num_instances} and there are {len(self.urls)} urls")
+        return self
+
+
+class Front(BaseModel):
+    """What trtspec reads of the file."""
+
+    model_config = ConfigDict(strict=True)
+
+    hostname: str = "localhost"
+    port: Annotated[int, Field(gt=0, lt=65536)] = 8000
+    context_servers: Servers
+    generation_servers: Servers
+
+    @model_validator(mode="after")
+    def _have_addresses_of_their_own(self) -> Front:
+        every = [f"{self.hostname}:{self.port}", *self.context_servers.urls, *self.generation_servers.urls]
+        if twice := sorted({address for address in every if every.count(address) > 1}):
+            raise ValueError(f"{' and '.join(twice)} is listed twice")
+        return self
+
+
+def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
+    """Raises UsageError for a file that cannot be read and a target that is none, CheckFailed for what `read_front`
+    refuses."""
+    load_target(options.target)
+    path = options.disaggregated
+    assert path is not None  # it is what asks for a front
+    if str(path) == STDIN:
+        raise UsageError("`disaggregated` - : the front reads its file itself", "pass the path of one")
+    text = read_yaml_text(path, BUILD_FRONT)
+    front, names = read_front(text, path), {options.target, Path(options.target).resolve().name}
+    problems = [
+        *check_servers("context", front.context_servers.urls, names),
+        *check_servers("generation", front.generation_servers.urls, names),
+    ]
+    if launching:
+        problems += [*check_port(front.hostname, front.port), *PROGRAM.check()]
+    version = engine_version() or "" if launching else ""
+    # upstream gives the servers 180 s to start, less than a trillion parameters take to load
+    timeouts = ["-t", str(round(options.startup_timeout)), "-r", str(round(REQUEST_TIMEOUT))]
+    return ServerPlan(
+        program=PROGRAM,
+        patterns=LogPatterns.load(PATTERNS),
+        argv=["trtllm-serve", "disaggregated", "-c", str(path), *timeouts],
+        env=dict(ENVIRONMENT),
+        config=load_text(text),
+        config_text=text,
+        config_path=str(path),
+        problems=problems,
+        version=(version, "installed here" if version else "not asked"),
+        endpoint=ServerAddress(front.hostname, front.port),
+        limits=options.limits,
+    )
+
+
+def read_front(text: str, path: Path) -> Front:
+    """Raises UsageError for text that is not YAML, CheckFailed for values of which no front can be made."""
+    try:
+        return Front.model_validate(load_text(text))
+    except YamlError as error:
+        raise UsageError(f"{path}:{error.line} cannot be used: {error.message}", BUILD_FRONT) from None
+    except ValidationError as error:
+        raise CheckFailed(f"{path} {first_fault(error)}", BUILD_FRONT, "TS-SERVE-FRONT") from None
+
+
+def check_servers(role: str, addresses: list[str], names: set[str]) -> Iterator[Problem]:
+    """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
+    may call the target."""
+
+    async def named(client: httpx.AsyncClient) -> str:
+        await health(client)
+        return str((await first_model(client, 2.0))["id"])
+
+    for address in addresses:
+        try:
+            served = ask_once(f"http://{address}", named, headers={})
+        except RequestFailed as failure:
+            message = f"the {role} server {address} does not answer yet ({failure.message})"
+            remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
+            yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
+            continue
+        if served not in names:
+            message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(sorted(names))}"
+            remedy = "pass the target that the servers serve; one with `served_model_name` may keep its name"
+            yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)
