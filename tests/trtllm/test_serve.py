@@ -242,13 +242,11 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
     ("text", "says"),
     [
         (CONTEXT, "generation_servers: Field required"),
-        ("context_servers: {urls: []}\n" + GENERATION, "context_servers.urls: List should have at least 1 item"),
         ("context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION, "is 2 and there are 1 urls"),
         ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
         ("context_servers: {urls: ['a:70000']}\n" + GENERATION, "'a:70000' is not host:port"),
         (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
         ("port: high\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
-        ("port: true\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
         ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname: Input should be a valid string"),
         ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
     ],
@@ -258,8 +256,7 @@ def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
 
     with pytest.raises(CheckFailed) as refused:
         read_front(text, Path("front.yml"))
-    error = refused.value
-    assert says in error.message and error.code == "TS-SERVE-FRONT" and error.remedy
+    assert says in refused.value.message and refused.value.code == "TS-SERVE-FRONT" and refused.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.rules.model import CAPTURE
 from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
@@ -247,7 +246,6 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
 
 FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 BLOCK = "kv_cache_config.tokens_per_block"
-SPELLING = "the one spelling of Eagle3 that every version takes"
 WIDE = 8  # ranks
 
 
@@ -261,17 +259,15 @@ class EngineSetting:
 
 
 def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[EngineSetting]:
-    """In the order in which they are written: speculation, then the rows of settings.yaml that hold."""
-    found = _speculation(intent, schema, target, head) if head is not None and intent.head else []
-    known, computed = _facts(intent, schema, target)
+    """The rows of settings.yaml that hold, in the order in which they are written."""
+    known, computed = _facts(intent, schema, target, head)
+    found: dict[str, EngineSetting] = {}
     for row in _rows():
         wanted = {name: value if isinstance(value, list) else [value] for name, value in row["when"].items()}
-        if all(known[name] in values for name, values in wanted.items()):
+        if row["path"] not in found and all(known[name] in values for name, values in wanted.items()):
             value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
-            reason = row["reason"].replace("{block}", str(computed["block"]))
-            if row["path"] not in {item.path for item in found}:
-                found.append(EngineSetting(row["path"], value, reason))
-    return found
+            found[row["path"]] = EngineSetting(row["path"], value, row["reason"].format(**computed))
+    return list(found.values())
 
 
 @functools.cache
@@ -279,17 +275,22 @@ def _rows() -> list[dict[str, Any]]:
     return read_beside("settings.yaml")
 
 
-def _facts(intent: Intent, schema: Schema, target: ModelSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def _facts(
+    intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the rows of settings.yaml ask, and the values that they name with $."""
     own = [item.value for item in map(_asked_setting, intent.settings) if item.path == BLOCK]
     asked = [value for value in own if isinstance(value, int)]
     block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
-    buffer = -(-intent.seq_len // block) * block
+    buffer, default = -(-intent.seq_len // block) * block, target.default_aux_layers
+    layers = (head.aux_layers if head is not None else None) or default
     known = {
         "role": intent.role or "whole",
         "goal": intent.goal,
         "attention_dp": intent.attention_dp,
         "head": intent.head is not None,
+        "other_layers": intent.head is not None and sorted(layers) != sorted(default),
+        "greedy": any(one.sampling_key in schema.fields for one in schema.possibilities),
         "wide": intent.tp_size > WIDE,
         "trays": intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes,
         "fp4": target.quant.format.is_fp4,
@@ -298,28 +299,10 @@ def _facts(intent: Intent, schema: Schema, target: ModelSpec) -> tuple[dict[str,
         "rounded": buffer > intent.seq_len,
         "long": intent.seq_len > intent.tokens,
     }
-    backend = schema.behaviour("kv_transfer_default")["backend"]
-    fraction = ATTENTION_DP_KV_FRACTION
-    return known, {"batch": intent.batch, "block": block, "buffer": buffer, "transfer_backend": backend,
-                   "attention_dp_fraction": fraction}  # fmt: skip
-
-
-def _speculation(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec) -> list[EngineSetting]:
-    found = [
-        EngineSetting(f"{SPEC}.decoding_type", eagle3().spellings[0], SPELLING),
-        EngineSetting(f"{SPEC}.max_draft_len", intent.draft_len, "tokens drafted per step"),
-        EngineSetting(
-            f"{SPEC}.speculative_model_dir",
-            engine_name(intent.head or ""),
-            "the head; this spelling parses in every version",
-        ),
-    ]
-    default = target.default_aux_layers
-    if head.aux_layers and sorted(head.aux_layers) != sorted(default):
-        reason = f"the head was trained on these; the engine would take {', '.join(map(str, default))}"
-        found.append(EngineSetting(CAPTURE, list(head.aux_layers), reason))
-    key = next((one.sampling_key for one in schema.possibilities if one.sampling_key in schema.fields), None)
-    if key is not None:
-        reason = "else temperature is ignored; no effect on releases that fixed it"
-        found.append(EngineSetting(key, True, reason))
-    return found
+    computed = {
+        "batch": intent.batch, "block": block, "buffer": buffer, "attention_dp_fraction": ATTENTION_DP_KV_FRACTION,
+        "transfer_backend": schema.behaviour("kv_transfer_default")["backend"], "spelling": eagle3().spellings[0],
+        "draft_len": intent.draft_len, "head": engine_name(intent.head or ""), "layers": list(layers),
+        "default_layers": ", ".join(map(str, default)),
+    }  # fmt: skip
+    return known, computed

@@ -12,6 +12,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -142,20 +143,15 @@ def _is_engine_file(text: str) -> bool:
 
 
 def _release(text: str) -> str | None:
-    """The engine's release by the tag of the one image in a text; None where it names none, or several."""
+    """The engine's release by the tag of the one image in a text; None where it names none, several, latest, a digest,
+    or a release of long ago."""
     tags = {(match["name"], match["tag"]) for match in IMAGE.finditer(text)}
     if len(tags) != 1:
         return None
     (name, tag), *_ = tags
-    return _known(dynamo_releases().get(tag, "") if "runtime" in name else tag)
-
-
-def _known(tag: str) -> str | None:
-    """A tag as a release; None for latest, a digest, or a release of long ago."""
-    try:
-        return str(parse_version(tag))
-    except UsageError:
-        return None
+    with suppress(UsageError):
+        return str(parse_version(dynamo_releases().get(tag, "") if "runtime" in name else tag))
+    return None
 
 
 def _script(text: str) -> list[Carried]:

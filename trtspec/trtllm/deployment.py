@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from packaging.version import Version
-
 from trtspec.checkpoint.hub import HUB_ID, findable, load_head, load_target, similar_ids
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
@@ -282,17 +280,6 @@ class Finding:
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
     return releases()["dynamo"]["releases"]
-
-
-def dynamo_release(version: str) -> str | None:
-    """The release of Dynamo that carries exactly this engine; None where none is known to."""
-    return next((name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)), None)
-
-
-def driver_for(version: Version) -> tuple[int, str]:
-    """The oldest major driver version for a release, and why."""
-    entry = next(e for e in reversed(releases()["drivers"]) if version >= Version(e["from"]))
-    return entry["driver"], entry["source"]
 
 
 def family(target: ModelSpec) -> str:

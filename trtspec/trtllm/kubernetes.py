@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import yaml
+from packaging.version import Version
 
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
-from trtspec.trtllm.deployment import dynamo_release, dynamo_releases
+from trtspec.trtllm.deployment import dynamo_releases
 from trtspec.trtllm.intent import Intent, Role
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
@@ -143,7 +144,7 @@ SPLIT = "# The prefill and the decode server carry the same head and hand caches
 
 def _release(version: str) -> str:
     """The tag of the image that carries the engine."""
-    found = dynamo_release(version)
+    found = next((name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)), None)
     if found is None:
         carried = ", ".join(f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items())
         remedy = f"use `trtllm_version` with one of {carried}, or name an image of your own with `image`"

@@ -60,7 +60,10 @@ def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[
     engine makes of them, and say nothing about a key whose value it refuses."""
     one = replace(deployment, schema=schema)
     seen = as_the_engine_sees_it(document, schema)
-    found = [*_version(one), *check_keys(document, schema)]
+    found = [*check_keys(document, schema)]
+    if schema.version > newest_known():
+        message = f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest_known()}"
+        found.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in found if finding.code in REFUSED_VALUE}
     judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, one))
     found += [finding for finding in judged if refused.isdisjoint(finding.keys)]
@@ -178,13 +181,6 @@ def _current(finding: Finding, schema: Schema) -> Finding:
     if isinstance(fix, partial) and "path" in fix.keywords:
         fix = partial(fix.func, **{**fix.keywords, "path": schema.current(fix.keywords["path"])})
     return replace(finding, key=schema.current(finding.key), fix=fix)
-
-
-def _version(deployment: Deployment) -> Iterator[Finding]:
-    newest = newest_known()
-    if deployment.schema.version > newest:
-        message = f"TensorRT-LLM {deployment.version} is newer than the newest version known here, {newest}"
-        yield Finding("TS-LINT-VERSION-NEWER", "warning", "", message, "judged as the newest known line")
 
 
 def fix(

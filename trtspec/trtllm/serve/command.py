@@ -18,11 +18,11 @@ from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec, gpu_spec
-from trtspec.trtllm.deployment import Deployment, driver_for, installed_version, parse_passed
+from trtspec.trtllm.deployment import Deployment, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.rules.model import right_parser
-from trtspec.trtllm.schema import Schema, schema_for
+from trtspec.trtllm.schema import Schema, releases, schema_for
 
 CONFIG_NAME = "extra-llm-api-config.yml"
 
@@ -174,7 +174,8 @@ def check_hardware(
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     """A warning only: NVIDIA's images bring libraries that run on some older drivers of data-centre GPUs."""
-    needed, source = driver_for(version)
+    oldest = next(entry for entry in reversed(releases()["drivers"]) if version >= Version(entry["from"]))
+    needed, source = oldest["driver"], oldest["source"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
         message = f"driver {driver} is older than {needed}, which TensorRT-LLM {version} is built for ({source})"

@@ -78,7 +78,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         schema, target.spec, intent.target, head.spec if head else None, intent.head or "", schema.set_by(passed),
         options=passed, gpu=gpus[0].capability if launching and gpus else named, environ=os.environ, here=True,
     )  # fmt: skip
-    world = _ranks(deployment, file)
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    world = math.prod(deployment.size(file, key, 1) for key in parallel)
     nodes = options.nodes or intent.nodes
     cluster = Cluster(options.launcher, nodes, options.gpus_per_node or -(-world // nodes), _launcher_args(options))
 
@@ -179,20 +180,16 @@ def _intent(
     return intent.fitted(target.spec.max_position_embeddings)
 
 
-def _given_sizes(options: ServeOptions) -> dict[str, int]:
-    """Sizes among the options, by YAML path."""
-    sizes = {
+def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> list[str]:
+    """Raises UsageError for an option after `--` that this command has itself."""
+    schema = schema_for(intent.version)
+    given = {
         "tensor_parallel_size": options.tp_size,
         "max_batch_size": options.max_batch_size,
         "max_num_tokens": options.max_num_tokens,
         "max_seq_len": options.max_seq_len,
     }
-    return {key: value for key, value in sizes.items() if value is not None}
-
-
-def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> list[str]:
-    """Raises UsageError for an option after `--` that this command has itself."""
-    schema, sizes = schema_for(intent.version), _given_sizes(options)
+    sizes = {key: value for key, value in given.items() if value is not None}
     for name in parse_passed(schema, options.passed)[0]:
         if own := OWN_OPTIONS.get(name):
             raise UsageError(f"--{name} is not used after --: {own} decides it", f"pass {own} before --")
@@ -204,9 +201,3 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
     return build_command(
         intent, target.spec, file, file.name, host=options.host, port=options.port, sizes=sizes, passed=passed
     )
-
-
-def _ranks(deployment: Deployment, document: Document) -> int:
-    """Number of ranks: the product of the parallel sizes."""
-    keys = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    return math.prod(deployment.size(document, key, 1) for key in keys)
