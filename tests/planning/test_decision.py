@@ -100,8 +100,7 @@ def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], 
 def test_a_head_of_another_target_is_never_recommended() -> None:
     options = parse(PlanOptions, [NVFP4, "--head", HEAD, "--acceptance", "2.62@3"], "plan")
     head = replace(load_head(HEAD).spec, target_hidden_size=4096)
-    setting = choose_layout(options).setting
-    decision = decide([Layout(4)], replace(setting, head=head))
+    decision = decide([Layout(4)], replace(choose_layout(options).setting, head=head))
     assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
     _, lines = tables_and_lines(decision)
     assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
