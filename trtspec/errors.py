@@ -17,8 +17,6 @@ from trtspec.data_files import documented
 
 Severity = Literal["error", "warning", "info"]
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
-
-
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 typed: dict[str, str] = {}  # field of the running command's options -> its flag; empty where no command runs
 
