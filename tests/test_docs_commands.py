@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import typing
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -24,7 +23,7 @@ import yaml
 
 from tests.command_line import Done, trtspec
 from tools.pages import PAGES, ROOT, Command, commands
-from trtspec.records import parse
+from trtspec.records import parse, record_of
 
 # of a user's own machine: an endpoint, files or hours that a test does not have. Their options are parsed.
 PARSED = {"bench", "check", "watch", "synthesize", "calibrate", "train", "quantize", "convert", "demo", "doctor",
@@ -46,9 +45,7 @@ def not_printed(command: Command, done: Done, same: Callable[[str], str] = str.r
 def options_exist(command: Command) -> str:
     words = [word for word in command.words if word not in ("|", "&&")]
     name = words[1].replace("-", "_")
-    module = import_module(f"trtspec.cli.{name}")
-    (record,) = [hint for key, hint in typing.get_type_hints(getattr(module, name)).items() if key != "return"]
-    parse(record, words[2:], words[1])
+    parse(record_of(getattr(import_module(f"trtspec.cli.{name}"), name)), words[2:], words[1])
     return "options parsed"
 
 

@@ -21,30 +21,12 @@ from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_c
 VOCAB = 512
 RESERVED = 256
 SPECIALS = {
-    0: "[BOS]",
-    1: "[EOS]",
-    2: "<|im_end|>",
-    3: "<|im_user|>",
-    4: "<|im_assistant|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "[EOT]",
-    10: "<|im_system|>",
-    11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>",
-    13: "<|tool_call_begin|>",
-    14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>",
-    17: "<|im_middle|>",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
-    22: "<think>",
-    23: "</think>",
-    254: "[UNK]",
-    255: "[PAD]",
-}
+    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
+    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
+    21: "<|media_pad|>", 22: "<think>", 23: "</think>", 254: "[UNK]", 255: "[PAD]",
+}  # fmt: skip
 VISIBLE = (11, 12, 13, 14, 15, 22, 23)  # tool calls and think tags, which a server must see in the text
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
@@ -225,26 +207,12 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
         raise ValueError("the tiny tokenizer has the 256 bytes as its base vocabulary")
     lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(base)]
     (directory / "tiktoken.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    added = {
-        str(base + offset): {
-            "content": SPECIALS.get(offset, f"<|reserved_token_{base + offset}|>"),
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": offset not in VISIBLE,
-        }
-        for offset in range(RESERVED)
-    }
-    config = {
-        "added_tokens_decoder": added,
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "model_max_length": 2048,
-        "tokenizer_class": "TikTokenTokenizer",
-    }
+    plain, added = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False), {}
+    for offset in range(RESERVED):
+        name = SPECIALS.get(offset, f"<|reserved_token_{base + offset}|>")
+        added[str(base + offset)] = plain | {"content": name, "special": offset not in VISIBLE}
+    config = {"added_tokens_decoder": added, "model_max_length": 2048, "tokenizer_class": "TikTokenTokenizer"}
+    config |= {f"{name}_token": f"[{name.upper()}]" for name in ("bos", "eos", "pad", "unk")}
     write_json(directory / "tokenizer_config.json", config)
     shutil.copy(FILES / "chat_template.jinja", directory)
     return directory

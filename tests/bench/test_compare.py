@@ -54,11 +54,8 @@ def test_all_is_compared_once_where_there_are_no_categories() -> None:
 
 def test_totals_are_judged_from_four_earlier_runs_on() -> None:
     several = [totals(run) for run in runs(6, fall=0.2)]
-    one, gate, four = (
-        compare(several[0], several[1:2]),
-        compare(several[0], several[1:2], 0.05),
-        compare(several[0], several[1:]),
-    )
+    one, four = (compare(several[0], earlier) for earlier in (several[1:2], several[1:]))
+    gate = compare(several[0], several[1:2], 0.05)
     assert codes(one) == [("TS-BENCH-NOT-COMPARED", "warning")] and codes(gate) == [("TS-BENCH-NOT-COMPARED", "error")]
     assert one.figures[0].verdict == "not judged" and one.figures[0].ratio < 1
     assert four.figures[0].paired_by == "run" and codes(four)[0] == ("TS-BENCH-REGRESSION", "error")

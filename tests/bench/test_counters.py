@@ -124,6 +124,19 @@ def bench(url: str, raw: RunJournal | None = None, **changes: Any) -> Awaitable[
     return measured()
 
 
+def stopped_and_resumed(path: Path, **changes: Any) -> Callable[[str], Awaitable[BenchResults]]:
+    """A run of which four answers are left, and the rest of it."""
+
+    async def both(url: str) -> BenchResults:
+        with RunJournal(path, {}) as raw:
+            await bench(url, raw, **changes)
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+        with RunJournal(path, {}) as raw:
+            return await bench(url, raw, **changes)
+
+    return both
+
+
 def codes(results: BenchResults) -> set[str]:
     return {problem.code for problem in results.problems} - {"TS-BENCH-FEW-STEPS"}
 
@@ -171,16 +184,7 @@ def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
 def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path) -> None:
     """Their counters were never read to the end; the answers are kept and the others counted."""
     server, path = CountingServer(), tmp_path / "answers.jsonl"
-
-    async def stopped_and_resumed(url: str) -> BenchResults:
-        with RunJournal(path, {}) as raw:
-            await bench(url, raw)
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(lines[:5]))
-        with RunJournal(path, {}) as raw:
-            return await bench(url, raw)
-
-    results = server.run(stopped_and_resumed)
+    results = server.run(stopped_and_resumed(path))
     kept = [json.loads(line)["answer"]["question"] for line in path.read_text().splitlines()[:5] if "answer" in line]
     rest = [question.turns[0] for question in QUESTIONS if question.id not in kept]
     assert 0 < len(kept) < 8 and results.acceptance_length == server.truth(rest)
@@ -189,14 +193,5 @@ def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path)
 
 
 def test_a_resumed_rate_reports_how_many_were_in_flight(tmp_path: Path) -> None:
-    server, path = CountingServer(), tmp_path / "answers.jsonl"
-
-    async def stopped_and_resumed(url: str) -> BenchResults:
-        with RunJournal(path, {}) as raw:
-            await bench(url, raw, rates=(200.0,))
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
-        with RunJournal(path, {}) as raw:
-            return await bench(url, raw, rates=(200.0,))
-
-    (level,) = server.run(stopped_and_resumed).concurrency
+    (level,) = CountingServer().run(stopped_and_resumed(tmp_path / "answers.jsonl", rates=(200.0,))).concurrency
     assert 1 <= level.concurrency <= 8 and level.throughput.requests == 8

@@ -83,17 +83,11 @@ def test_too_few_steps_are_said_with_how_many_would_do() -> None:
 
 def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
     def run(growth: float) -> Round:
-        answers = [
-            Answer(
-                str(i),
-                "c",
-                0,
-                started=0.1 * i,
-                finished=0.1 * i + 1 + growth * i,
-                chunks=[(0.1 * i + 0.2 + growth * i, 5)],
-            )
-            for i in range(40)
-        ]
+        answers = []
+        for i in range(40):
+            start, late = 0.1 * i, growth * i
+            chunks = [(start + 0.2 + late, 5)]
+            answers.append(Answer(str(i), "c", 0, started=start, finished=start + 1 + late, chunks=chunks))
         return Round(level=LoadLevel(0, 10.0), number=0, answers=answers, seconds=9.0, most=10)
 
     assert codes(assemble.overloaded([run(0.1)])) == ["TS-BENCH-OVERLOAD"]

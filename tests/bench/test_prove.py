@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -36,7 +35,7 @@ from trtspec.bench.prove import (
 from trtspec.bench.results import SpeedUp
 from trtspec.bench.statistics import Ratio
 from trtspec.cli.prove import OWN_OPTIONS
-from trtspec.records import parse
+from trtspec.records import parse, record_of
 
 ROOT = Path(__file__).parents[2]
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
@@ -50,10 +49,8 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
     steps = script(SETUP, tmp_path, 16)
     assert [step.name for step in steps] == ["plan", "bench-spec", "record", "bench-plain", "score"]
     for words in (*(step.words for step in steps), *(serve_words(SETUP, launch) for launch in (SPECULATING, PLAIN))):
-        command = import_module(f"trtspec.cli.{words[0]}")
-        hints = typing.get_type_hints(getattr(command, words[0]))
-        (record,) = [hint for name, hint in hints.items() if name != "return"]
-        parse(record, list(words[1:]), words[0])
+        command = getattr(import_module(f"trtspec.cli.{words[0]}"), words[0])
+        parse(record_of(command), list(words[1:]), words[0])
     speculating, plain = (set(serve_words(SETUP, launch)) for launch in (SPECULATING, PLAIN))
     assert speculating - plain == {"--head", PAIR[1], "--draft-len", "2"} and not plain - speculating
     subprocess.run(["bash", "-n", "-c", shell_text(SETUP, tmp_path, steps)], check=True)
@@ -125,14 +122,8 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     page = proof_html(evidence, *results.values())
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
     assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(asdict(evidence))
-    for words in (
-        "70.70",
-        "72.70",
-        "tokens per verification step",
-        "largest difference 0.01 nats",
-        'class="sentence pass"',
-    ):
-        assert words in page, words
+    shown = ("70.70", "72.70", "tokens per verification step", "largest difference 0.01 nats", 'class="sentence pass"')
+    assert all(words in page for words in shown), page
     slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups]
     assert evidence.proved and not replace(evidence, speedups=slow).proved
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.command_line import trtspec
 from tests.tiny import make_target
 from trtspec import errors
 from trtspec.cli import app as application
@@ -21,17 +22,9 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def trtspec(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One run in a process of its own, with a wide terminal so that tables do not wrap."""
-    variables = {**os.environ, "COLUMNS": "200", **environment}
-    start = "import sys; sys.argv[0] = 'trtspec'; from trtspec.cli.app import main; main()"
-    command = [sys.executable, "-c", start, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
-
-
 def test_help_lists_every_command() -> None:
     done = trtspec("--help")
-    assert done.returncode == 0
+    assert done.status == 0
     for command in COMMANDS:
         assert f" {command} " in done.stdout, command
     listed = [name for names in application.COMMANDS.values() for name in names]
@@ -68,12 +61,6 @@ def test_every_command_is_in_the_readme() -> None:
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
     for command in COMMANDS:
         assert f"trtspec {command}" in readme, f"trtspec {command} is not in the README"
-
-
-def test_version() -> None:
-    done = trtspec("--version")
-    assert done.returncode == 0
-    assert done.stdout.startswith("trtspec ")
 
 
 def status(*arguments: str, **environment: str) -> int:
