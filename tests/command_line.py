@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from unittest import mock
 
+import psutil
+
 from trtspec.cli.app import main
 from trtspec.cli.inspect import InspectOptions, inspect
 from trtspec.report import Result
@@ -48,3 +50,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs; a zombie only waits for its parent."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

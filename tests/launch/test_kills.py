@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_line import free_port
+from tests.command_line import alive, free_port
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run
@@ -93,13 +93,6 @@ def kill_one(number: int, log: Path) -> str | None:
         os.kill(pid, signal.SIGKILL)
     told = f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n{text[-600:]}"
     return f"{fault}: {told}" if fault else None
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.timeout(7200)

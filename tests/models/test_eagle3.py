@@ -183,23 +183,10 @@ def test_latent_attention_equals_transformers(tmp_path, target_dir, target):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
     head, tensors, config = load(tmp_path, target_dir, target, "mla", "3")
-    keys = ("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
-    keys += ("qk_rope_head_dim", "v_head_dim", "rms_norm_eps")
+    keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     rope = config["rope_scaling"] | {"rope_theta": config["rope_theta"], "rope_type": "yarn"}
-    settings = DeepseekV3Config(
-        hidden_size=2 * config["hidden_size"],
-        rope_parameters=rope,
-        max_position_embeddings=2048,
-        **{key: config[key] for key in keys},
-    )
-    settings._attn_implementation = "eager"
-    oracle = DeepseekV3Attention(settings, 0).double()
-    oracle.o_proj = torch.nn.Linear(*reversed(tensors["layers.0.self_attn.o_proj.weight"].shape), bias=False).double()
-    names = [name for name in tensors if name.startswith("layers.0.self_attn.")]
-    oracle.load_state_dict({name.removeprefix("layers.0.self_attn."): tensors[name] for name in names})
-    for layernorm in (oracle.q_a_layernorm, oracle.kv_a_layernorm):
-        layernorm.variance_epsilon = config["rms_norm_eps"]
-    _compare_attention(head, oracle, DeepseekV3RotaryEmbedding(settings))
+    more = {key: config[key] for key in keys} | {"rope_parameters": rope, "max_position_embeddings": 2048}
+    _compare_attention(head, tensors, config, DeepseekV3Config, more, DeepseekV3Attention, DeepseekV3RotaryEmbedding)
 
 
 def test_llama_attention_equals_transformers(tmp_path, target_dir, target):
@@ -208,23 +195,24 @@ def test_llama_attention_equals_transformers(tmp_path, target_dir, target):
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
     head, tensors, config = load(tmp_path, target_dir, target, "mha", "3")
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    settings = LlamaConfig(
-        hidden_size=2 * config["hidden_size"],
-        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
-        **{key: config[key] for key in keys},
-    )
-    settings._attn_implementation = "eager"
-    oracle = LlamaAttention(settings, 0).double()
-    oracle.o_proj = torch.nn.Linear(*reversed(tensors["layers.0.self_attn.o_proj.weight"].shape), bias=False).double()
-    names = [name for name in tensors if name.startswith("layers.0.self_attn.")]
-    oracle.load_state_dict({name.removeprefix("layers.0.self_attn."): tensors[name] for name in names})
-    _compare_attention(head, oracle, LlamaRotaryEmbedding(settings))
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    more = {"head_dim": config["head_dim"], "rope_parameters": rope}
+    _compare_attention(head, tensors, config, LlamaConfig, more, LlamaAttention, LlamaRotaryEmbedding)
 
 
-def _compare_attention(head: Eagle3Head, oracle: torch.nn.Module, rope: torch.nn.Module) -> None:
+def _compare_attention(head: Eagle3Head, tensors: dict, config: dict, settings_class, more, attention, rotary) -> None:
+    """With transformers' class `attention` of these settings and the same tensors."""
     from trtspec.models.layers import AttentionStep
 
+    keys = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    settings = settings_class(hidden_size=2 * config["hidden_size"], **{key: config[key] for key in keys}, **more)
+    settings._attn_implementation = "eager"
+    oracle, rope, prefix = attention(settings, 0).double(), rotary(settings), "layers.0.self_attn."
+    oracle.o_proj = torch.nn.Linear(*reversed(tensors[f"{prefix}o_proj.weight"].shape), bias=False).double()
+    oracle.load_state_dict({name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)})
+    for module in oracle.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = config["rms_norm_eps"]
     torch.manual_seed(3)
     u = torch.randn(2, LENGTH, 2 * head.spec.hidden_size, dtype=torch.float64)
     mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)[None, None]

@@ -29,7 +29,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.command_line import free_port
+from tests.command_line import alive, free_port
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.questions.datasets import load_dataset, spread
@@ -88,16 +88,9 @@ class Launched:
     def nothing_left(self) -> None:
         """Waits until no process that was below this one is there; a zombie waits for its parent alone."""
         ends = time.monotonic() + GONE
-        while left := [pid for pid in self.below if _alive(pid)]:
+        while left := [pid for pid in self.below if alive(pid)]:
             assert time.monotonic() < ends, f"processes {left} are still there"
             time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -67,16 +67,10 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 
 
 def nothing_left(tmp_path: Path, port: int) -> None:
-    for pid in recorded(tmp_path)["pids"]:
-        for _ in range(50):
-            try:
-                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                    break
-            except psutil.NoSuchProcess:
-                break
-            time.sleep(0.1)
-        else:
-            raise AssertionError(f"process {pid} is still there")
+    ends = time.monotonic() + 10
+    while left := [pid for pid in recorded(tmp_path)["pids"] if command_line.alive(pid)]:
+        assert time.monotonic() < ends, f"processes {left} are still there"
+        time.sleep(0.1)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
