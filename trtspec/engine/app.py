@@ -29,7 +29,6 @@ from trtspec.engine.grammars import Grammar, Grammars, GrammarsBusy
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.request import PromptTooLong, RequestRefused
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
-from trtspec.errors import MissingDependency
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
@@ -134,9 +133,6 @@ async def _compiled(form: Form, grammars: Grammars) -> Grammar:
     except GrammarsBusy:
         message = "too many forms of answers wait to be compiled"
         raise ApiError(message, status=503, param=form.param, retry_after=RETRY_SECONDS) from None
-    except MissingDependency as error:
-        message = f"{error.message}, which this server does not have"
-        raise ApiError(message, param=form.param, status=501) from None
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:

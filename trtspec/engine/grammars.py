@@ -26,9 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import llguidance.tiktoken
+from llguidance import LLMatcher, LLParserLimits
+
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.request import RequestRefused
-from trtspec.errors import MissingDependency
 
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
@@ -106,8 +108,8 @@ class Grammars:
     async def compiled(self, kind: str, text: str) -> Grammar:
         """A grammar: a JSON schema (`kind` "json"), a regular expression ("regex") or Lark ("lark").
 
-        Raises ValueError with the reason for a grammar that cannot be or takes too much, GrammarsBusy, and
-        MissingDependency without llguidance. Cancelled, it ends what it began.
+        Raises ValueError with the reason for a grammar that cannot be or takes too much, and GrammarsBusy. Cancelled,
+        it ends what it began.
         """
         matcher, _ = self._kept.pop((kind, text), (None, 0.0))
         new = matcher is None
@@ -122,7 +124,6 @@ class Grammars:
 
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
-        _library()
         if self._waiting > MOST_WAITING:
             raise GrammarsBusy
         self._waiting += 1
@@ -172,17 +173,16 @@ class Grammars:
 
     def compile(self, kind: str, text: str) -> Any:
         """A matcher, here and now. Raises ValueError."""
-        library = _library()
         if self._vocabulary is None:
-            self._vocabulary = library.tiktoken.lltokenizer_from_encoding(
+            self._vocabulary = llguidance.tiktoken.lltokenizer_from_encoding(
                 self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
             )
         from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
-        made = getattr(library.LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
-        limits = library.LLParserLimits(  # a state of the lexer takes about 2 KB
+        made = getattr(LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
+        limits = LLParserLimits(  # a state of the lexer takes about 2 KB
             step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=5_000, verbose_errors=False
         )
-        matcher = library.LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
+        matcher = LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
@@ -194,15 +194,6 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._forking is not None:
             self._forking.kill()
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-        import llguidance.tiktoken
-    except ModuleNotFoundError:
-        raise MissingDependency("structured output needs llguidance", "pip install llguidance") from None
-    return llguidance
 
 
 def main() -> None:

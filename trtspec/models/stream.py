@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,9 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import DecoderLayer, KimiModel
 from trtspec.models.layers import AttentionStep, RopeTables
-from trtspec.models.weights import install, layer_layout, layout
+from trtspec.models.weights import Activation, install, layer_layout, layout
 from trtspec.report import file_sha256, fsync_directory
 
-Activation = Literal["w4a4", "weight-only", "decoded"]
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
 ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
 FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications

@@ -26,7 +26,7 @@ from trtspec.models.precision import pack
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
-Activation = Literal["w4a4", "weight-only"]
+Activation = Literal["w4a4", "weight-only", "decoded"]  # how NVFP4 weights are computed; decoded: as plain ones
 
 
 def load_target(
@@ -68,7 +68,7 @@ def install(
     *,
     dtype: torch.dtype,
     device: str = "cpu",
-    activation: Activation | Literal["decoded"] = "w4a4",
+    activation: Activation = "w4a4",
     pool: Executor | None = None,
 ) -> None:
     """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
