@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Workshop:
         on_step: Callable[[CurvePoint], None] = lambda _: None,
     ) -> Result:  # fmt: skip
         """Trains in place on the shared states; resumes a killed run in `work`, refuses other options."""
-        fingerprint = {"options": options.to_dict(), "samples": len(self.features.samples)}
+        fingerprint = {"options": asdict(options), "samples": len(self.features.samples)}
         run = TrainingRun(Path(), "data", work, save_every=50)
         return train_head(module, self.features, options, run, fingerprint, on_step=on_step)
 

@@ -4,12 +4,11 @@ text is data/head_card.md."""
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from typing import Any
 
 import jinja2
 
-from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.data_files import DATA
 from trtspec.specs import HeadSpec
 
@@ -22,7 +21,7 @@ def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
         provenance,
         target=target,
         parameters=f"{provenance['parameters']:,}",
-        serve=_serving(spec, target),
+        serve=serving_commands(spec, "HEAD", target, list(spec.aux_layers or ())),
         measured=provenance.get("acceptance"),
     )
 
@@ -52,33 +51,24 @@ def _rendered(spec: HeadSpec, record: dict[str, Any], *, converted: bool = False
     )  # fmt: skip
 
 
-def _serving(spec: HeadSpec, target: str) -> dict[str, str]:
-    """For each engine the command that serves this head, after the conversion where the engine misreads this layout."""
-    found, layers = {}, list(spec.aux_layers or ())
-    for name, engine in ENGINES.items():
-        found[name] = serving_commands(spec, "HEAD", target, layers)[name]
-        if not DIALECTS[spec.dialect].served_by(engine, spec) and not engine.cannot_load(spec):
-            converted = replace(spec, dialect=OPTIONS[name].name)
-            found[name] += "\n" + serving_commands(converted, f"HEAD-{name}", target, layers)[name]
-    return found
-
-
 def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: list[int] | None) -> dict[str, str]:
-    """A shell command (and YAML) for each engine; for a layout that an engine misreads, the conversion that it needs;
-    for a head that it cannot load, a comment with the reason.
+    """Shell commands (and YAML) for each engine: what serves the head, behind a conversion if the engine misreads its
+    layout; for a head that it cannot load, a comment with the reason.
 
     `capture` holds the layer outputs that TensorRT-LLM needs in its configuration; None if its default is right
     or unknown.
     """
-    dialect, commands = DIALECTS[spec.dialect], {}
+    commands = {}
     for name, engine in ENGINES.items():
         if reason := engine.cannot_load(spec):
             commands[name] = f"# {reason}"
-        elif dialect.served_by(engine, spec):
-            commands[name] = engine.start(head, target or "<target>", capture)
-        else:
-            convert = shlex.join(["trtspec", "convert", head, "-o", f"{head}-{name}", "--to", name])
-            commands[name] = f"{convert}    # {engine.title} misreads this layout"
+            continue
+        served, convert = head, ""
+        if not DIALECTS[spec.dialect].served_by(engine, spec):
+            served = f"{head}-{name}"
+            words = shlex.join(["trtspec", "convert", head, "-o", served, "--to", name])
+            convert = f"{words}    # {engine.title} misreads this layout\n"
+        commands[name] = convert + engine.start(served, target or "<target>", capture)
     return commands
 
 

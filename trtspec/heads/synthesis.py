@@ -27,7 +27,7 @@ from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
 from trtspec.client.client import CHAT, OWNED, RAW, RequestFailed, complete, first_model, new_client, refuse_owned
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import OutputOptions, write_atomic
+from trtspec.report import Bar, OutputOptions, write_atomic
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -180,18 +180,14 @@ def synthesize(
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
     again: OutputOptions = OutputOptions(),
-    *,
-    on_answer: Callable[[int], None] = lambda _: None,
-    on_resumed: Callable[[int], None] = lambda _: None,
+    bar: Bar | None = None,
 ) -> Outcome:
     """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
 
-    `on_resumed` gets the number of prompts that the journal has, `on_answer` the tokens of each further one. Raises
-    TrtspecError when the server is gone or refuses, UsageError when the journal belongs to another sampling.
+    Raises TrtspecError when the server is gone or refuses, UsageError when the journal belongs to another sampling.
     """
     with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
-        on_resumed(sum(prompt.id in journal.done for prompt in prompts))
-        outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, on_answer))
+        outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar or Bar()))
         outcome.rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
         write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows))
     return outcome
@@ -203,14 +199,11 @@ def work_directory(output: Path) -> OutputDirectory:
 
 
 async def _answer_all(
-    prompts: list[Prompt],
-    endpoint: TargetEndpoint,
-    sampling: AnswerSampling,
-    journal: Journal,
-    on_answer: Callable[[int], None],
+    prompts: list[Prompt], endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Journal, bar: Bar
 ) -> Outcome:
     todo = [prompt for prompt in prompts if prompt.id not in journal.done]
     outcome = Outcome(resumed=len(prompts) - len(todo))
+    bar.advance(outcome.resumed, f"{outcome.resumed} were answered before" if outcome.resumed else "")
     began = time.monotonic()
     queue = iter(todo)
     in_a_row = 0
@@ -237,21 +230,16 @@ async def _answer_all(
                 journal.record(prompt.id, row=row)
                 outcome.answered += 1
                 outcome.tokens += tokens
-                on_answer(tokens)
+                bar.advance(1, f"{outcome.tokens:,} tokens")
 
-        await _all_or_first_error([work() for _ in range(min(endpoint.concurrency, max(1, len(todo))))])
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(endpoint.concurrency, len(todo))):
+                    group.create_task(work())
+        except ExceptionGroup as failed:  # the first error ended all tasks
+            raise failed.exceptions[0] from None
     outcome.seconds = time.monotonic() - began
     return outcome
-
-
-async def _all_or_first_error(workers: list[Any]) -> None:
-    tasks = [asyncio.create_task(worker) for worker in workers]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def converse(

@@ -23,11 +23,12 @@ from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.convert.conversion import CURED, DEPENDS, Options, convert_head
-from trtspec.heads.training.run import initial_tensors
+from trtspec.heads.training.plan import check_initial
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
@@ -104,7 +105,7 @@ class Judge:
             "convert": lambda: convert_head(
                 resolve(str(path)), path.parent / "out", Options("vllm", dry_run=True), target
             ),
-            "train --init": lambda: initial_tensors(path),
+            "train --init": lambda: check_initial(path, head_spec(Checkpoint.open(path))),
             "serve --backend reference": lambda: load_head(path, self.model, dtype=torch.float32),
         }
         for user, use in users.items():

@@ -17,7 +17,6 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.heads.training.loop import (
     Gradients,
     Objective,
-    Positions,
     Stepper,
     Teacher,
     draft_states,
@@ -47,23 +46,22 @@ def test_the_loss_and_its_gradients_equal_autograds(chunk):
     hidden, vocab, rows, steps = 8, 30, 20, 3
     lm_head = torch.randn(vocab, hidden, requires_grad=True)
     states = [torch.randn(rows, hidden, requires_grad=True) for _ in range(steps)]
-    teacher = Teacher(torch.randn(rows, hidden), torch.randn(vocab, hidden))
-    places = torch.tensor([1, 2, 3, 5, 8, 9, 11, 12, 17, 19])
-    positions = Positions(places, places % 10 - 1, torch.tensor([0.5, 0.3, 0.2]))
+    places, weights = torch.tensor([1, 2, 3, 5, 8, 9, 11, 12, 17, 19]), torch.tensor([0.5, 0.3, 0.2])
+    teacher = Teacher(torch.randn(rows, hidden), torch.randn(vocab, hidden), places, places % 10 - 1, weights)
     want = torch.tensor(0.0)
     for step, state in enumerate(states):
-        counts = (positions.depth >= step) * positions.weights[step]
+        counts = (teacher.depth >= step) * weights[step]
         logits = state[places - 1] @ lm_head.T
         want = want + (counts * plain(teacher.hidden[places] @ teacher.lm_head.T, logits)).sum()
     want.backward()
     found = Gradients(torch.zeros(vocab, hidden), [torch.zeros(rows, hidden) for _ in states])
     with torch.no_grad():
-        values, agree = losses(lm_head.detach(), tuple(s.detach() for s in states), teacher, positions, found, chunk)
+        values, agree = losses(lm_head.detach(), tuple(s.detach() for s in states), teacher, found, chunk)
     assert values.sum().item() == pytest.approx(want.item(), rel=1e-5)
     assert torch.allclose(found.lm_head, lm_head.grad, atol=2e-6)
     assert all(torch.allclose(ours, state.grad, atol=2e-6) for ours, state in zip(found.states, states, strict=True))
     best = (teacher.hidden[places] @ teacher.lm_head.T).argmax(-1) == (states[1][places - 1] @ lm_head.T).argmax(-1)
-    assert torch.equal(agree[1], best & (positions.depth >= 1))
+    assert torch.equal(agree[1], best & (teacher.depth >= 1))
 
 
 def some_samples(count: int, seed: int = 0) -> list[Sample]:

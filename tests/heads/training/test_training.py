@@ -118,7 +118,7 @@ def test_init_continues_from_a_head(tmp_path, whole_run, target_dir, data):
     (spoilt / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     with pytest.raises(TrtspecError, match="TS-HEAD-FUNCTION"):
         train_once(target_dir, data, tmp_path / "from-spoilt", short, init=spoilt)
-    with pytest.raises(TrtspecError, match=r"fc_norm.0.weight missing"):
+    with pytest.raises(TrtspecError, match=r"fc_norm.0.weight is missing"):
         train_once(target_dir, data, tmp_path / "other", other, init=whole_run[0])
 
 

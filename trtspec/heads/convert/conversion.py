@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
-from trtspec.errors import Problem, UsageError, has_errors
+from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.tensors import (
+    EMBED,
     Choice,
     Lender,
     OutputTensor,
@@ -53,15 +54,11 @@ class Options:
     dry_run: bool = False
     force: bool = False
 
-    def chosen(self) -> dict[str, Any]:
-        """What changes the result, for provenance.json."""
-        return {"to": self.to, "from": self.from_, "embed_tokens": self.embed_tokens, "rope_theta": self.rope_theta}
-
 
 @dataclass(frozen=True)
 class HeadConversion:
     """What was done, or would be. `output` is None where nothing was written: in a dry run, and with errors among the
-    problems. `head` is the record of the head as it is written, None where what was given is no Eagle3 head.
+    problems. `head` is the record of the head as it is written.
 
     `repairs`: errors and warnings of the source that the written head no longer has. `capture`: the layer outputs that
     TensorRT-LLM needs in its configuration; `serve`: engine -> command.
@@ -71,40 +68,33 @@ class HeadConversion:
     to: str
     dry_run: bool
     problems: list[Problem]
-    repairs: list[Problem] = field(default_factory=list)
-    source_dialect: str | None = None
-    head: HeadSpec | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    tensors: int = 0
-    parameters: int = 0
-    bytes_out: int = 0
-    capture: list[int] | None = None
-    target_default_layers: list[int] | None = None
-    serve: dict[str, str] = field(default_factory=dict)
+    repairs: list[Problem]
+    source_dialect: str
+    head: HeadSpec
+    config: dict[str, Any]
+    tensors: int
+    parameters: int
+    bytes_out: int
+    capture: list[int] | None
+    target_default_layers: list[int] | None
+    serve: dict[str, str]
     seconds: float = 0.0
     peak_rss_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of `trtspec convert --json`; `problems` stay Problem objects."""
-        about = {"output": str(self.output) if self.output else None, "from": self.source_dialect, "to": self.to,
-                 "dry_run": self.dry_run, "problems": self.problems,
-                 "repairs": [one.to_dict() for one in self.repairs]}  # fmt: skip
-        if self.head is None:
-            return about
-        more = {
-            "tensors": self.tensors,
-            "parameters": self.parameters,
-            "bytes_out": self.bytes_out,
+        """The keys of `trtspec convert --json`, but for `problems`."""
+        same = ("to", "dry_run", "tensors", "parameters", "bytes_out", "target_default_layers", "serve", "config")
+        about = {
+            "output": str(self.output) if self.output else None,
+            "from": self.source_dialect,
+            "repairs": [one.to_dict() for one in self.repairs],
             "rope": {"type": self.head.rope.rope_type, "theta": self.head.rope.theta},
             "eagle3_layers_to_capture": self.capture,
-            "target_default_layers": self.target_default_layers,
-            "serve": self.serve,
-            "config": self.config,
             "seconds": self.seconds,
         }
         facts = head_facts(self.head, self.config) if self.config else {}
         peak = {} if self.peak_rss_bytes is None else {"peak_rss_bytes": self.peak_rss_bytes}
-        return facts | about | more | peak
+        return facts | about | {name: getattr(self, name) for name in same} | peak
 
 
 def convert_head(
@@ -115,10 +105,11 @@ def convert_head(
     progress: Callable[[int, int], None] | None = None,
 ) -> HeadConversion:
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
-    run checks, every value of every tensor too. Raises UsageError for an output that is in the way, TrtspecError for
-    one that has no room."""
-    begun = time.monotonic()
-    path = _local(source)
+    run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output
+    that is in the way, TrtspecError for one that has no room."""
+    begun, path = time.monotonic(), source.path
+    if path is None:
+        raise UsageError(f"{source.name} is not on this machine", f"run `hf download {source.hub_id}` first")
     if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
         raise UsageError(f"{output} is, or holds, the head that is converted", "choose another `output`")
     licences = sorted(path.glob("LICENSE*"))
@@ -129,7 +120,7 @@ def convert_head(
     with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
-            return HeadConversion(None, options.to, options.dry_run, [wrong])
+            raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
         found, entries = _plan(checkpoint, output, options, target)
         found = replace(found, repairs=decoded + found.repairs)
         directory = replace(directory, size=found.bytes_out)
@@ -138,15 +129,18 @@ def convert_head(
         if has_errors(found.problems) or options.dry_run:
             return replace(found, seconds=round(time.monotonic() - begun, 3))
         done = replace(found, output=output)
-        assert done.head is not None
         with directory.claim({}, again):
             tensors = write_tensors(output / "model.safetensors", entries, progress)
             for licence in licences:
                 write_atomic(output / licence.name, licence.read_bytes())
-            origin = {"head": source.name, "dialect": done.source_dialect, "config": checkpoint.config}
-            origin |= {"provenance": recorded(path) or None, "target": target.name if target else None}
+            origin = {
+                "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
+                "provenance": recorded(path) or None, "target": target.name if target else None,
+            }  # fmt: skip
             more = {"dialect": done.head.dialect, "tensors": tensors, "repairs": done.to_json()["repairs"]}
-            record = provenance("convert", origin, options.chosen(), **more)
+            chosen = {"to": options.to, "from": options.from_, "embed_tokens": options.embed_tokens,
+                      "rope_theta": options.rope_theta}  # fmt: skip
+            record = provenance("convert", origin, chosen, **more)
             write_json(output / "provenance.json", record)
             write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
             write_json(output / "config.json", done.config)  # last: without it the directory is no head
@@ -175,7 +169,10 @@ def _plan(
         problems += about_tensors
         copied = {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is checkpoint}
         problems += head_value_problems(checkpoint, copied, everything=options.dry_run)
-        problems += _own_embedding(entries, checkpoint, lender)
+        own = entries.get(EMBED)
+        if own and own.info and own.checkpoint is checkpoint and lender:
+            against = embedding_problems(checkpoint, own.info, lender.checkpoint, lender.spec)
+            problems += [problem for problem in against if problem.severity == "error"]
     problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}
     if not has_errors(problems):
@@ -207,15 +204,6 @@ def _plan(
     return planned, entries
 
 
-def _own_embedding(entries: dict[str, OutputTensor], source: Checkpoint, lender: Lender | None) -> list[Problem]:
-    """What is wrong with an embedding of the head's own that would be written, against the target's."""
-    own = entries.get("embed_tokens.weight")
-    if own is None or own.info is None or own.checkpoint is not source or lender is None:
-        return []
-    found = embedding_problems(source, own.info, lender.checkpoint, lender.spec)
-    return [problem for problem in found if problem.severity == "error"]
-
-
 def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
     """The problems that rewriting does not fix."""
     repaired = CURED | DEPENDS
@@ -233,12 +221,6 @@ def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
     if target is None or model is None or target.path is None or not any(target.path.glob("*.safetensors")):
         return None
     return Lender(require_target(target.path).checkpoint, model)
-
-
-def _local(source: Resolved) -> Path:
-    if source.path is None:
-        raise UsageError(f"{source.name} is not on this machine", f"run `hf download {source.hub_id}` first")
-    return source.path
 
 
 # problems of the source that conversion itself fixes, and those that only matter to some destinations
@@ -357,19 +339,17 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
         Problem(limit.code, "error", limit.where, f"{dialect.title} {limit.reason}", remedy)
         for limit in (LIMITS[name] for name in needed if name not in dialect.expresses)
     ]
-    return problems + ([] if dialect.stores_ids else _implied_layers(spec, dialect, target))
-
-
-def _implied_layers(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
-    """A project whose checkpoints hold no ids captures the default layers."""
-    if spec.aux_layers is None or (target is not None and spec.aux_layers == target.default_aux_layers):
-        return []
-    where, code = "layer ids", "TS-CONVERT-LAYERS"
-    if target is None:
-        message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers)} are its own is not known"
-        return [Problem(code, "error", where, message, "pass `target`, so that its default layers are known")]
-    message = f"{dialect.title} always captures {list(target.default_aux_layers)}, not {list(spec.aux_layers)}"
-    return [Problem(code, "error", where, message, "convert to another dialect")]
+    default = target.default_aux_layers if target is not None else None
+    if dialect.stores_ids or spec.aux_layers in (None, default):
+        return problems
+    # a project whose checkpoints hold no ids captures the default layers
+    if default is None:
+        message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers or ())} are its own is not known"
+        remedy = "pass `target`, so that its default layers are known"
+    else:
+        message = f"{dialect.title} always captures {list(default)}, not {list(spec.aux_layers or ())}"
+        remedy = "convert to another dialect"
+    return [*problems, Problem("TS-CONVERT-LAYERS", "error", "layer ids", message, remedy)]
 
 
 def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:

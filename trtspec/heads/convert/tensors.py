@@ -39,6 +39,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 Choice = Literal["auto", "target"]
 PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
 NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
+LM_HEAD, EMBED = "lm_head.weight", "embed_tokens.weight"
 PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 
 
@@ -49,10 +50,11 @@ class Lender:
     checkpoint: Checkpoint
     spec: ModelSpec
 
-    def find(self, name: str) -> TensorInfo | None:
+    def lend(self, name: str) -> OutputTensor | None:
         """`embed_tokens.weight` or `lm_head.weight` of the text model."""
-        inner = "model." if name.startswith("embed_tokens") else ""
-        return self.checkpoint.tensors.get(f"{self.spec.name_prefix}{inner}{name}")
+        inner = "model." if name == EMBED else ""
+        info = self.checkpoint.tensors.get(f"{self.spec.name_prefix}{inner}{name}")
+        return OutputTensor.copied(self.checkpoint, info) if info else None
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,12 @@ def plan_tensors(
         message = f"{len(unknown)} tensors have no place in {dialect.title}, first {unknown[0]}"
         remedy = "ask the head's author what they do; a head that works without them can be saved without them"
         problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
-    for name in ("lm_head.weight", "embed_tokens.weight"):
-        own = OutputTensor.copied(source, tensors[name]) if name in tensors else None
-        theirs = lender.find(name) if lender else None
-        lent = OutputTensor.copied(lender.checkpoint, theirs) if lender and theirs else None
-        of_lm_head = name == "lm_head.weight"
-        chosen, found = (
-            _lm_head(spec, dialect, own, lent) if of_lm_head else _embedding(spec, dialect, own, lent, embed)
-        )
+    own = {name: OutputTensor.copied(source, tensors[name]) for name in (LM_HEAD, EMBED) if name in tensors}
+    lent = {name: lender.lend(name) for name in (LM_HEAD, EMBED)} if lender else {}
+    for name, (chosen, found) in {
+        LM_HEAD: _lm_head(spec, dialect, own.get(LM_HEAD), lent.get(LM_HEAD)),
+        EMBED: _embedding(spec, dialect, own.get(EMBED), lent.get(EMBED), embed),
+    }.items():
         problems += found
         if chosen is not None:
             entries[name] = chosen
@@ -139,7 +139,7 @@ def _lm_head(
     spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None
 ) -> tuple[OutputTensor | None, list[Problem]]:
     """The head's own, else the target's where the dialect needs one."""
-    where, code = "lm_head.weight", "TS-CONVERT-LM-HEAD"
+    where, code = LM_HEAD, "TS-CONVERT-LM-HEAD"
     if own is not None or not dialect.needs_lm_head:
         return own, []
     if spec.draft_vocab_size != spec.vocab_size:
@@ -155,7 +155,7 @@ def _embedding(
     spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
 ) -> tuple[OutputTensor | None, list[Problem]]:
     """auto: what the dialect's own writer does, without losing an embedding that is not the target's."""
-    where, code = "embed_tokens.weight", "TS-CONVERT-EMBED"
+    where, code = EMBED, "TS-CONVERT-EMBED"
     borrowed = spec.target_hidden_size == spec.hidden_size  # else every reader needs the head's own
     if choice == "target" or (own is None and dialect.embed_tokens and lent is not None):
         if lent is None:
@@ -223,8 +223,8 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
         spec,
         dialect=dialect.name,
         layer_prefix=dialect.prefix,
-        has_lm_head="lm_head.weight" in entries,
-        has_embed_tokens="embed_tokens.weight" in entries,
+        has_lm_head=LM_HEAD in entries,
+        has_embed_tokens=EMBED in entries,
         has_d2t="d2t" in entries,
     )
 
@@ -282,8 +282,13 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
             except RuntimeError:  # the format before torch 1.6 cannot be mapped
                 value = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
+        # its own text is not repeated: it says how to load the file all the same
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = "it is damaged, or was not written by torch.save"
+        if named is not None:
+            reason = f"it names {named[1]}, which would be imported and may be run while it is opened"
         raise TrtspecError(
-            f"{file} is not a plain file of tensors: {_reason(error)}",
+            f"{file} is not a plain file of tensors: {reason}",
             "ask its author for the head as safetensors, which run nothing; do not open this file by other means",
         ) from None
     tensors = _state_dict(value)
@@ -292,14 +297,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     if all(name.startswith("module.") for name in tensors):  # as DistributedDataParallel names them
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
-
-
-def _reason(error: Exception) -> str:
-    """Why the restricted loader stopped. Its own text is not repeated: it says how to load the file all the same."""
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if named is not None:
-        return f"it names {named[1]}, which would be imported and may be run while it is opened"
-    return "it is damaged, or was not written by torch.save"
 
 
 def _state_dict(value: Any) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
 from trtspec.heads.training.options import TrainingRun, TrainOptions, learning_rate
-from trtspec.heads.training.plan import SavedRun, load_state, save_state, state_tensors
+from trtspec.heads.training.plan import SavedRun, load_state, save_state
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 from trtspec.heads.training.states import Features, collate
@@ -84,8 +84,8 @@ def train_head(
         before = time.monotonic()
         export(point)
         if curve and (stopping or step % run.save_every == 0 or step == total):
-            tensors = state_tensors(stepper.parameters, stepper.optimizer)
-            save_state(run.work, tensors, SavedRun(step, total, curve.position, fingerprint))
+            now = SavedRun(step, total, curve.position, fingerprint)
+            save_state(run, stepper.parameters, stepper.optimizer, now)
         saving = max(saving, time.monotonic() - before)
         on_step(point)
         if stopping:
@@ -138,8 +138,10 @@ class Stepper:
             group["lr"] = rate
         counted = self._counted([index for batch in window for index in batch])
         parts = []
+        # replicated processes add up their gradients at the last batch of the window
+        no_sync = getattr(self.objective, "no_sync", contextlib.nullcontext)
         for number, batch in enumerate(window):
-            with self._without_sync() if number < len(window) - 1 else contextlib.nullcontext():
+            with no_sync() if number < len(window) - 1 else contextlib.nullcontext():
                 loss, agree = self._loss(batch, counted)
                 # the wrapper takes the mean over processes, the losses are parts of a sum
                 (loss * self.world.size).backward()
@@ -184,10 +186,6 @@ class Stepper:
         """(loss, agreement by step) of the whole step, from this process's sums."""
         value, *right = self.world.sum(figures).tolist()
         return value, [one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)]
-
-    def _without_sync(self) -> contextlib.AbstractContextManager:
-        """Keeps replicated processes from adding up gradients before the last batch of a window."""
-        return getattr(self.objective, "no_sync", contextlib.nullcontext)()
 
     def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
@@ -261,10 +259,17 @@ class Objective(nn.Module):
         normed = draft_states(model, tokens, aux.to(dtype), steps)
         rows, length = tokens.shape
         decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
-        positions = Positions(places, places % length - 1, (decay / counted.clamp_min(1)).float())
-        teacher = Teacher(hidden.flatten(0, 1), model.target_rows)
+        weights = (decay / counted.clamp_min(1)).float()
+        teacher = Teacher(hidden.flatten(0, 1), model.target_rows, places, places % length - 1, weights)
         flat = tuple(state.flatten(0, 1) for state in normed)
-        loss, agree = draft_loss(model.eagle_module.lm_head.weight, flat, teacher, positions)
+        lm_head = model.eagle_module.lm_head.weight
+        # `losses` chooses the dtype of each product itself
+        with torch.autocast(lm_head.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                loss, agree = _LossWithGradients.apply(teacher, lm_head, *flat)
+            else:
+                values, agree = losses(lm_head.to(teacher.lm_head.dtype), flat, teacher)
+                loss = values.sum().float()
         agreement = torch.zeros(steps, rows * length, dtype=torch.bool, device=tokens.device)
         agreement[:, places - 1] = agree
         return loss, agreement.view(steps, rows, length)
@@ -302,26 +307,13 @@ class StepKeys:
         return 0
 
 
-def draft_loss(
-    lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions
-) -> tuple[Tensor, Tensor]:
-    """(the loss: `losses` of the K steps added up, float32 with gradients; whether draft and target agree, bool
-    [K, N])."""
-    # `losses` chooses the dtype of each product itself
-    with torch.autocast(lm_head.device.type, enabled=False):
-        if torch.is_grad_enabled():
-            return _LossWithGradients.apply(teacher, positions, lm_head, *states)
-        values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, positions)
-        return values.sum().float(), agree
-
-
 class _LossWithGradients(torch.autograd.Function):
     """`losses`, summed over the steps. The forward pass makes the gradients too, chunk by chunk: no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, teacher: Teacher, positions: Positions, lm_head: Tensor, *states: Tensor):
+    def forward(ctx: Any, teacher: Teacher, lm_head: Tensor, *states: Tensor):
         gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
-        values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, positions, gradients)
+        values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, gradients)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(agree)
         return values.sum().float(), agree
@@ -330,26 +322,29 @@ class _LossWithGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         found: Gradients = ctx.gradients
         del ctx.gradients
-        return None, None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
+        return None, found.lm_head.mul_(grads[0]), *(part.mul_(grads[0]) for part in found.states)
 
 
 def losses(
-    lm_head: Tensor, states: tuple[Tensor, ...], teacher: Teacher, positions: Positions,
-    gradients: Gradients | None = None, chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lm_head: Tensor,
+    states: tuple[Tensor, ...],
+    teacher: Teacher,
+    gradients: Gradients | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """(weighted loss of each step float64 [K], whether the best draft is the target's best token bool [K, N]).
 
     lm_head [Vd, H] and states, K times [B*S, H] after the head's norm, in the dtype of the products; softmax and sums
     in float32. `gradients` are filled where given. `chunk`: positions at a time, by default CHUNK_ELEMENTS of logits.
     Positions whose row is above a step's depth have no draft at that step: they weigh nothing, and agree with nothing.
     """
-    count, steps = len(positions.target), len(states)
+    count, steps = len(teacher.places), len(states)
     chunk = chunk or chunk_positions(lm_head.shape[0], "cuda" if lm_head.is_cuda else "cpu")
     values = torch.zeros(steps, dtype=torch.float64, device=lm_head.device)
     agree = torch.zeros(steps, count, dtype=torch.bool, device=lm_head.device)
     for begin in range(0, count, chunk):
         part = slice(begin, begin + chunk)
-        places, depth = positions.target[part], positions.depth[part]
+        places, depth = teacher.places[part], teacher.depth[part]
         wanted = teacher.hidden[places].to(lm_head.dtype) @ teacher.lm_head.T
         best = wanted.argmax(-1, keepdim=True)
         p = torch.log_softmax(wanted, -1, dtype=torch.float32).exp_()
@@ -358,7 +353,7 @@ def losses(
             drafted = rows @ lm_head.T
             # argmax is not vectorized on a CPU, amax is
             agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
-            weight = (depth >= step) * positions.weights[step]
+            weight = (depth >= step) * teacher.weights[step]
             value, gradient = cross_entropy(p, torch.log_softmax(drafted, -1, dtype=torch.float32))
             values[step] += torch.dot(value.double(), weight.double())
             if gradients is not None:
@@ -388,22 +383,17 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Positions:
-    """The positions that count. `target` int64 [N]: where the target's distribution is, as places in the flattened
-    batch; the head's row is the one before. `depth` int64 [N]: that row within its sequence, counted from 0.
-    `weights` float32 [K]: the factor of a position's loss at each training-time-test step."""
-
-    target: Tensor
-    depth: Tensor
-    weights: Tensor
-
-
-@dataclass(frozen=True)
 class Teacher:
-    """The target's end: `hidden` [B*S, H] after its final norm, `lm_head` [Vd, H] its rows of the draft vocabulary."""
+    """The target's end: `hidden` [B*S, H] after its final norm, `lm_head` [Vd, H] its rows of the draft vocabulary; and
+    the positions that count. `places` int64 [N]: where its distribution is in the flattened batch; the head's row is
+    the one before. `depth` int64 [N]: that row within its sequence, counted from 0. `weights` float32 [K]: the factor
+    of a position's loss at each training-time-test step."""
 
     hidden: Tensor
     lm_head: Tensor
+    places: Tensor
+    depth: Tensor
+    weights: Tensor
 
 
 def cross_entropy(p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

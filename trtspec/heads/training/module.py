@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -43,15 +43,20 @@ SCORES = 2**26  # of a later step that are kept at once: above it, some rows at 
 
 
 class DraftLayer(nn.Module):
-    """y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')). ModelOpt's hook does the norms and the concat."""
+    """y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')). ModelOpt's hook does the norms and the concat.
 
-    self_attn: nn.Module
-    mlp: nn.Module
-    input_layernorm: nn.Module
-    post_attention_layernorm: nn.Module
+    `parts`: transformers' classes of attention, MLP, norm and rope."""
 
-    def set_rope(self, rope: nn.Module) -> None:
-        self.__dict__["rope"] = rope  # not a submodule: its buffers follow from the config and are never stored
+    parts: ClassVar[tuple[Callable[..., Any], ...]]
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        attention, mlp, norm, rope = self.parts
+        self.self_attn = attention(config, layer_idx)
+        self.mlp = mlp(config)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.__dict__["rope"] = rope(config)  # no submodule: its buffers follow from the config and are never stored
 
     def forward(
         self,
@@ -74,23 +79,11 @@ class DraftLayer(nn.Module):
 
 
 class LlamaDraftLayer(DraftLayer):
-    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.set_rope(LlamaRotaryEmbedding(config))
+    parts = (LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding)
 
 
 class MlaDraftLayer(DraftLayer):
-    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = DeepseekV3Attention(config, layer_idx)
-        self.mlp = DeepseekV3MLP(config)
-        self.input_layernorm = DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.set_rope(DeepseekV3RotaryEmbedding(config))
+    parts = (DeepseekV3Attention, DeepseekV3MLP, DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding)
 
 
 def ttt_attention(

@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def dry_run(
         "save_every": run.save_every,
         "keep": run.keep,
         "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
-        "options": options.to_dict() | {"lr": options.peak_lr(spec.hidden_size)},
+        "options": asdict(options) | {"lr": options.peak_lr(spec.hidden_size)},
         "warnings": plan.warnings,
     }
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
@@ -82,13 +82,23 @@ def needs(
     plan: TrainingPlan, target: ModelSpec, options: TrainOptions, stored: int, gpu: GpuSpec, name: str, data: str
 ) -> dict[str, Any]:
     """`stored`: bytes of the target `name` as it is stored. Returns {gpu, epochs, storage, phases, ways, dump_commands,
-    server_commands}; `gpus` of a way is the least number of them."""
+    server_commands}. Of each way: the least number of GPUs, the disk, and the peak memory of one GPU."""
     epochs = plan.steps * options.batch_size * options.accumulation / max(1, plan.counted or len(plan.samples))
     memory = gpu.memory_bytes * USABLE
     trainers, peak = _trainers(plan, target, options, memory)
     parallel = 2 ** max(0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9))))  # GPUs that hold the target
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
+    whole, per_engine = stored + peak, max(stored / parallel, peak)
+    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+
+    def way(gpus: int, disk: float, peak: float) -> dict[str, Any]:
+        return {"possible": True, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(peak)}
+
+    online = way(trainers, 0, whole)
+    if whole > memory:
+        reason = f"one GPU would have to hold target and head, and has {memory / 1e9:,.0f} GB to use"
+        online |= {"possible": False, "why": reason}
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
@@ -102,7 +112,13 @@ def needs(
             "head_bytes": 2 * plan.parameters,
         },
         "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
-        "ways": ways(plan, stored, layer, parallel, trainers, peak, memory),
+        "ways": {
+            "online": online,
+            "stream": way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), max(2 * layer, peak))
+            | {"chunks": chunks, "read_bytes": chunks * stored},
+            "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine),
+            "server": way(parallel + trainers, 0, per_engine),
+        },
         "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
     }
@@ -116,31 +132,6 @@ def decoded_layer_bytes(target: ModelSpec) -> int:
             layer = module.partition(".layers.")[2].partition(".")[0]
             layers[layer] = layers.get(layer, 0) + 2 * rows * columns
     return max(layers.values())
-
-
-def ways(
-    plan: TrainingPlan, stored: int, layer: int, parallel: int, trainers: int, peak: float, memory: float
-) -> dict[str, dict[str, Any]]:
-    """Each way: the GPUs, disk and peak memory of one GPU that it needs. `parallel`: GPUs that hold the stored target;
-    `trainers`: GPUs of `memory` bytes over which a batch fits, at `peak` bytes each."""
-
-    def way(gpus: int, disk: float, peak: float) -> dict[str, Any]:
-        return {"possible": True, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(peak)}
-
-    whole = stored + peak
-    per_engine = max(stored / parallel, peak)
-    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
-    online = way(trainers, 0, whole)
-    if whole > memory:
-        reason = f"one GPU would have to hold target and head, and has {memory / 1e9:,.0f} GB to use"
-        online |= {"possible": False, "why": reason}
-    return {
-        "online": online,
-        "stream": way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), max(2 * layer, peak))
-        | {"chunks": chunks, "read_bytes": chunks * stored},
-        "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine),
-        "server": way(parallel + trainers, 0, per_engine),
-    }
 
 
 def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float) -> tuple[int, float]:

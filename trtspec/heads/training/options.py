@@ -8,14 +8,13 @@ every server loads.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.client.addresses import server_url
 from trtspec.errors import UsageError
-from trtspec.files import load_file
 from trtspec.heads.training.curve import CURVE_NAME, WORK_NAME
 from trtspec.records import Excludes, option
 from trtspec.report import OutputOptions
@@ -30,6 +29,7 @@ Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # sizes of MLA alone
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 
 
@@ -95,11 +95,6 @@ class TrainOptions:
         """Whether the held-out samples are looked at after this step."""
         return step == total or step % (self.eval_every or max(1, total // EVALUATIONS)) == 0
 
-    def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["aux_layers"] = list(self.aux_layers) if self.aux_layers else None
-        return values
-
     def checked(self) -> TrainOptions:
         """Returns itself. UsageError for the first value out of a range that the command's options do not declare."""
         for fine, name, allowed in (
@@ -115,7 +110,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """Where the target's states come from; `text` is what `features` says.
+    """Where the target's states come from; `text` is what the option `features` says.
 
     memory    The target computes them beside the head.
     stream    It runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named.
@@ -132,9 +127,6 @@ class FeatureSource:
     def with_layers(self) -> bool:
         """Whether the target's layers are loaded where they fit, so that acceptance can be measured at the end."""
         return self.way in ("memory", "dumps")
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def feature_source(text: str) -> FeatureSource:
@@ -198,14 +190,6 @@ class TrainingRecipe:
     mean_tokens: int | None = None
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The values of a --config file by option, with _ for -. UsageError when it is no mapping."""
-    loaded = load_file(path) or {}
-    if not isinstance(loaded, dict):
-        raise UsageError(f"{path} is not a mapping of option names to values", "see `trtspec train --help`")
-    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
-
-
 def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     """Returns the record of a one-layer head of the target's width; UsageError when a size does not fit the target."""
     layers = options.aux_layers or target.default_aux_layers
@@ -242,11 +226,7 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
         rope=rope,
         num_aux=len(layers),
         aux_layers=tuple(layers),
-        q_lora_rank=target.q_lora_rank if mla else 0,
-        kv_lora_rank=target.kv_lora_rank if mla else 0,
-        qk_nope_head_dim=target.qk_nope_head_dim if mla else 0,
-        qk_rope_head_dim=target.qk_rope_head_dim if mla else 0,
-        v_head_dim=target.v_head_dim if mla else 0,
+        **{name: getattr(target, name) for name in LATENT if mla},
         max_position_embeddings=target.max_position_embeddings,
         fc_norm=options.eagle == "3.1",
         norm_output=options.eagle == "3.1",

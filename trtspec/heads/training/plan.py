@@ -17,8 +17,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from trtspec import machine
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import ENGINES
+from trtspec.checkpoint.heads.read import head_spec
+from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
 from trtspec.checkpoint.identity import identity_digest
+from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -41,6 +45,7 @@ MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with stat
 STATE_NAME = "state.safetensors"
 LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LEFT_OUT = {"embed_tokens.weight", "t2d"}  # of a head to start from: the target's, and made of d2t
 
 
 @dataclass
@@ -92,7 +97,7 @@ class TrainingPlan:
             "steps": self.steps,
             "parameters": self.parameters,
             "feature_bytes": self.feature_bytes,
-            "features": str(self.features),
+            "features": self.features.text,
             "held_out": self.held_out,
             "files": self.files,
         }
@@ -162,34 +167,35 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     return {"steps_done": saved.step if saved else 0, "free_memory_bytes": machine.free_memory()}
 
 
-def check_initial(head: Path, spec: HeadSpec) -> None:
-    """Whether a head to start from has the tensors of one like `spec`, by its header. Raises TrtspecError for one in
+def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
+    """The head to start from, which has the tensors of one like `spec` by its header. Raises TrtspecError for one in
     which `trtspec inspect` finds an error, or which does not fit, naming every tensor."""
-    from trtspec.checkpoint.headers import Checkpoint
-    from trtspec.checkpoint.heads.read import head_spec
-    from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
-
     checkpoint = Checkpoint.open(head)
     head_spec(checkpoint, values=True)
-    unused = {"embed_tokens.weight", "t2d", "input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
+    unused = {"input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
     wanted = {
         name: shape for name, shape in expected_shapes(spec).items()
         if name not in unused and (spec.fc_norm or not name.startswith("fc_norm."))
     }  # fmt: skip
     stored = {name: tuple(info.shape) for name, info in canonical_names(checkpoint.tensors).items()}
-    stored = {name: shape for name, shape in stored.items() if name not in ("embed_tokens.weight", "t2d")}
-    wrong = [f"{name} missing" for name in wanted.keys() - stored.keys()]
-    wrong += [f"{name} has no place in it" for name in stored.keys() - wanted.keys()]
-    wrong += [
-        f"{name} is {stored[name]}, the head wants {wanted[name]}"
-        for name in wanted.keys() & stored.keys()
-        if stored[name] != wanted[name]
+    wrong = [
+        f"{name} is {stored.get(name, 'missing')}, the head wants {wanted.get(name, 'no such tensor')}"
+        for name in sorted((wanted.keys() | stored.keys()) - LEFT_OUT)
+        if stored.get(name) != wanted.get(name)
     ]
     if wrong:
         raise TrtspecError(
-            f"{head} does not fit the head to train: {'; '.join(sorted(wrong))}",
+            f"{head} does not fit the head to train: {'; '.join(wrong)}",
             "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
         )
+    return checkpoint
+
+
+def initial_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Tensors of a head to start from in ModelOpt's names, whichever of the two namings it has; floats in float32."""
+    stored = LazyTensors(checkpoint)
+    named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in LEFT_OUT}
+    return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
 
 
 @dataclass(frozen=True)
@@ -233,18 +239,14 @@ def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output
         )
 
 
-def state_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and moments by the names they have on disk."""
+def save_state(
+    run: TrainingRun, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedRun
+) -> None:
+    """Writes weights and moments into state.safetensors, atomically: a kill leaves the previous state."""
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in MOMENTS if optimizer.state[value]}
-    return tensors
-
-
-def save_state(directory: Path, tensors: dict[str, Tensor], run: SavedRun) -> None:
-    """Writes state.safetensors atomically; a kill leaves the previous state. `tensors`: as of `state_tensors`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_shard(directory / STATE_NAME, tensors, {"run": json.dumps(asdict(run))})
+    write_shard(run.work / STATE_NAME, tensors, {"run": json.dumps(asdict(saved))})
 
 
 def load_state(
@@ -276,7 +278,7 @@ def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptio
     """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
     starts from."""
     return {
-        "options": {key: value for key, value in options.to_dict().items() if key not in LENGTH},
+        "options": {key: value for key, value in asdict(options).items() if key not in LENGTH},
         "data": hashlib.sha256(repr([(sample.id, sample.tokens) for sample in samples]).encode()).hexdigest(),
         "target": identity_digest(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,12 +147,19 @@ def stream_features(
     chunks, kept = chunks_in_order(
         plan.samples, split_data(plan.samples, options), stream.spec, len(layers), chunk_bytes
     )
-    if world.main:
-        _check_disk(plan, directory, once=kept < math.inf)
+    if world.main and kept == math.inf:  # samples come again, so every chunk stays
+        free = machine.free_disk(directory) + sum(path.stat().st_size for path in directory.glob("chunk-*"))
+        if plan.feature_bytes > free:
+            raise TrtspecError(
+                f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for "
+                f"later epochs, and the disk of {directory} has {free:,} free",
+                "pass `epochs` 1, which removes what it has passed, or `features` stream:DIR on a larger disk",
+            )
     require_shared(directory, world, "reads the states that the others compute")
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
-    writer = ChunkWriter(stream, layers, directory, world)
-    features = StreamedFeatures(plan.samples, chunks, writer, fingerprint, kept=math.inf if place else kept)
+    features = StreamedFeatures(
+        plan.samples, stream, layers, chunks, directory, world, fingerprint, kept=math.inf if place else kept
+    )
     if world.size > 1:  # held-out and later epochs' samples fall to the processes in another order than chunks have
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
@@ -193,93 +199,44 @@ def chunks_in_order(
     return chunks, needed if once else math.inf
 
 
-def _check_disk(plan: TrainingPlan, directory: Path, *, once: bool) -> None:
-    """Every chunk stays when samples come again; then all of them must fit."""
-    free = machine.free_disk(directory) + sum(path.stat().st_size for path in directory.glob("chunk-*"))
-    if not once and plan.feature_bytes > free:
-        raise TrtspecError(
-            f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for later "
-            f"epochs, and the disk of {directory} has {free:,} free",
-            "pass `epochs` 1, which removes what it has passed, or `features` stream:DIR on a larger disk",
-        )
-
-
-@dataclass
-class ChunkWriter:
-    """Computes the states of samples and writes them: `<index>.hidden` and `<index>.<layer>`, bf16 [S, H] each.
-
-    Of several processes each computes its part of the batches that one process would compute, so the bits are the same.
-    """
-
-    stream: LayerStream
-    aux_layers: tuple[int, ...]
-    directory: Path
-    world: World = ALONE
-
-    def write(self, path: Path, samples: dict[int, Sample]) -> None:
-        """One file for this process's part of `samples` (by index), complete or absent."""
-        every, spec = sorted(samples), self.stream.spec
-        batches_of = similar_length([len(samples[index].tokens) for index in every])
-        groups = [[every[place] for place in group] for group in batches_of]
-        groups = groups[self.world.rank :: self.world.size]
-        batches = [padded([samples[index] for index in group]) for group in groups]
-        names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
-        shapes = {index: (len(samples[index].tokens), spec.hidden_size) for index in indices}
-        kept: Layout = {f"{index}.{name}": ("BF16", shapes[index]) for index in indices for name in names}
-        file = ShardFile(path, kept)
-
-        def keep(name: str, number: int, output: Tensor) -> None:
-            for row, index in enumerate(groups[number]):
-                file.write(f"{index}.{name}", output[row, : shapes[index][0]].to(torch.bfloat16))
-
-        def on_output(layer: int, number: int, output: Tensor) -> None:
-            if layer in self.aux_layers:
-                keep(str(layer), number, output)
-
-        budget = machine.free_memory() / 2 / self.world.local_size
-        where = self.directory / f"states-{self.world.rank}"
-        try:
-            with States(batches, spec.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
-                self.stream.embed(batches, states)
-                self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.ends("norm.weight").norm
-                with torch.inference_mode():
-                    for number in range(len(batches)):
-                        keep("hidden", number, norm(states.get(number).to(self.stream.device)))
-            file.finish()
-        except BaseException:
-            file.abandon()
-            raise
-        finally:
-            shutil.rmtree(where, ignore_errors=True)
-
-
 class StreamedFeatures(Features):
-    """`Features` whose states are files of chunks, each computed when it is first asked for.
+    """`Features` whose states are files of chunks, each computed when it is first asked for: `<index>.hidden` and
+    `<index>.<layer>` of each sample, bf16 [S, H].
 
-    Several processes ask for a chunk at the same step: each writes a file of its part, and waits for the others'.
+    Several processes ask for a chunk at the same step. Each computes its part of the batches that one process would
+    compute, so the bits are the same; writes a file of its part; and waits for the others'.
     """
 
     def __init__(
-        self, samples: list[Sample], chunks: list[list[int]], writer: ChunkWriter, fingerprint: str, *, kept: float
+        self,
+        samples: list[Sample],
+        stream: LayerStream,
+        aux_layers: tuple[int, ...],
+        chunks: list[list[int]],
+        directory: Path,
+        world: World,
+        fingerprint: str,
+        *,
+        kept: float,
     ) -> None:
-        """`kept`: how many of the first chunks stay on disk when training has passed them."""
-        super().__init__(samples, writer.stream.spec.hidden_size, len(writer.aux_layers))
-        self.chunks, self.writer, self.fingerprint, self.kept = chunks, writer, fingerprint, kept
+        """`aux_layers` ascend; `kept`: how many of the first chunks stay on disk when training has passed them."""
+        super().__init__(samples, stream.spec.hidden_size, len(aux_layers))
+        self.stream, self.aux_layers, self.chunks, self.directory = stream, aux_layers, chunks, directory
+        self.world, self.fingerprint, self.kept = world, fingerprint, kept
         self._chunk_of = {index: number for number, chunk in enumerate(chunks) for index in chunk}
         self._open: dict[int, dict[int, Any]] = {}
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         """As `Features.states`; computes the sample's chunk when there is no file of it."""
         file = self.opened(self._chunk_of[index])[index]
-        aux = [file.get_tensor(f"{index}.{layer}") for layer in sorted(self.writer.aux_layers)]
+        aux = [file.get_tensor(f"{index}.{layer}") for layer in self.aux_layers]
         return file.get_tensor(f"{index}.hidden"), torch.cat(aux, -1)
 
     def path(self, number: int) -> Path:
         """File of a chunk; its name tells target, layers, type and tokens, so that another run's is never taken."""
         tokens = [(index, self.samples[index].tokens) for index in sorted(self.chunks[number])]
         digest = hashlib.sha256(repr((self.fingerprint, tokens)).encode()).hexdigest()[:16]
-        return self.writer.directory / f"chunk-{number:04d}-{digest}.safetensors"
+        return self.directory / f"chunk-{number:04d}-{digest}.safetensors"
 
     def files(self, number: int) -> list[Path]:
         """The files of a chunk, from however many processes; empty while one is missing."""
@@ -310,24 +267,57 @@ class StreamedFeatures(Features):
         return self._open[number]
 
     def _compute(self, number: int) -> None:
-        world, path = self.writer.world, self.path(number)
+        world, path = self.world, self.path(number)
         for passed in range(number - 1):  # the chunk just before stays, for a run that resumes some steps back
             if passed >= self.kept:
                 self._open.pop(passed, None)
                 for file in self.files(passed) if world.main else ():
                     file.unlink(missing_ok=True)
-        chunk = {index: self.samples[index] for index in self.chunks[number]}
-        tokens = sum(len(sample.tokens) for sample in chunk.values())
-        layers = self.writer.stream.num_layers
+        tokens, layers = sum(len(self.samples[index].tokens) for index in self.chunks[number]), self.stream.num_layers
         say(f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers")
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = _part(path, world.rank, world.size)
         for unfinished in path.parent.glob(f".{mine.name}.*.partial"):
             unfinished.unlink()
         if not mine.is_file():
-            self.writer.write(mine, chunk)
+            self._write(mine, sorted(self.chunks[number]))
         while not self.files(number):  # the launcher ends every process when one dies
             time.sleep(POLL)
+
+    def _write(self, path: Path, every: list[int]) -> None:
+        """One file for this process's part of the samples `every`, complete or absent."""
+        lengths = {index: len(self.samples[index].tokens) for index in every}
+        groups = [[every[place] for place in group] for group in similar_length(list(lengths.values()))]
+        groups = groups[self.world.rank :: self.world.size]
+        batches = [padded([self.samples[index] for index in group]) for group in groups]
+        names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
+        kept: Layout = {f"{i}.{name}": ("BF16", (lengths[i], self.hidden_size)) for i in indices for name in names}
+        file = ShardFile(path, kept)
+
+        def keep(name: str, number: int, output: Tensor) -> None:
+            for row, index in enumerate(groups[number]):
+                file.write(f"{index}.{name}", output[row, : lengths[index]].to(torch.bfloat16))
+
+        def on_output(layer: int, number: int, output: Tensor) -> None:
+            if layer in self.aux_layers:
+                keep(str(layer), number, output)
+
+        budget = machine.free_memory() / 2 / self.world.local_size
+        where = self.directory / f"states-{self.world.rank}"
+        try:
+            with States(batches, self.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
+                self.stream.embed(batches, states)
+                self.stream.run(batches, states, on_output=on_output)
+                norm = self.stream.ends("norm.weight").norm
+                with torch.inference_mode():
+                    for number in range(len(batches)):
+                        keep("hidden", number, norm(states.get(number).to(self.stream.device)))
+            file.finish()
+        except BaseException:
+            file.abandon()
+            raise
+        finally:
+            shutil.rmtree(where, ignore_errors=True)
 
 
 def _part(path: Path, rank: int, count: int) -> Path:

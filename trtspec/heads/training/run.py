@@ -7,16 +7,13 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.config import head_config
-from trtspec.checkpoint.heads.read import head_spec
-from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
@@ -24,12 +21,7 @@ from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, run_directory, run_options, summary
 from trtspec.heads.training.loop import train_head
 from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.plan import (
-    STATE_NAME,
-    TrainingPlan,
-    check_initial,
-    run_fingerprint,
-)
+from trtspec.heads.training.plan import STATE_NAME, TrainingPlan, check_initial, initial_tensors, run_fingerprint
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
@@ -65,8 +57,7 @@ def run_training(
         require_shared(run.work, world, "resumes from the state that the main one saved there")
         module = _fresh_module(plan, model, options)
         if run.init is not None:
-            check_initial(run.init, plan.spec)
-            module.eagle_module.load_state_dict(initial_tensors(run.init))
+            module.eagle_module.load_state_dict(initial_tensors(check_initial(run.init, plan.spec)))
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
@@ -75,50 +66,29 @@ def run_training(
                 module, states, options, run, fingerprint, on_step=on_step, export=writer.after, stop=stop, world=world
             )
             record = writer.write(run.output, result.to_dict())
-        if world.main and result.finished:
-            _tidy(run)
+        if world.main and result.finished:  # the state stays, so that the run can be extended
+            for path in run.work.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != STATE_NAME:
+                    path.unlink()
     return record
 
 
 def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -> train.TrainingModule:
     """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
     torch.manual_seed(options.seed)
-    device, ids = model.embed.weight.device, _draft_ids(plan, options, model.spec)
+    device, ids = model.embed.weight.device, None
+    if plan.spec.has_d2t:
+        kept = draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, model.spec.vocab_size)
+        ids = torch.tensor(kept, device=device)
     return train.build(
         plan.spec,
         model.spec,
         model.embed.weight.to(device, options.dtype),
         model.lm_head.weight.to(device, options.dtype),
-        target_ids=None if ids is None else torch.tensor(ids, device=device),
+        target_ids=ids,
     )
-
-
-def _draft_ids(plan: TrainingPlan, options: TrainOptions, target: ModelSpec) -> list[int] | None:
-    if not plan.spec.has_d2t:
-        return None
-    return draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, target.vocab_size)
-
-
-def initial_tensors(head: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an existing head in ModelOpt's names, whichever of the two namings it has.
-
-    Raises TrtspecError for a head in which `trtspec inspect` finds an error.
-    """
-    checkpoint = Checkpoint.open(head)
-    head_spec(checkpoint, values=True)
-    stored = LazyTensors(checkpoint)
-    drop = ("embed_tokens.weight", "t2d")
-    named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in drop}
-    return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
-
-
-def _tidy(run: TrainingRun) -> None:
-    """What only an unfinished run needs; the state stays, so that the run can be extended."""
-    for path in run.work.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != STATE_NAME:
-            path.unlink()
 
 
 def write_head(output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec) -> None:
@@ -167,7 +137,7 @@ class HeadWriter:
             training["draft_vocabulary_coverage"] = coverage(samples, ids)
         named = {"target": self.run.target_dir.name, "data": self.run.data, "files": plan.files}
         record = provenance(
-            "train", named | self.source, options.to_dict(), parameters=plan.parameters,
+            "train", named | self.source, asdict(options), parameters=plan.parameters,
             training=training | about, held_out=[samples[index].id for index in data.held],
         )  # fmt: skip
         for name in ("provenance.json", "README.md"):  # so that a kill leaves no head with another's record

@@ -46,7 +46,11 @@ def read_samples(source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min
     Raises UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
     samples = [sample_of(conversation, tokenizer) for conversation in read_conversations(source)]
-    samples = [_cut(sample, seq_len) for sample in samples if len(sample.tokens) >= min_len]
+    samples = [
+        replace(sample, tokens=sample.tokens[:seq_len], answer=sample.answer[:seq_len])
+        for sample in samples
+        if len(sample.tokens) >= min_len
+    ]
     if not samples:
         message = f"TS-DATA-EMPTY {source} holds no conversation to train on"
         raise TrtspecError(message, "run `trtspec synthesize` first")
@@ -101,12 +105,6 @@ def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
         elif token == end:
             inside = speaking = False
     return mask
-
-
-def _cut(sample: Sample, seq_len: int) -> Sample:
-    if len(sample.tokens) <= seq_len:
-        return sample
-    return replace(sample, tokens=sample.tokens[:seq_len], answer=sample.answer[:seq_len])
 
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:

@@ -15,25 +15,16 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample, loss_mask
+from trtspec.models.kimi import KimiModel
 from trtspec.models.stream import similar_length
 from trtspec.specs import ModelSpec
-
-
-class CapturingTarget(Protocol):
-    """The part of models.kimi.KimiModel that features need."""
-
-    spec: ModelSpec
-
-    def __call__(self, tokens: Tensor, start: None, cache: None, *, aux_layers: tuple[int, ...], last_only: bool): ...
 
 
 class Features(ABC):
@@ -51,11 +42,6 @@ class Features(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Gives back what the states came through; none can be asked for afterwards."""
-
-    @property
-    def bytes(self) -> int:
-        tokens = sum(len(sample.tokens) for sample in self.samples)
-        return tokens * (1 + self.num_aux) * self.hidden_size * 2
 
 
 @dataclass
@@ -90,19 +76,14 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
 
 
 class HeldFeatures(Features):
-    """States in memory, end to end: hidden [N, H], aux [N, n_aux*H], sample i at offsets[i]..offsets[i+1]."""
+    """States in memory, by sample."""
 
     def __init__(self, samples: list[Sample], hidden_size: int, num_aux: int) -> None:
         super().__init__(samples, hidden_size, num_aux)
-        self.offsets = list(accumulate((len(sample.tokens) for sample in samples), initial=0))
-        self.hidden = torch.empty(self.offsets[-1], hidden_size, dtype=torch.bfloat16)
-        self.aux = torch.empty(self.offsets[-1], num_aux * hidden_size, dtype=torch.bfloat16)
-
-    def rows(self, index: int) -> slice:
-        return slice(self.offsets[index], self.offsets[index + 1])
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.hidden[self.rows(index)], self.aux[self.rows(index)]
+        return self.held[index]
 
 
 def bytes_per_token(spec: ModelSpec, num_aux: int) -> int:
@@ -110,7 +91,7 @@ def bytes_per_token(spec: ModelSpec, num_aux: int) -> int:
 
 
 def compute_features(
-    target: CapturingTarget,
+    target: KimiModel,
     samples: list[Sample],
     aux_layers: tuple[int, ...],
     advance: Callable[[int], None] = lambda _: None,
@@ -122,9 +103,10 @@ def compute_features(
         with torch.inference_mode():
             output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
         for row, index in enumerate(batch):
-            place, count = features.rows(index), len(samples[index].tokens)
-            features.hidden[place] = output.hidden[row, :count].to(torch.bfloat16)
-            features.aux[place] = output.aux[row, :count].to(torch.bfloat16)
+            rows = slice(len(samples[index].tokens))
+            # copies, so that the padding of the batch is let go
+            hidden, aux = (part[row, rows].to("cpu", torch.bfloat16, copy=True) for part in (output.hidden, output.aux))
+            features.held[index] = hidden, aux
         advance(sum(len(samples[index].tokens) for index in batch))
     return features
 
