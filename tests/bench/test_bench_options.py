@@ -13,8 +13,8 @@ import pytest
 from tests.command_line import trtspec
 from trtspec.bench.load.assemble import goodput
 from trtspec.bench.results import ServiceLevel
+from trtspec.cli.options import GoodputLimits
 from trtspec.client.client import Answer
-from trtspec.errors import UsageError
 
 NOWHERE = ("bench", "http://127.0.0.1:9")
 
@@ -36,12 +36,12 @@ def test_an_answer_in_one_piece_does_not_keep_a_promise_between_tokens() -> None
 
 @pytest.mark.parametrize("limit", ["-5", "0", "nan", "inf", "1e999", "", "fast"])
 def test_a_promise_is_a_number_above_zero(limit: str) -> None:
-    with pytest.raises(UsageError, match="not a number of milliseconds above 0"):
-        ServiceLevel.parse(f"tpot:20,ttft:{limit}")
+    with pytest.raises(ValueError, match="not a number of milliseconds above 0"):
+        GoodputLimits.parse(f"tpot:20,ttft:{limit}")
 
 
 def test_a_promise_is_made_once_and_of_what_is_measured() -> None:
-    assert ServiceLevel.parse("ttft:500, tpot:20") == ServiceLevel(ttft=0.5, tpot=0.02)
+    assert GoodputLimits.parse("ttft:500, tpot:20").promise == ServiceLevel(ttft=0.5, tpot=0.02)
     for text, says in (("ttft:500,ttft:50", "ttft is given twice"), ("itl:5", "'itl' is none of ttft, tpot, e2el")):
         done = trtspec(*NOWHERE, "--goodput", text)
         assert done.status == 2 and says in done.stderr and "--goodput ttft:500,tpot:20" in done.stderr

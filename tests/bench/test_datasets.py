@@ -239,7 +239,7 @@ def test_every_known_set_states_its_licence_and_source() -> None:
         ('{"messages": {"role": "user"}}', "has messages that are no list"),
         ('{"messages": ["hello"]}', "has a message that is no object"),
         ('{"messages": [{"role": "system"}]}', "role system without content"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "has no user message"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "ends in a message of the role system"),
         ('{"messages": [{"role": "user", "content": ""}]}', "has an empty or non-text prompt"),
         ('{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}', "ends in a message"),
         ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),

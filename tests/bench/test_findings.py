@@ -59,26 +59,26 @@ def test_drafts_accepted_past_the_end_are_taken_out() -> None:
 
 
 def test_counters_of_somebody_else_are_named() -> None:
-    assert not codes(assemble.counters_disagree([counters(1487, 474, 1024, 24)]))
+    assert not codes(assemble.in_counts([counters(1487, 474, 1024, 24)], []))
     others = [counters(24 * 76, 3000, 4000, 24), counters(24 * 76, 24 * 30, 24 * 45 + 500, 24)]
-    assert all(codes(assemble.counters_disagree([one])) == ["TS-BENCH-COUNTERS"] for one in others)
+    assert all(codes(assemble.in_counts([one], [])) == ["TS-BENCH-COUNTERS"] for one in others)
 
 
 def test_answers_that_are_tool_calls_are_not_empty() -> None:
     places = ("Rome, near the river", "Oslo in winter", "a village behind the hills", "Lima", "Kyoto at night")
     calls = [[{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places]
     called = [answer(text="", tool_calls=call) for call in calls]
-    assert not codes(assemble.degenerate_output(called))
+    assert not codes(assemble.in_answers(called))
     silent = [replace(one, tool_calls=[]) for one in called]
-    assert codes(assemble.degenerate_output(silent)) == ["TS-BENCH-DEGENERATE"]
+    assert codes(assemble.in_answers(silent)) == ["TS-BENCH-DEGENERATE"]
 
 
 def test_too_few_steps_are_said_with_how_many_would_do() -> None:
     turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
-    found = list(assemble.too_few(summarize(turns), turns))
+    found = list(assemble.too_few(turns))
     assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "give +-" in found[0][2]
     many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
-    assert not codes(assemble.too_few(summarize(many), many))
+    assert not codes(assemble.too_few(many))
 
 
 def test_a_rate_that_the_server_cannot_keep_is_named() -> None:

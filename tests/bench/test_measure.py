@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> Non
     """Both servers sleep per step, so the speed-up is tokens per step: 25 tokens in 1 + 8 steps of 3 or in 25."""
     urls = {"spec": stand_in(kind="reference", step_s=0.05, forced=2), "plain": stand_in(kind="plain", step_s=0.05)}
     whole = load_dataset(str(dataset))
-    once = Dataset("once", "0" * 64, tuple(question.first_turn for question in spread(list(whole.questions), 6)))
+    first = [replace(question, turns=question.turns[:1]) for question in spread(list(whole.questions), 6)]
+    once = Dataset("once", "0" * 64, tuple(first))
     work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), rounds=2, warmup=2)
     results = assemble.assemble(asyncio.run(measure.measure(urls, work)))
     (ratio,) = (found.ratio for found in results.speedups if (found.of, found.over) == ("spec", "plain"))

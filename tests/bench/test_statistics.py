@@ -67,13 +67,17 @@ def test_intervals_of_acceptance_cover_in_93_to_97_percent_of_runs(count: int) -
     assert 0.93 * RUNS <= covered <= 0.97 * RUNS
 
 
+def units(numerators: np.ndarray, denominators: np.ndarray) -> dict[int, tuple[float, float]]:
+    return dict(enumerate(zip(numerators.tolist(), denominators.tolist(), strict=True)))
+
+
 @pytest.mark.parametrize("pairs", [10, 80])
 def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
     rng, covered = np.random.default_rng(pairs), 0
     for _ in range(RUNS):
         steps, accepted = questions(rng, pairs)
         again = rng.binomial(steps + accepted, 0.95)  # every token of the old run is kept with 0.95
-        test = paired_ratio((again, steps), (steps + accepted, steps))
+        test = paired_ratio(units(again, steps), units(steps + accepted, steps))
         assert test
         covered += test.low <= 0.95 <= test.high
     print(f"{pairs} pairs: {100 * covered / RUNS:.1f} % of {RUNS}")
@@ -166,11 +170,11 @@ def test_comparison_in_small() -> None:
 def test_more_spread_needs_more_pairs() -> None:
     rng = np.random.default_rng(0)
     steps, accepted = questions(rng, 40)
-    quiet = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(4, 0.5, 40), steps))
-    loud = paired_ratio((steps + accepted, steps), (steps + accepted + rng.binomial(80, 0.5, 40), steps))
+    quiet = paired_ratio(units(steps + accepted, steps), units(steps + accepted + rng.binomial(4, 0.5, 40), steps))
+    loud = paired_ratio(units(steps + accepted, steps), units(steps + accepted + rng.binomial(80, 0.5, 40), steps))
     assert quiet and loud and loud.units_needed(0.002) > quiet.units_needed(0.002)
     assert loud.units_needed(0.001) > 10 * loud.units_needed(0.005)
-    assert paired_ratio(([1], [1]), ([1], [1])) is None
+    assert paired_ratio({"a": (1, 1)}, {"a": (1, 1)}) is None
 
 
 def turn(

@@ -34,7 +34,23 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
     for drafts, endpoint in served.items():
         refuse_degenerate(drafts, endpoint)
     fewest = min(served.values(), key=lambda endpoint: len(endpoint.concurrency))  # earlier results may have more loads
-    loads = [_choice(served, level.concurrency) for level in fewest.concurrency]
+    loads = []
+    for level in fewest.concurrency:
+        speeds = {drafts: found for drafts in sorted(served) if (found := user_speed(served[drafts], level.label))}
+        if missing := sorted(set(served) - set(speeds)):
+            message = f"no speed was measured with {missing[0]} drafts at {level.label}"
+            raise UsageError(message, "ask three questions or more")
+        fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
+        figures, best = list[LengthFigures](), fastest
+        for drafts, speed in speeds.items():
+            over = speed_ratio(served[drafts], served[fastest], level.label) if drafts != fastest else None
+            if over and over.high >= 1:
+                best = min(best, drafts)
+            at = served[drafts].at(level.label)
+            length = (at and at.acceptance_length) or served[drafts].acceptance_length
+            rate = round(speed.value, 3)
+            figures.append(LengthFigures(draft_len=drafts, acceptance_length=length, tokens_per_s=rate, of_best=over))
+        loads.append(LoadChoice(concurrency=level.concurrency, lengths=figures, best=best))
 
     def worst(drafts: int) -> float:
         speeds = [{figures.draft_len: figures.tokens_per_s for figures in load.lengths} for load in loads]
@@ -51,29 +67,6 @@ def refuse_degenerate(drafts: int, endpoint: EndpointResult) -> None:
         share = f"{100 * endpoint.degeneration.share:.0f} %"
         message = f"{drafts} drafts, {endpoint.url}: {share} of its answers are degenerate"
         raise UsageError(message, "look at them in answers.jsonl, ask other questions, and measure it again")
-
-
-def _choice(served: Mapping[int, EndpointResult], concurrency: int) -> LoadChoice:
-    label = level_label(concurrency, None)
-    speeds = {drafts: found for drafts in sorted(served) if (found := user_speed(served[drafts], label))}
-    if missing := sorted(set(served) - set(speeds)):
-        raise UsageError(f"no speed was measured with {missing[0]} drafts at {label}", "ask three questions or more")
-    fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
-    figures, best = list[LengthFigures](), fastest
-    for drafts, speed in speeds.items():
-        over = speed_ratio(served[drafts], served[fastest], label) if drafts != fastest else None
-        if over and over.high >= 1:
-            best = min(best, drafts)
-        level = served[drafts].at(label)
-        figures.append(
-            LengthFigures(
-                draft_len=drafts,
-                acceptance_length=(level and level.acceptance_length) or served[drafts].acceptance_length,
-                tokens_per_s=round(speed.value, 3),
-                of_best=over,
-            )
-        )
-    return LoadChoice(concurrency=concurrency, lengths=figures, best=best)
 
 
 def served_length(endpoint: EndpointResult) -> int | None:

@@ -44,13 +44,22 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
     shown = [name for name in new.categories if name != ALL and not (new.degenerate(name) or old.degenerate(name))]
     found += [acceptance_figure(new, earlier, name, confidence, allowed) for name in shown]
     figures = [figure for figure in found if figure]
+    problems = not_judged(figures, [new, *earlier], max_regression is not None)
+    for figure in figures:
+        if figure.verdict == REGRESSION:
+            message = (
+                f"{figure.figure} is {figure.ratio:.3f} times the earlier run's ({figure.low:.3f} to {figure.high:.3f})"
+                f", over {figure.units} {figure.paired_by}s"
+            )
+            message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
+            problems.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message))
     return Comparison(
         old={"name": old.name, "url": old.url, "model": old.server.model, "version": old.server.version},
         runs=len(earlier),
         max_regression=allowed,
         confidence=round(confidence, 5),
         figures=figures,
-        problems=[*not_judged(figures, [new, *earlier], max_regression is not None), *regressions(figures, allowed)],
+        problems=problems,
     )
 
 
@@ -64,9 +73,10 @@ def acceptance_figure(
     if None in lengths[:2]:
         return None
     sides = [per_question([turn for turn in run.turns_detail if category in (ALL, turn.category)]) for run in runs[:2]]
-    common = [question for question in sides[0] if question in sides[1]]
-    pairs = [([side[q][0] + side[q][1] for q in common], [side[q][0] for q in common]) for side in sides]
-    test, by = paired_ratio(pairs[0], pairs[1], confidence), "question"
+    now, before = (
+        {question: (steps + accepted, steps) for question, (steps, accepted, _) in side.items()} for side in sides
+    )
+    test, by = paired_ratio(now, before, confidence), "question"
     if test is None and category == ALL and None not in lengths:
         test, by = next_ratio(lengths[0], lengths[1:], confidence), RUN  # type: ignore[arg-type]
     judged = category == ALL and not any(run.degenerate() for run in runs)
@@ -118,17 +128,3 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
         reason = f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
     message, severity = f"acceptance is not judged: {reason}", "error" if gate else "warning"
     return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]
-
-
-def regressions(figures: Sequence[ComparedFigure], allowed: float) -> list[Problem]:
-    """Regressions."""
-    found = []
-    for figure in figures:
-        if figure.verdict == REGRESSION:
-            message = (
-                f"{figure.figure} is {figure.ratio:.3f} times the earlier run's ({figure.low:.3f} to {figure.high:.3f})"
-                f", over {figure.units} {figure.paired_by}s"
-            )
-            message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
-            found.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message))
-    return found

@@ -160,7 +160,10 @@ def prove(
     patience = LEFT_OVER if path.exists() else 0.0
     if not path.exists() and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} holds something else", "choose another -o")
-    identities = {name: _identity(name) for name in (setup.target, setup.head)}
+    identities = {}
+    for name in (setup.target, setup.head):
+        path_of = resolve(name, weights=False).path
+        identities[name] = identity_digest(path_of)[:16] if path_of else "not on this machine"  # only its name is known
     words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[:16]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
     with Journal(path, header, restart=restart, private=True) as journal:
@@ -174,7 +177,12 @@ def prove(
             with ExitStack() as stack:
                 if launch:
                     require_free_ports(setup.port, 1, patience)
-                    _serve(setup, launch, journal, directory, startup, stack)
+                    what = "the target with its head" if launch == SPECULATING else "the target alone"
+                    report.announce(f"serve-{launch}: {what}")
+                    began, log = time.monotonic(), directory / "logs" / f"serve-{launch}.log"
+                    stack.enter_context(served(serve_words(setup, launch), setup.url, log, startup))
+                    journal.record(f"serve-{launch}", seconds=round(time.monotonic() - began, 1))
+                    report.announce(f"  ready after {duration(time.monotonic() - began)}")
                 for step in steps:
                     if step.launch == launch and step not in done:
                         _run(step, journal, directory)
@@ -186,27 +194,12 @@ def prove(
     return evidence
 
 
-def _identity(name: str) -> str:
-    """The fingerprint of a checkpoint that is on this machine; of any other its name is known."""
-    path = resolve(name, weights=False).path
-    return identity_digest(path)[:16] if path else "not on this machine"
-
-
 def _result(step: Step, directory: Path) -> dict[str, Any]:
     """What a step left; {} where that cannot be read, as after a power loss: the step then runs again."""
     try:
         return files.read_object(directory / step.result)
     except (TrtspecError, OSError):
         return {}
-
-
-def _serve(setup: ProveSetup, launch: str, journal: Journal, directory: Path, startup: float, stack: ExitStack) -> None:
-    """A server for the life of `stack`."""
-    report.announce(f"serve-{launch}: the target {'with its head' if launch == SPECULATING else 'alone'}")
-    began, log = time.monotonic(), directory / "logs" / f"serve-{launch}.log"
-    stack.enter_context(served(serve_words(setup, launch), setup.url, log, startup))
-    journal.record(f"serve-{launch}", seconds=round(time.monotonic() - began, 1))
-    report.announce(f"  ready after {duration(time.monotonic() - began)}")
 
 
 def _run(step: Step, journal: Journal, directory: Path) -> None:
@@ -350,25 +343,21 @@ def proof_html(
         between = f"{interval[0]:.2f} to {interval[1]:.2f}"
         figures.append(Figure(f"{length:.2f}", between, "tokens per verification step"))
     drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
+    times = [
+        [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
+        for at in evidence.step_times
+        if at.planned_plain_ms
+    ]
+    columns = ["concurrency", "alone, planned", "alone", "with the head, planned", "with the head"]
+    planned = Table("Milliseconds of one step", columns, times)
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
         figures,
-        [replace(speed, tables=[*speed.tables, _plan_table(evidence)]), acceptance,
+        [replace(speed, tables=[*speed.tables, planned]), acceptance,
          Section(title=same.title, tables=[same]), *more],
         about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(with_head)}.",
         verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
         created=evidence.created,
         versions=evidence.versions,
     )  # fmt: skip
-
-
-def _plan_table(evidence: ProofEvidence) -> Table:
-    """Step times beside the plan's; without rows where there is no plan."""
-    rows = [
-        [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
-        for at in evidence.step_times
-        if at.planned_plain_ms
-    ]
-    columns = ["concurrency", "alone, planned", "alone", "with the head, planned", "with the head"]
-    return Table("Milliseconds of one step", columns, rows)

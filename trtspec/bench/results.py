@@ -7,7 +7,6 @@ of all their answers.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,36 +43,14 @@ class ServiceLevel:
     tpot: float | None = None
     e2el: float | None = None
 
-    @classmethod
-    def parse(cls, text: str) -> ServiceLevel:
-        """`ttft:500,tpot:20` in ms, as `vllm bench serve --goodput` has it. Raises UsageError with the first fault."""
-        limits: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.strip().partition(":")
-            limit, fault = math.nan, ""
-            with suppress(ValueError):
-                limit = float(value)
-            if name not in cls.__dataclass_fields__:
-                fault = f"{name!r} is none of {', '.join(cls.__dataclass_fields__)}"
-            elif name in limits:
-                fault = f"{name} is given twice"
-            elif not 0 < limit < math.inf:
-                fault = f"{value!r} is not a number of milliseconds above 0"
-            if fault:
-                example = "write `goodput` ttft:500,tpot:20,e2el:5000"
-                raise UsageError(f"`goodput` {text} is not a service level: {fault}", example)
-            limits[name] = limit / 1000
-        return cls(**limits)
-
     def met(self, answer: Answer) -> bool:
         """Whether one answer keeps every promise; a failed one keeps none."""
         if answer.error or answer.first_token is None:
             return False
-        found = {
-            "ttft": answer.first_token - answer.started,
-            "tpot": slowest_tpot(answer),
-            "e2el": answer.finished - answer.started,
-        }
+        whole, tokens, tpot = answer.finished - answer.started, answer.completion_tokens, inter_token(answer)
+        if tpot is None:  # of an answer in a single chunk: its time over its tokens, infinite where nobody counted them
+            tpot = 0.0 if tokens == 1 else whole / (tokens - 1) if tokens else math.inf
+        found = {"ttft": answer.first_token - answer.started, "tpot": tpot, "e2el": whole}
         return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
 
     def words(self) -> str:
@@ -87,19 +64,10 @@ def inter_token(answer: Answer) -> float | None:
     return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
 
 
-def slowest_tpot(answer: Answer) -> float:
-    """TPOT, or for an answer in a single chunk its whole time over its tokens. Infinite where nobody counted them."""
-    found = inter_token(answer)
-    if found is not None or answer.completion_tokens == 1:
-        return found or 0.0
-    return (answer.finished - answer.started) / (answer.completion_tokens - 1) if answer.completion_tokens else math.inf
-
-
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Answers per second that kept a promise to users, and their share of all requests."""
+    """Answers per second that kept the workload's promise to users, and their share of all requests."""
 
-    promise: str
     requests_per_s: float
     share: float
 
@@ -321,10 +289,11 @@ def speed_ratio(of: EndpointResult, over: EndpointResult, label: str, confidence
     """`user_speed` of one endpoint over another's, paired by question. None if the output of either is degenerate."""
     if any(level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))):
         return None
-    first, second = of.speeds(label), over.speeds(label)
-    common = [question for question in first if question in second]
-    sides = [([side[q].tokens for q in common], [side[q].seconds for q in common]) for side in (first, second)]
-    return paired_ratio(sides[0], sides[1], confidence)
+    first, second = (
+        {question: (float(speed.tokens), speed.seconds) for question, speed in side.speeds(label).items()}
+        for side in (of, over)
+    )
+    return paired_ratio(first, second, confidence)
 
 
 def read_results(path: Path) -> BenchResults:

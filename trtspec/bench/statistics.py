@@ -18,10 +18,11 @@ and Stegun, 26.7.5).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +33,7 @@ LEAST_UNITS = 3  # of an interval
 LEAST_RUNS = 4  # earlier runs that predict the next one; t is within 2 % of Student's for so many
 CONFIDENCE = 0.95
 NORMAL = NormalDist()
+Units = Mapping[Any, tuple[float, float]]  # numerator and denominator by unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +176,12 @@ def ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = CO
     return None if found is None else _interval(found[0], _error(found[1]), len(found[1]), confidence)
 
 
-def paired_ratio(
-    new: tuple[ArrayLike, ArrayLike], old: tuple[ArrayLike, ArrayLike], confidence: float = CONFIDENCE
-) -> Ratio | None:
-    """Of two ratios of sums, each (numerators, denominators) by unit, the same units in the same order on both sides.
-
-    None below LEAST_UNITS, or where a sum is zero."""
-    first, second = _linear(*new), _linear(*old)
-    if first is None or second is None or len(first[1]) != len(second[1]):
+def paired_ratio(new: Units, old: Units, confidence: float = CONFIDENCE) -> Ratio | None:
+    """The ratio of two ratios of sums, over the units of both. None below LEAST_UNITS, or where a sum is zero."""
+    common = [unit for unit in new if unit in old]
+    sides = ([side[unit] for unit in common] for side in (new, old))
+    first, second = (_linear([top for top, _ in pairs], [bottom for _, bottom in pairs]) for pairs in sides)
+    if first is None or second is None:
         return None
     return _interval(first[0] / second[0], _error(first[1] - second[1]), len(first[1]), confidence)
 

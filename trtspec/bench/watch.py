@@ -27,18 +27,13 @@ from trtspec.client.servers import (
 )
 from trtspec.errors import TrtspecError, UsageError
 
+NO_METRICS = "TS-WATCH-NO-METRICS"
 PATHS = ("/prometheus/metrics", "/metrics")
 TIMEOUT = 10.0  # seconds of one reading, however slowly its bytes come
 ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
 FIGURES = ("steps", "drafted", "accepted")
 DESIGN_EFFECT = 8.0  # variance of a mean over the steps of whole answers, over that of independent steps
 Z = 2.326  # one-sided 1 % of the normal distribution
-
-
-class NoMetrics(TrtspecError):
-    """A server answers and has no metrics that watch can read."""
-
-    default_code = "TS-WATCH-NO-METRICS"
 
 
 @dataclass
@@ -60,8 +55,8 @@ class Watch:
     last: Counters = field(default_factory=Counters)  # the server's own counters
 
     async def read(self, client: httpx.AsyncClient) -> None:
-        """Reads once. Raises TrtspecError if the server does not answer, NoMetrics if it has never had metrics of
-        speculation."""
+        """Reads once. Raises TrtspecError if the server does not answer, with the code NO_METRICS if it has never had
+        metrics of speculation."""
         reasons = []
         try:
             async with asyncio.timeout(TIMEOUT):
@@ -83,7 +78,8 @@ class Watch:
         except RequestFailed as error:
             failure = error.message
         self.missed, self.failure, self.acceptance_length = self.missed + 1, failure, None
-        raise (NoMetrics if len(reasons) == len(PATHS) else TrtspecError)(failure, "look at how the server was started")
+        code = NO_METRICS if len(reasons) == len(PATHS) else None
+        raise TrtspecError(failure, "look at how the server was started", code)
 
     def take(self, text: str) -> None:
         """Counts what one body of metrics says. Raises ValueError for anything but metrics of speculation."""

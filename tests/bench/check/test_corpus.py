@@ -20,6 +20,7 @@ import pytest
 from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, record, score_answers
+from trtspec.bench.check.prompts import Prompts
 from trtspec.bench.check.rows import Row, Verdict, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -52,7 +53,9 @@ async def asker(toy: Toy) -> Asker:
 
 def recorded(toy: Toy) -> list[Exchange]:
     async def run() -> list[Exchange]:
-        return await record(await asker(toy), QUESTIONS, **SIZES)
+        asking = await asker(toy)
+        ids = dict(asking.server.adapter.ids)
+        return await record(asking, Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=ids, **SIZES))
 
     return asyncio.run(run())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -24,7 +24,6 @@ from trtspec.client.servers import DetectedServer
 from trtspec.report import Bar
 
 if TYPE_CHECKING:
-    from trtspec.bench.questions.datasets import Question
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 END_OF_TURN = "<|im_end|>"
@@ -90,28 +89,18 @@ class Asker:
         return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
 
 
-async def record(
-    asker: Asker,
-    questions: Sequence[Question],
-    *,
-    samples: int,
-    max_tokens: int,
-    context: int,
-    withheld: Set[str] = frozenset(),
-) -> list[Exchange]:
+async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     """Sends all prompts of a check to one server and returns the answers: first prompts, those made from their answers,
-    a crowd at CROWD times the concurrency, some after it. `withheld`: parameters that would end the engine."""
-    prompts = Prompts(
-        tokenizer=asker.tokenizer, questions=questions, samples=samples, max_tokens=max_tokens, context=context,
-        crowd_size=CROWD * asker.concurrency, ids=dict(asker.server.adapter.ids), withheld=withheld,
-    )  # fmt: skip
+    a crowd at CROWD times the concurrency, some after it."""
     first = list(prompts.first())
     asker.bar.show(0, len(first))
     found = await asker.all(first)
-    second, crowd, later = list(prompts.second(found)), prompts.crowd(found), prompts.later(found)
+    together = CROWD * asker.concurrency
+    second, crowd = list(prompts.second(found)), prompts.crowd(found, together)
+    later = [replace(one, run="later") for one in crowd[: together // 2]]
     asker.bar.show(len(first), sum(map(len, (first, second, crowd, later))))
     found += await asker.all(second)
-    found += await asker.all(crowd, CROWD * asker.concurrency)
+    found += await asker.all(crowd, together)
     found += await asker.all(later)
     return found
 

@@ -51,7 +51,6 @@ class Prompts:
     samples: int
     max_tokens: int
     context: int
-    crowd_size: int
     ids: dict[str, Any]
     withheld: Set[str] = frozenset()
 
@@ -107,14 +106,10 @@ class Prompts:
             if one.run == "ids" and one.answered and (one.kind == "long" or one.kind == "text"):
                 yield replace(request_of(one), run="warm")
 
-    def crowd(self, answers: Iterable[Exchange]) -> list[Exchange]:
-        """Short prompts again, all at once."""
+    def crowd(self, answers: Iterable[Exchange], size: int) -> list[Exchange]:
+        """Short prompts again, to be asked all at once."""
         texts = [one for one in answers if one.kind == "text" and one.run == "ids" and one.answered]
-        return [replace(request_of(one), run="crowd") for one in texts[: self.crowd_size]]
-
-    def later(self, answers: Iterable[Exchange]) -> list[Exchange]:
-        """Some of them after the crowd."""
-        return [replace(one, run="later") for one in self.crowd(answers)[: self.crowd_size // 2]]
+        return [replace(request_of(one), run="crowd") for one in texts[:size]]
 
     def raw(self, key: str, kind: str, messages: list[Message], tools: Any = None, quiet: bool = False,
             **fields: Any) -> Exchange:  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations
 from statistics import median
 from typing import Any
 
@@ -27,7 +26,6 @@ from trtspec.bench.results import (
     speed_ratio,
 )
 from trtspec.bench.statistics import (
-    AcceptanceSummary,
     add_histograms,
     by_category,
     length_ratio,
@@ -132,7 +130,6 @@ def goodput(answers: Sequence[Answer], wall: float, promise: ServiceLevel) -> Go
     """Rate and share of the answers, failed ones among them, that kept the service level; `wall` is in seconds."""
     kept = sum(promise.met(answer) for answer in answers)
     return Goodput(
-        promise=promise.words(),
         requests_per_s=round(kept / wall, 4) if wall else 0.0,
         share=round(kept / len(answers), 4) if answers else 0.0,
     )
@@ -169,12 +166,17 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """Each endpoint over each other one at each level where both wrote sound output."""
+    """At each level where both wrote sound output: endpoints that speculate over those that do not; where all do, or
+    none, the others over the second."""
+    plain = [endpoint for endpoint in endpoints if not endpoint.speculates]
+    bases = plain if 0 < len(plain) < len(endpoints) else list(endpoints[1:2])
+    names = {base.name for base in bases}
     return [
-        SpeedUp(of=of.name, over=over.name, level=level.label, ratio=ratio)
+        SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio)
         for level in endpoints[0].concurrency
-        for of, over in permutations(endpoints, 2)
-        if (ratio := speed_ratio(of, over, level.label))
+        for of in endpoints
+        for base in bases
+        if of.name not in names and (ratio := speed_ratio(of, base, level.label))
     ]
 
 
@@ -183,32 +185,25 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
 
 def find_problems(target: MeasuredEndpoint) -> list[Problem]:
     """What makes the figures of one endpoint worth less than they look."""
-    answers, counts = target.answers(), counts_of(target.rounds)
-    reported = counts or counts_of(target.category_rounds)
+    counts = counts_of(target.rounds)
     found = [
-        *failed_requests(answers),
-        *degenerate_output(answers),
-        *no_acceptance(target.server.kind, reported, target.unmeasured),
-        *nothing_accepted(counts),
-        *forced_acceptance(counts, answers),
-        *limited_parameters(target.limits, target.workload.body()),
-        *counters_disagree(counts),
-        *buffered(answers),
-        *too_few(summarize(reported), reported),
+        *in_answers(target.answers()),
+        *without_acceptance(target.server.kind, counts or counts_of(target.category_rounds), target.unmeasured),
+        *in_counts(counts, target.answers()),
+        *in_request(target.limits, target.workload.body()),
+        *too_few(counts or counts_of(target.category_rounds)),
         *overloaded(target.rounds),
         *underfilled(target.rounds),
     ]
     return [Problem(code, severity, target.name, message) for code, severity, message in found]
 
 
-def failed_requests(answers: Sequence[Answer]) -> Findings:
+def in_answers(answers: Sequence[Answer]) -> Findings:
+    """Failed requests, degenerate output, and answers that a proxy between server and user holds back."""
     errors = [answer.error for answer in answers if answer.error]
     if errors:
         message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
         yield "TS-BENCH-ERRORS", "error", message
-
-
-def degenerate_output(answers: Sequence[Answer]) -> Findings:
     verdict = quality_of(answers)
     if verdict.degenerate:
         message = (
@@ -216,9 +211,17 @@ def degenerate_output(answers: Sequence[Answer]) -> Findings:
             f"(distinct 4-grams {verdict.distinct_4gram_ratio}): loops flatter every drafter"
         )
         yield "TS-BENCH-DEGENERATE", "warning", message
+    long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
+    sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
+    if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
+        message = (
+            f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
+            "tokens are not the server's"
+        )
+        yield "TS-BENCH-BUFFERED", "warning", message
 
 
-def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
+def without_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
     """That acceptance is not measured, in whole or in part. `unmeasured`: why."""
     code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
     if unmeasured := list(dict.fromkeys(unmeasured)):
@@ -229,8 +232,9 @@ def no_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[
         yield code, "info", message
 
 
-def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
-    """Drafts of which the target accepts none."""
+def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
+    """Drafts of which the target accepts none; acceptance that a server makes up; counters around a run that hold
+    requests of others."""
     steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
@@ -239,18 +243,26 @@ def nothing_accepted(counts: Sequence[TurnCounts]) -> Findings:
             "engine computes it otherwise than its training did (rope, norms, captured layers)"
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
-
-
-def forced_acceptance(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Acceptance that a server makes up, which no drafter yields but on a loop."""
     histogram = add_histograms(count.histogram for count in counts) or []
-    sizes = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
-    if sizes and not quality_of(answers).degenerate:
-        message = f"every step brought {sizes} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
+    each = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
+    if each and not quality_of(answers).degenerate:  # on a loop a drafter may yield the same in each step
+        message = f"every step brought {each} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
         yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message
+    pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
+    tokens, verified, asked, surplus = (
+        sum(getattr(count, key) for count in pooled) for key in ("tokens", "steps", "answers", "surplus")
+    )
+    drafts = sum(count.drafted or 0 for count in pooled) / max(1, verified)
+    reason = ""
+    if tokens < verified:
+        reason = f"{verified} steps for {tokens} tokens in {asked} answers"
+    elif surplus > asked * drafts:
+        reason = f"{surplus} more accepted drafts than {asked} answers can leave behind"
+    if reason:
+        yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}"
 
 
-def limited_parameters(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
+def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
     """Parameters with which the answers are not what was asked for: those that this release drops or refuses under
     speculation, and ignore_eos."""
     for key, what in (("ignored", "ignores"), ("refused", "refuses")):
@@ -262,32 +274,16 @@ def limited_parameters(limits: RequestLimits, asked: Mapping[str, Any]) -> Findi
         yield "TS-BENCH-IGNORE-EOS", "warning", message
 
 
-def counters_disagree(counts: Sequence[TurnCounts]) -> Findings:
-    """Counters around a run that hold requests of others."""
-    pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
-    tokens, steps, asked, surplus = (
-        sum(getattr(count, key) for count in pooled) for key in ("tokens", "steps", "answers", "surplus")
-    )
-    drafts = sum(count.drafted or 0 for count in pooled) / max(1, steps)
-    reason = ""
-    if tokens < steps:
-        reason = f"{steps} steps for {tokens} tokens in {asked} answers"
-    elif surplus > asked * drafts:
-        reason = f"{surplus} more accepted drafts than {asked} answers can leave behind"
-    if reason:
-        yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}"
-
-
-def buffered(answers: Sequence[Answer]) -> Findings:
-    """Every long answer comes at once or in large chunks: a proxy between server and user holds them back."""
-    long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
-    sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
-    if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
-        message = (
-            f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
-            "tokens are not the server's"
-        )
-        yield "TS-BENCH-BUFFERED", "warning", message
+def too_few(counts: Sequence[TurnCounts]) -> Findings:
+    """An acceptance length that is too uncertain to judge by, with how many questions would do."""
+    summary, found = summarize(counts), length_ratio(counts)
+    length = summary.acceptance_length
+    if length is None or (found and found.high / found.value - 1 <= WIDE) or (counts and not per_question(counts)):
+        return
+    needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
+    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "
+    message += f"{needed} give +- {100 * AIM:.0f} %"
+    yield "TS-BENCH-FEW-STEPS", "info", message
 
 
 def overloaded(rounds: Sequence[Round]) -> Findings:
@@ -319,14 +315,3 @@ def underfilled(rounds: Sequence[Round]) -> Findings:
     if missed:
         message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*max(missed))
         yield "TS-BENCH-FEW-QUESTIONS", "info", message
-
-
-def too_few(summary: AcceptanceSummary, counts: Sequence[TurnCounts]) -> Findings:
-    """An acceptance length that is too uncertain to judge by, with how many questions would do."""
-    length, found = summary.acceptance_length, length_ratio(counts)
-    if length is None or (found and found.high / found.value - 1 <= WIDE) or (counts and not per_question(counts)):
-        return
-    needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
-    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "
-    message += f"{needed} give +- {100 * AIM:.0f} %"
-    yield "TS-BENCH-FEW-STEPS", "info", message

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 import httpx
@@ -129,46 +130,41 @@ async def measure(
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
             journal.served_by(name, server)
-            found = MeasuredEndpoint(name, url, client, server, workload, journal, bar, limits(server))
-            found.restless = journal.segment > 0  # a killed run may have left requests behind
-            if deadly := sorted(set(workload.body()) & set(found.limits.get("end_engine", ()))):
+            target = MeasuredEndpoint(name, url, client, server, workload, journal, bar, limits(server))
+            target.restless = journal.segment > 0  # a killed run may have left requests behind
+            if deadly := sorted(set(workload.body()) & set(target.limits.get("end_engine", ()))):
                 message = (
                     f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
                 )
                 raise UsageError(message, "leave it out of `extra_body`, or use a later release")
-            targets.append(found)
+            targets.append(target)
         # servers that keep only totals are asked once more by category
-        asked = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
-        bar.show(0, workload.turns * sum(asked))
+        times = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
+        bar.show(0, workload.turns * sum(times))
         for target in targets:
             bar.say(f"{target.name}: warming up")
             await target.warm_up()
         if kept := journal.kept():
             bar.say(f"{kept} answers of the interrupted run are kept")
-        for level in workload.levels:
-            await ask_in_turn(targets, level, workload)
+        asked = list(enumerate(workload.dataset.questions))
+        rounds = min(workload.rounds, len(asked))
+        # in each round every endpoint answers the same questions, in rotating order
+        for level, number in product(workload.levels, range(rounds)):
+            first = number % len(targets)
+            for target in [*targets[first:], *targets[:first]]:
+                found = await target.round(level, number, asked[number::rounds])
+                target.rounds += found
+                answers = [answer for run in found for answer in run.answers]
+                failed = len(answers) - len(good(answers))
+                trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
+                where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
+                bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
         for target in targets:
             if (answers := target.answers()) and not good(answers):
                 message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
                 raise TrtspecError(message, "look at the server's log; send one request by hand (curl)")
             await target.ask_by_category()
     return targets
-
-
-async def ask_in_turn(targets: Sequence[MeasuredEndpoint], level: LoadLevel, workload: BenchWorkload) -> None:
-    """All rounds of one load: in each, every endpoint answers the same questions, in rotating order."""
-    asked = list(enumerate(workload.dataset.questions))
-    rounds = min(workload.rounds, len(asked))
-    for number in range(rounds):
-        first = number % len(targets)
-        for target in [*targets[first:], *targets[:first]]:
-            found = await target.round(level, number, asked[number::rounds])
-            target.rounds += found
-            answers = [answer for run in found for answer in run.answers]
-            failed = len(answers) - len(good(answers))
-            trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
-            where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
-            target.bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
 
 
 @dataclass
@@ -197,7 +193,7 @@ class MeasuredEndpoint:
     async def warm_up(self) -> None:
         """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
         count = self.workload.most if self.workload.warmup is None else self.workload.warmup
-        asked = [(place, question.first_turn) for place, question in enumerate(self.workload.dataset.questions[:count])]
+        first = [replace(question, turns=question.turns[:1]) for question in self.workload.dataset.questions[:count]]
         sampling = self.workload.sampling
         short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
@@ -205,7 +201,7 @@ class MeasuredEndpoint:
             async for answer in self.converse(question, place, short):
                 self.restless |= bool(answer.error)
 
-        await closed_loop(one, asked, self.workload.most)
+        await closed_loop(one, list(enumerate(first)), self.workload.most)
 
     async def ask_by_category(self) -> None:
         """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""

@@ -16,6 +16,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,6 @@ class Question:
     def has_pictures(self) -> bool:
         return any(not isinstance(said, str) for said in (*self.turns, *(each["content"] for each in self.opening)))
 
-    @property
-    def first_turn(self) -> Question:
-        return replace(self, turns=self.turns[:1])
-
     def first_request(self) -> tuple[list[Message], list[Message]]:
         """(messages, tools) of the first request."""
         return self.request(0), list(self.tools)
@@ -91,10 +88,14 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
             f"the dataset {source.file or name} holds no prompt",
             "each line is one JSON object with turns, messages or prompt",
         )
-    path = Path(source.file) if source.file else None
+    if source.file and Path(source.file).is_file():
+        digest = file_sha256(Path(source.file))
+    else:
+        text = json.dumps([asdict(question) for question in questions], sort_keys=True, ensure_ascii=False)
+        digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return Dataset(
         name=source.label,
-        sha256=file_sha256(path) if path and path.is_file() else questions_sha256(questions),
+        sha256=digest,
         questions=tuple(spread(questions, samples)),
         licence=source.licence,
         source=source.source,
@@ -102,9 +103,8 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
 
 
 def read_questions(source: QuestionSource, split: str | None = None) -> list[Question]:
-    """Every question of a source, in order. Ids are made unique: two rows of one id are two questions."""
-    unread: Counter[str] = Counter()
-    found: list[Question] = []
+    """Every question of a source, in order. Two rows of one id are two questions: the later gets its row's number."""
+    unread, seen, found = Counter[str](), set[str](), list[Question]()
     for index, row in enumerate(rows_of(source, split)):
         value, images = row.value, list[Any]()
         if isinstance(value, dict):
@@ -114,9 +114,11 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
         question = question_of(conversation(replace(row, value=value), unread, pictures=True), index, shown)
         if "images" in source.fields and not question.has_pictures:
             raise _no_field(row, source.fields["images"], source)
-        found.append(question)
+        name = question.id if question.id not in seen else f"{question.id}#{index}"
+        seen.add(name)
+        found.append(replace(question, id=name))
     note_unread(source.file or source.label, unread)
-    return unique_ids(found)
+    return found
 
 
 def question_of(conversation: Conversation, index: int, pictures: Sequence[Message] = ()) -> Question:
@@ -131,14 +133,13 @@ def question_of(conversation: Conversation, index: int, pictures: Sequence[Messa
     first = len(messages)
     while first and messages[first - 1]["role"] == "user":
         first -= 1
-    if not any(message["role"] == "user" for message in messages):
-        raise UsageError(f"{where} has no user message", "a row holds a prompt, turns, or messages with a user's")
     functions = [tool.get("function") for tool in conversation.tools]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         remedy = "write {type: function, function: {name, description, parameters}}"
         raise UsageError(f"{where} has a tool without function.name", remedy)
     if first == len(messages):
-        raise UsageError(f"{where} ends in a message of the role {messages[-1]['role']}", "end it with a question")
+        ends = f"ends in a message of the role {messages[-1]['role']}" if messages else "has no user message"
+        raise UsageError(f"{where} {ends}", "a row holds a prompt, turns, or messages, with a user's at the end")
     turns = [message["content"] for message in messages[first:]]
     if pictures:
         text = [{"type": "text", "text": turns[0]}] if turns[0] else []
@@ -154,23 +155,6 @@ def question_of(conversation: Conversation, index: int, pictures: Sequence[Messa
     )
 
 
-def unique_ids(questions: list[Question]) -> list[Question]:
-    """Makes ids unique by appending the row number to duplicates."""
-    seen: set[str] = set()
-    found = []
-    for number, question in enumerate(questions):
-        name = question.id if question.id not in seen else f"{question.id}#{number}"
-        seen.add(name)
-        found.append(replace(question, id=name))
-    return found
-
-
-def questions_sha256(questions: list[Question]) -> str:
-    """Of the questions themselves."""
-    text = json.dumps([asdict(question) for question in questions], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
     """`samples` questions taken round-robin over categories, so that a small sample still covers all of them."""
     if samples is None or samples >= len(questions):
@@ -178,13 +162,8 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.category, []).append(question)
-    chosen: list[Question] = []
-    depth = 0
-    while len(chosen) < samples:
-        row = [group[depth] for group in groups.values() if depth < len(group)]
-        chosen += row[: samples - len(chosen)]
-        depth += 1
-    return chosen
+    one_of_each = zip_longest(*groups.values())
+    return [question for row in one_of_each for question in row if question is not None][:samples]
 
 
 # --- rows of the sets that are known by name ---

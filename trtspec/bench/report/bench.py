@@ -16,7 +16,6 @@ from trtspec.bench.results import (
     DraftChoice,
     EndpointResult,
     LatencySpread,
-    SpeedUp,
     Workload,
     user_speed,
 )
@@ -49,7 +48,7 @@ def sentence(results: BenchResults) -> str:
 def figures(results: BenchResults) -> list[Figure]:
     """What the sentence says and the top of the page shows: speed-up, acceptance, speed of a user at the first load."""
     about, at = subject(results), results.concurrency[0].label
-    ups = [up for up in shown_speedups(results) if up.of == about.name][:1]
+    ups = [up for up in results.speedups if up.of == about.name][:1]
     found = [Figure(f"{up.ratio.value:.2f}", up.ratio.words, f"times as fast as {up.over} at {up.level}") for up in ups]
     if about.speculates and not about.degenerate():
         ends = about.acceptance_length_interval
@@ -86,11 +85,6 @@ def sections(results: BenchResults) -> list[Section]:
         Section(title="Comparison", tables=titled(comparison_table(results.comparison)) if results.comparison else ()),
         Section(title="Findings", problems=results.problems),
     ]
-
-
-def all_tables(results: BenchResults) -> list[Table]:
-    """Those of the sections, for the terminal."""
-    return [table for section in sections(results) for table in section.tables]
 
 
 def bench_html(results: BenchResults) -> str:
@@ -254,17 +248,10 @@ def latency_table(results: BenchResults) -> Table:
     return Table("Latency in ms", columns, rows, note)
 
 
-def shown_speedups(results: BenchResults) -> list[SpeedUp]:
-    """Those over endpoints that do not speculate, or over the second one if all do."""
-    plain = [endpoint.name for endpoint in results.all if not endpoint.speculates]
-    over = plain or list(results.endpoints)[:1]
-    return [found for found in results.speedups if found.over in over and (found.of not in plain or not plain)]
-
-
 def speedup_table(results: BenchResults) -> Table:
     rows = [
         [f"{up.of} over {up.over}", up.level, number(up.ratio.value, 2, "x"), up.ratio.words, str(up.ratio.units)]
-        for up in shown_speedups(results)
+        for up in results.speedups
     ]
     note = "Output tokens/s of a user, paired by question, with its 95 % interval."
     columns = ["endpoints", "load", "times as fast", "range", "questions"]

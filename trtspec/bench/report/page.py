@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 from typing import Literal
 
@@ -84,7 +83,12 @@ def render(
 
     `sentence` says the result, `verdict` colours it; `about` says what was asked of what, in small print.
     """
-    return _template().render(
+    # everything is escaped unless the template marks it safe
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("trtspec.bench", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.get_template("report.html.j2").render(
         title=title,
         sentence=sentence,
         figures=figures,
@@ -94,16 +98,6 @@ def render(
         created=created,
         versions=versions or {},
     )
-
-
-@cache
-def _template() -> jinja2.Template:
-    """Everything is escaped unless the template marks it safe."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("trtspec.bench", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template("report.html.j2")
 
 
 # --- plots, in the colours of the page ---
