@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec import report
-from trtspec.cli.options import IntList, JsonObject, NamedUrl, RateList, request_limits_of
+from trtspec.cli.options import GoodputLimits, IntList, JsonObject, NamedUrl, RateList, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
@@ -58,7 +58,8 @@ class BenchOptions:
         int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
     ] = None
     goodput: Annotated[
-        str | None, option("Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000.")
+        GoodputLimits | None,
+        option("Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
@@ -108,6 +109,7 @@ def bench(options: BenchOptions) -> report.Result:
     """
     from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare, refuse_different
+    from trtspec.bench.report.bench import bench_html
     from trtspec.bench.results import read_results
 
     _refuse_overwrite(options)
@@ -132,7 +134,9 @@ def bench(options: BenchOptions) -> report.Result:
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
         failure = CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
     if options.output is not None:
-        write(options.output, results)
+        report.write_json(options.output / "results.json", results.to_dict())
+        report.write_atomic(options.output / "report.html", bench_html(results))
+        report.say(f"wrote {options.output / 'results.json'} and report.html")
     return shown(results, failure)
 
 
@@ -154,7 +158,6 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     """What the options ask of these servers; UsageError names the first option that cannot be."""
     from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.questions.datasets import load_dataset
-    from trtspec.bench.results import ServiceLevel
     from trtspec.client.client import RequestSampling
 
     dataset = load_dataset(options.dataset, options.samples or None, split=options.split)
@@ -170,7 +173,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=ServiceLevel.parse(options.goodput) if options.goodput is not None else None,
+        promise=options.goodput.promise if options.goodput is not None else None,
     )
 
 
@@ -208,14 +211,6 @@ def run(
     return replace(results, created=report.now(), versions=report.versions())
 
 
-def write(directory: Path, results: BenchResults) -> None:
-    from trtspec.bench.report.bench import bench_html
-
-    report.write_json(directory / "results.json", results.to_dict())
-    report.write_atomic(directory / "report.html", bench_html(results))
-    report.say(f"wrote {directory / 'results.json'} and report.html")
-
-
 def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:
     """The results without the figures of single answers, their tables, and below these the result in a sentence."""
     from trtspec.bench.report import bench as page
@@ -224,7 +219,7 @@ def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.
     return report.Result(
         {key: value for key, value in results.to_dict().items() if key not in left},
         results.problems,
-        page.all_tables(results),
+        [table for section in page.sections(results) for table in section.tables],
         [page.quality_line(results), page.sentence(results)],
         failure,
     )

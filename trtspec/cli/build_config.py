@@ -37,7 +37,6 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
-    _refuse_absent(options)
     target = load_target(options.target, options.like).spec
     if options.format in ("helm-values", "dynamo") and target.remote_code and not options.trust_remote_code:
         message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
@@ -117,18 +116,6 @@ def _next(options: BuildConfigOptions) -> list[str]:
         code = " --trust-remote-code" if options.trust_remote_code else ""
         return [f"next: trtspec serve {options.target} --config {options.output}{code} --dry-run"]
     return []
-
-
-def _refuse_absent(options: BuildConfigOptions) -> None:
-    """Raises UsageError for a directory that is not there and is not said to be like a published checkpoint."""
-    from trtspec.errors import UsageError
-
-    path = options.target.startswith(("/", ".", "~"))
-    if path and options.like is None and not Path(options.target).expanduser().exists():
-        remedy = (
-            "check the path; where a job makes it later, name the published checkpoint that it will equal with --like"
-        )
-        raise UsageError(f"{options.target} does not exist", remedy)
 
 
 def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:

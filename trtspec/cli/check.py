@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
 from trtspec.cli.options import request_limits_of
@@ -17,11 +17,10 @@ from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
-    from trtspec.bench.check.rows import Row, Verdict
+    from trtspec.bench.check.rows import Verdict
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.exchange import Exchange
 
-T = TypeVar("T")
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
 # by the name of their row
@@ -109,7 +108,11 @@ async def _check(options: CheckOptions) -> Result:
         return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
-    problems = [_problem(row) for row in verdict.rows if row.faults]
+    problems = [
+        Problem(CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}")
+        for row in verdict.rows
+        if row.faults
+    ]
     results = [asdict(row) for row in verdict.rows]
     values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
@@ -123,19 +126,22 @@ async def _exchanges(
 ) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
     """What users get, what the server without speculation answered (None without one), and who asked."""
     from trtspec.bench.check.asking import record, score_answers
+    from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    async with _asking(options, options.url, "the URL", options.model, bar) as asker:
+    async with _asking(options, options.url, "the URL", options.model, bar, options.record) as asker:
         if recorded is not None:
-            got, plain = await _journaled(asker, options.record, score_answers(asker, recorded))
+            got, plain = await score_answers(asker, recorded)
         else:
             questions = load_dataset(options.dataset).questions
             withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
-            sizes = {"samples": options.samples, "max_tokens": options.max_tokens, "context": options.context_tokens}
-            asked = record(asker, questions, **sizes, withheld=withheld)
-            got, plain = await _journaled(asker, options.record, asked), None
+            prompts = Prompts(
+                tokenizer=asker.tokenizer, questions=questions, samples=options.samples, max_tokens=options.max_tokens,
+                context=options.context_tokens, ids=dict(asker.server.adapter.ids), withheld=withheld,
+            )  # fmt: skip
+            got, plain = await record(asker, prompts), None
     if options.record:
         report.write_atomic(options.record, b"".join(map(to_line, got if plain is None else plain)))
         _journal(options.record).unlink()
@@ -145,36 +151,31 @@ async def _exchanges(
         return *await score_answers(other, got), [asker, other]
 
 
-async def _journaled(asker: Asker, file: Path | None, asking: Awaitable[T]) -> T:
-    """The result of `asking`, whose answers are kept beside `file` while they come."""
-    from trtspec.bench.check.asking import open_journal
-
-    if file is None:
-        return await asking
-    file.parent.mkdir(parents=True, exist_ok=True)
-    asker.journal, asker.known = open_journal(_journal(file))
-    with asker.journal:
-        return await asking
-
-
 def _journal(file: Path) -> Path:
     return file.with_name(f"{file.name}.part")
 
 
 @asynccontextmanager
 async def _asking(
-    options: CheckOptions, url: str, what: str, model: str | None, bar: report.Bar
+    options: CheckOptions, url: str, what: str, model: str | None, bar: report.Bar, file: Path | None = None
 ) -> AsyncIterator[Asker]:
-    """One server to ask; `what` names its URL in errors."""
-    from trtspec.bench.check.asking import CROWD, Asker
+    """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
+    from trtspec.bench.check.asking import CROWD, Asker, open_journal
     from trtspec.client.client import new_client
     from trtspec.client.servers import detect_server
 
     async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
         server = await detect_server(client, model)
         tokenizer = _tokenizer(options.tokenizer or server.model)
-        yield Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
-                    timeout=options.timeout, bar=bar)  # fmt: skip
+        asker = Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
+                      timeout=options.timeout, bar=bar)  # fmt: skip
+        if file is None:
+            yield asker
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        asker.journal, asker.known = open_journal(_journal(file))
+        with asker.journal:
+            yield asker
 
 
 def _tokenizer(name: str) -> KimiTokenizer:
@@ -203,11 +204,6 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         if row.faults:
             more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
             yield f"      {more}trtspec explain {CODES[row.name]}"
-
-
-def _problem(row: Row) -> Problem:
-    code = CODES[row.name]
-    return Problem(code, "error", row.name, row.faults[0], f"trtspec explain {code}")
 
 
 def _cost(cost: dict[str, Any]) -> str:

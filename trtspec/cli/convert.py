@@ -61,17 +61,16 @@ def convert(options: ConvertOptions) -> Result:
     target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:
         done = convert_head(resolve(options.head), options.output, chosen, target, bar.show)
-    values = {key: value for key, value in done.to_json().items() if key != "problems"}
     failure = None
     if has_errors(done.problems):
         message = f"{options.head} was not converted to {options.to}"
         failure = CheckFailed(message, "follow the remedy of each error above")
-    return Result(values, done.problems, lines=_lines(done, options.output), failure=failure)
+    return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failure)
 
 
 def _lines(done: HeadConversion, output: Path) -> list[str]:
     head = done.head
-    if has_errors(done.problems) or head is None:
+    if has_errors(done.problems):
         return [f"not converted to {done.to}:"]
     verb = "would write" if done.dry_run else "wrote"
     layers = list(head.aux_layers) if head.aux_layers else "not recorded; engines use their default"

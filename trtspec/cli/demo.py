@@ -254,29 +254,28 @@ async def _ask(url: str, messages: list[dict[str, Any]], draw: Any) -> Answer:
     return found
 
 
-def decode_rate(answer: Answer) -> float | None:
-    """Tokens a second after the first one; None while there is none."""
-    spent = answer.chunks[-1][0] - answer.chunks[0][0] if answer.chunks else 0.0
-    return (answer.completion_tokens - 1) / spent if spent else None
-
-
 def figures(answer: Answer) -> str:
-    tokens, rate = answer.completion_tokens, decode_rate(answer)
-    if rate is None:
+    """Tokens, tokens a second after the first one, and tokens for each pass of the target, as far as they are known."""
+    from trtspec.bench.results import inter_token
+
+    tokens, gap = answer.completion_tokens, inter_token(answer)
+    if not gap:
         return f"{tokens} tokens"
     # passes of the target after the prompt's
     steps = (answer.spec_decode or {}).get("steps")
     passes = f", {(tokens - 1) / steps:.2f} tokens per pass" if steps else ""
-    return f"{rate:.0f} tokens/s{passes}"
+    return f"{1 / gap:.0f} tokens/s{passes}"
 
 
 def verdict(pair: list[Answer]) -> str:
     """How much faster, and whether the text is the same."""
-    (plain, eagle), rates = pair, [decode_rate(answer) for answer in pair]
+    from trtspec.bench.results import inter_token
+
+    (plain, eagle), gaps = pair, [inter_token(answer) for answer in pair]
     same = "the same text" if plain.text == eagle.text else "DIFFERENT text, which the proof judges"
-    if not rates[0] or not rates[1]:
+    if not gaps[0] or not gaps[1]:
         return f"{figures(plain)}; {figures(eagle)}; {same}"
-    return f"{rates[0]:.0f} and {rates[1]:.0f} tokens/s: {same}, {rates[1] / rates[0]:.1f} times as fast"
+    return f"{1 / gaps[0]:.0f} and {1 / gaps[1]:.0f} tokens/s: {same}, {gaps[0] / gaps[1]:.1f} times as fast"
 
 
 def panels(so_far: list[Answer]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -64,6 +63,7 @@ def examine() -> dict[str, Any]:
     """Everything that doctor reports; no key of it holds a secret."""
     from huggingface_hub import constants, get_token
 
+    from trtspec.cli.app import COMMANDS
     from trtspec.launch.preflight import read_gpus
     from trtspec.trtllm.deployment import installed_version
     from trtspec.vllm import PROGRAM as VLLM
@@ -74,6 +74,9 @@ def examine() -> dict[str, Any]:
          "compute_capability": gpu.capability}
         for gpu in read_gpus() or ()
     ]  # fmt: skip
+    commands: list[tuple[str, tuple[str, ...]]] = []
+    for name in (name for panel in COMMANDS.values() for name in panel if name != "doctor"):
+        commands += [item for item in NEEDS.items() if item[0].split()[0] == name] or [(name, ())]
     cache = Path(constants.HF_HUB_CACHE)
     places = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
     return {
@@ -81,7 +84,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": machine.cores(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
-        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in listed()},
+        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in commands},
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
         "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
@@ -95,14 +98,6 @@ def examine() -> dict[str, Any]:
         "disk": {name: machine.free_disk(place) for name, place in places.items()},
         "problems": wrong + environment_problems(gpus),
     }
-
-
-def listed() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every command, in the order of `trtspec --help`, with what it needs."""
-    from trtspec.cli.app import COMMANDS
-
-    for name in (name for panel in COMMANDS.values() for name in panel if name != "doctor"):
-        yield from [item for item in NEEDS.items() if item[0].split()[0] == name] or [(name, ())]
 
 
 def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:

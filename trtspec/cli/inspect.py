@@ -48,10 +48,6 @@ class InspectOptions:
     json_: JsonOption = False
 
 
-# `values` by the keys of the JSON contract, without `problems`
-Found = tuple[dict[str, Any], list[Problem]]
-
-
 def inspect(options: InspectOptions) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it.
 
@@ -59,7 +55,30 @@ def inspect(options: InspectOptions) -> Result:
     --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
     built-in catalogue. Exits with status 3 when it finds an error.
     """
-    values, problems = look(options)
+    from trtspec.checkpoint.describe import describe
+    from trtspec.checkpoint.hub import resolve
+
+    resolved = resolve(options.path, weights=False)
+    read = options.sample if options.against is None else None  # what is compared with a source is read there
+    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
+    if report.kind == "target":
+        options = checked(options, TARGET if options.against is None else DERIVED)
+    else:
+        options = checked(options, HEAD if options.against is None else PAIR)
+    values = {key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")}
+    problems = list(report.problems)
+    if options.against is not None:
+        other = resolve(options.against, weights=False)
+        values["against"] = other.name
+        if report.kind == "head" and other.kind == "target":
+            values, problems = compare_pair(values, problems, report, resolved, other)
+        elif report.kind == other.kind:
+            result = compare_derived(report.kind, directory_of(resolved), directory_of(other), options.sample)
+            values["comparison"] = result.to_dict()
+            problems += result.problems
+        else:
+            remedy = "turn them around: inspect HEAD --against TARGET"
+            raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = sum(problem.severity == "error" for problem in problems)
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
     wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
@@ -67,37 +86,9 @@ def inspect(options: InspectOptions) -> Result:
     return Result(values, problems, _tables(options.path, values), ["", *clean], wrong)
 
 
-def look(options: InspectOptions) -> Found:
-    from trtspec.checkpoint.describe import describe
-    from trtspec.checkpoint.hub import resolve
-
-    resolved = resolve(options.path, weights=False)
-    read = options.sample if options.against is None else None  # what is compared with a source is read there
-    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
-    options = checked(options, _mode(options, report.kind))
-    values = {key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")}
-    found = values, list(report.problems)
-    if options.against is None:
-        return found
-    other = resolve(options.against, weights=False)
-    values["against"] = other.name
-    if report.kind == "head" and other.kind == "target":
-        return compare_pair(found, report, resolved, other)
-    if report.kind != other.kind:
-        remedy = "turn them around: inspect HEAD --against TARGET"
-        raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
-    return compare_derived(found, report.kind, directory_of(resolved), directory_of(other), options)
-
-
-def _mode(options: InspectOptions, kind: str) -> Mode:
-    if kind == "target":
-        return TARGET if options.against is None else DERIVED
-    if options.against is None:
-        return HEAD
-    return PAIR
-
-
-def compare_pair(found: Found, report: CheckpointReport, resolved: Resolved, other: Resolved) -> Found:
+def compare_pair(
+    values: dict[str, Any], problems: list[Problem], report: CheckpointReport, resolved: Resolved, other: Resolved
+) -> tuple[dict[str, Any], list[Problem]]:
     """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
     error."""
     from trtspec.checkpoint.headers import Checkpoint
@@ -107,7 +98,7 @@ def compare_pair(found: Found, report: CheckpointReport, resolved: Resolved, oth
     from trtspec.checkpoint.values import embedding_problems
 
     if report.spec is None:
-        return found
+        return values, problems
     target = other.target_spec()
     checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
@@ -119,23 +110,20 @@ def compare_pair(found: Found, report: CheckpointReport, resolved: Resolved, oth
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes = pairing.tensor_parallel_sizes(head)
-    return found[0] | {"tensor_parallel_sizes": sizes}, pairing.reported_once(found[1] + more)
+    return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 
 
-def compare_derived(found: Found, kind: str, made: Path, source: Path, options: InspectOptions) -> Found:
+def compare_derived(kind: str, made: Path, source: Path, sample: int | None) -> HeadComparison | CheckpointComparison:
     """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
     tensor."""
-    result: HeadComparison | CheckpointComparison
     if kind == "head":
         from trtspec.checkpoint.headers import Checkpoint
         from trtspec.checkpoint.heads.read import compare_heads
 
-        result = compare_heads(Checkpoint.open(made), Checkpoint.open(source))
-    else:
-        from trtspec.quant.verify import compare
+        return compare_heads(Checkpoint.open(made), Checkpoint.open(source))
+    from trtspec.quant.verify import compare
 
-        result = compare(made, source, COMPARED if options.sample is None else options.sample)
-    return found[0] | {"comparison": result.to_dict()}, found[1] + result.problems
+    return compare(made, source, COMPARED if sample is None else sample)
 
 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:

@@ -13,7 +13,7 @@ from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption,
 from trtspec.report import Result, versions
 
 if TYPE_CHECKING:
-    from trtspec.bench.prove import ProveSetup, Step
+    from trtspec.bench.prove import ProveSetup
 
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
@@ -60,16 +60,20 @@ def prove(options: ProveOptions) -> Result:
     from trtspec.bench import prove as proving
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.addresses import key_header
+    from trtspec.launch.processes import duration
 
     dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
     answers = sum(question.requests for question in dataset.questions) * len(options.concurrency.values)
     steps = proving.script(setup, options.output, answers)
-    if options.dry_run:
-        return _shown(setup, steps, options)
-    about = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
+    if options.dry_run:  # the script, and what it costs
+        text, tokens = proving.shell_text(setup, options.output, steps), sum(step.tokens for step in steps)
+        spent = proving.seconds(setup, steps)
+        about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens\n"
+        return Result({"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text)
+    same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = proving.prove(setup, steps, options.output, about, options.startup_timeout, options.restart)
+        found = proving.prove(setup, steps, options.output, same, options.startup_timeout, options.restart)
     page, wrong = options.output / "report.html", None
     if not found.proved:
         why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict
@@ -91,17 +95,6 @@ def _setup(options: ProveOptions) -> ProveSetup:
         serve_words=options.passed,
         **{name: getattr(options, name) for name in same},
     )
-
-
-def _shown(setup: ProveSetup, steps: list[Step], options: ProveOptions) -> Result:
-    """The script, and what it costs."""
-    from trtspec.bench.prove import seconds, shell_text
-    from trtspec.launch.processes import duration
-
-    text, tokens = shell_text(setup, options.output, steps), sum(step.tokens for step in steps)
-    spent = seconds(setup, steps)
-    about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens\n"
-    return Result({"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text)
 
 
 def _refuse_own_options(words: tuple[str, ...]) -> None:

@@ -6,19 +6,13 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.formats import WeightFormat
 from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
 from trtspec.report import OutputOptions, Result, Table, progress_bar, value_table
-
-if TYPE_CHECKING:
-    from trtspec.quant.run import Quantized
-
-KvCache = Literal["fp8", "none"]
-WeightScales = Literal["max", "mse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +21,7 @@ class QuantizeOptions:
     output: Annotated[Path, option("Directory for the NVFP4 checkpoint.", "-o")]
     policy: PolicyOption = None
     kv_cache: Annotated[
-        KvCache, option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
+        Literal["fp8", "none"], option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
     ] = "fp8"
     input_scales: Annotated[
         str, option("Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.")
@@ -38,7 +32,7 @@ class QuantizeOptions:
         Excludes("input_scales=one"),
     ] = False
     weight_scales: Annotated[
-        WeightScales | None,
+        Literal["max", "mse"] | None,
         option(
             "Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
             default="the policy's",
@@ -97,8 +91,15 @@ def quantize(options: QuantizeOptions) -> Result:
     table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
     message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
     failure = CheckFailed(message, "inspect and serve repeat them") if has_errors(result.problems) else None
-    tables, lines = [table] if rows else [], ["", *_done(result, options.source)]
-    return Result(to_json(result), result.problems, tables, lines, failure)
+    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", options.source])
+    lines = [
+        "",
+        f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
+        f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
+        f"{result.shards_resumed} shards resumed",
+        f"next: {inspect}",
+    ]
+    return Result(to_json(result), result.problems, [table] if rows else [], lines, failure)
 
 
 def _from_shapes(options: QuantizeOptions) -> Result | None:
@@ -116,14 +117,3 @@ def _from_shapes(options: QuantizeOptions) -> Result | None:
     line += f"{sizes['bytes_in']:,} bytes in, {sizes['bytes_out']:,} out"
     about = {"output": str(options.output), "policy": policy.name, "dry_run": True}
     return Result(about | sizes, [absent], (), [line])
-
-
-def _done(result: Quantized, source: str) -> list[str]:
-    """What was written, and the next command."""
-    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", source])
-    return [
-        f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
-        f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
-        f"{result.shards_resumed} shards resumed",
-        f"next: {inspect}",
-    ]

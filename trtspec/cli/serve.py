@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +17,6 @@ from trtspec.records import words
 from trtspec.report import Result, print_json
 
 if TYPE_CHECKING:
-    from trtspec.checkpoint.hub import Resolved
     from trtspec.launch.preflight import ServerPlan
 
 API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
@@ -88,15 +85,16 @@ def _command(options: ServeOptions) -> Result:
 
 def _run(options: ServeOptions) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.hub import must_be_head, must_be_target
+    from trtspec.checkpoint.hub import must_be_head, must_be_target, resolve
 
-    _refuse_wrong_kind(options.target, must_be_target)  # before the seconds that importing PyTorch takes
+    # a head given for a target is refused before anything is fetched, and before the seconds of importing PyTorch
+    must_be_target(resolve(options.target, weights=False))
     if options.head:
-        _refuse_wrong_kind(options.head, must_be_head)
+        must_be_head(resolve(options.head, weights=False))
     from trtspec.engine.server import ServerOptions, run
 
-    target, hub_id = _local(options.target, must_be_target)
-    head = _local(options.head, must_be_head)[0] if options.head else None
+    target = resolve(options.target)
+    head = directory_of(options.head) if options.head else None
     passed = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
     given: dict[str, Any] = {key: getattr(options, key) for key in passed if getattr(options, key) is not None}
     if options.prefix_cache_mib is not None:
@@ -106,26 +104,8 @@ def _run(options: ServeOptions) -> None:
         port=options.port,
         dtype=options.dtype,
         device=options.device,
-        served_model_name=options.served_model_name or hub_id,
+        served_model_name=options.served_model_name or target.hub_id,
         api_key=options.api_key,
         **given,
     )
-    run(target, head, settings)
-
-
-def _refuse_wrong_kind(name: str, require: Callable[[Resolved], None]) -> None:
-    """Raises UsageError early if the name is known to be of the other kind, a head for a target. Fetches nothing."""
-    from trtspec.checkpoint.hub import resolve
-
-    known = resolve(name, weights=False)
-    if known.path is not None or known.known is not None:
-        require(known)
-
-
-def _local(name: str, require: Callable[[Resolved], None]) -> tuple[Path, str | None]:
-    """Directory and hub id of a checkpoint, fetched where it must be."""
-    from trtspec.checkpoint.hub import resolve
-
-    resolved = resolve(name)
-    require(resolved)
-    return directory_of(resolved), resolved.hub_id
+    run(directory_of(target), head, settings)

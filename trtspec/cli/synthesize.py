@@ -13,7 +13,7 @@ from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Nee
 from trtspec.report import OutputOptions, Result, file_sha256, progress_bar, provenance, value_table, write_json
 
 if TYPE_CHECKING:
-    from trtspec.heads.synthesis import AnswerSampling, Outcome, Prompt, TargetEndpoint
+    from trtspec.heads.synthesis import AnswerSampling, Prompt
 
 REASONS = ("empty", "noise", "loop", "cut off")
 
@@ -70,19 +70,21 @@ def synthesize(options: SynthesizeOptions) -> Result:
     The seed of each prompt follows from its text. Run an interrupted command again to resume it;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
-    from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, work_directory
+    from trtspec.heads import synthesis
 
-    endpoint = TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
+    endpoint = synthesis.TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
     same = ("model", "max_tokens", "temperature", "top_p", "raw", "thinking")
     given = {name: getattr(options, name) for name in same}
-    sampling = AnswerSampling(**given, extra_body=options.extra_body.value)
-    chosen = shard(read_prompts(options.prompts, options.split, options.samples), options.shard)
+    sampling = synthesis.AnswerSampling(**given, extra_body=options.extra_body.value)
+    every = synthesis.read_prompts(options.prompts, options.split, options.samples)
+    chosen = synthesis.shard(every, options.shard)
     output, again = options.output, OutputOptions(options.dry_run, options.restart, options.force)
-    resumes = work_directory(output).check(again)
+    resumes = synthesis.work_directory(output).check(again)
     if options.dry_run:
         plan = _dry_run(options, len(chosen), sampling, resumes)
         return Result(plan, tables=[value_table(plan)])
-    outcome = _answer(chosen, output, endpoint, sampling, again)
+    with progress_bar("answers", len(chosen), "prompts") as bar:
+        outcome = synthesis.synthesize(chosen, output, endpoint, sampling, again, bar)
     quality, bad = judge_answers(outcome.rows)
     summary = {
         "output": str(output),
@@ -101,7 +103,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; {name}: {reason}"
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
-        work_directory(output).finish()
+        synthesis.work_directory(output).finish()
     summary["errors"] = outcome.failed
     return Result(summary, tables=[value_table(summary)], failure=failure)
 
@@ -133,25 +135,6 @@ def _record(
     used = {"sampling": sampling.__dict__, "split": options.split, "samples": options.samples, "shard": options.shard}
     path = options.output.with_name(f"{options.output.name}.provenance.json")
     write_json(path, provenance("synthesize", source, used, **summary))
-
-
-def _answer(
-    chosen: list[Prompt], output: Path, endpoint: TargetEndpoint, sampling: AnswerSampling, again: OutputOptions
-) -> Outcome:
-    from trtspec.heads.synthesis import synthesize as answer
-
-    tokens = 0
-    with progress_bar("answers", len(chosen), "prompts") as bar:
-
-        def on_answer(count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            bar.advance(1, f"{tokens:,} tokens")
-
-        return answer(
-            chosen, output, endpoint, sampling, again, on_answer=on_answer,
-            on_resumed=lambda count: bar.advance(count, f"{count} were answered before" if count else ""),
-        )  # fmt: skip
 
 
 def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:

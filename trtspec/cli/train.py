@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trtspec.cli.options import CountList, Gpu, directory_of
 from trtspec.errors import Interrupted, UsageError
+from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
 from trtspec.heads.training.options import (
@@ -20,7 +21,6 @@ from trtspec.heads.training.options import (
     TrainOptions,
     dump_directory,
     feature_source,
-    read_config,
 )
 from trtspec.records import (
     DryRunOption,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.options import FeatureSource
-    from trtspec.heads.training.plan import TrainingPlan
-    from trtspec.heads.training.processes import World
     from trtspec.heads.training.samples import Sample
     from trtspec.models.kimi import KimiModel
 
@@ -122,7 +120,10 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     that the option would refuse."""
     if command.config is None:
         return command, TrainingRecipe(), set()
-    values = read_config(command.config)
+    loaded = load_file(command.config) or {}
+    if not isinstance(loaded, dict):
+        raise UsageError(f"{command.config} is not a mapping of option names to values", "see `trtspec train --help`")
+    values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
     recipe = {key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values}
     known = {f.name for f in fields(TrainCommand)} - set(NOT_IN_FILES)
     if unknown := sorted(set(values) - known):
@@ -136,13 +137,6 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     found = {key: getattr(made_of_file, key) for key in values}
     chosen = {key: value for key, value in found.items() if key not in given(command)}
     return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
-
-
-def refuse_from_file(command: TrainCommand, chosen: Mode, names: set[str]) -> None:
-    """Raises UsageError for what a file sets and the mode does not use."""
-    for name in sorted(name for name in names if not uses(TrainCommand, name, chosen)):
-        flag = fields_of(TrainCommand)[name].typed
-        raise UsageError(f"{command.config}: {name} ({flag}) is not used by {chosen.name}", "remove it from the file")
 
 
 def curve_options(command: TrainCommand) -> TrainOptions:
@@ -165,13 +159,18 @@ def train(command: TrainCommand) -> Result | None:
     features = feature_source(command.features)
     mode = DRY_RUN if command.dry_run else WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
     command = checked(command, mode)
-    refuse_from_file(command, mode, from_file)
+    for name in sorted(name for name in from_file if not uses(TrainCommand, name, mode)):
+        where = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
+        raise UsageError(f"{where} is not used by {mode.name}", "remove it from the file")
     options = curve_options(command)
     if not command.target or not command.data:
         name = "DATA" if command.target else "TARGET"
         remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
         raise UsageError(f"{name} is missing", remedy)
-    run = _run(command)
+    deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
+    same = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
+    again = OutputOptions(command.dry_run, command.restart, command.force)
+    run = TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=again, **same)
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
     resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
@@ -183,8 +182,8 @@ def train(command: TrainCommand) -> Result | None:
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
     run = replace(run, target_dir=directory_of(command.target))
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
-    again = words(replace(typed, restart=False, force=False, dry_run=False))
-    return _result(command.output, record, shlex.join(["trtspec", "train", *again]))
+    repeated = words(replace(typed, restart=False, force=False, dry_run=False))
+    return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
 
 
 def _needs(found: dict[str, Any]) -> Result:
@@ -228,13 +227,6 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
     return replace(command, **{name: value for name, value in theirs.items() if name not in chosen})
 
 
-def _run(command: TrainCommand) -> TrainingRun:
-    deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
-    values = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
-    again = OutputOptions(command.dry_run, command.restart, command.force)
-    return TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=again, **values)
-
-
 def _train(
     run: TrainingRun, data: tuple[str, ...], features: FeatureSource, options: TrainOptions, prompts: int, asked: bool
 ) -> dict[str, Any]:
@@ -245,7 +237,7 @@ def _train(
     # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.heads.training.plan import make_plan  # only now: importing torch takes seconds
+    from trtspec.heads.training.plan import check_run, make_plan  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import process_group
 
     with process_group(run.device) as world:
@@ -253,32 +245,24 @@ def _train(
             os.environ["TRTSPEC_QUIET"] = "1"
         options, spec = options.for_device(run.device), require_target(run.target_dir).spec
         plan = make_plan(run.target_dir, spec, data, options, features)
-        return _train_and_measure(run, plan, options, prompts, asked, world)
+        check_run(run, plan, options)
+        for line in plan.lines():
+            say(line)
+        if prompts and plan.features.with_layers and not plan.held_out:
+            text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
+            if asked:
+                raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
+            say(text)
 
+        from trtspec.heads.training.producers import open_target
+        from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
 
-def _train_and_measure(
-    run: TrainingRun, plan: TrainingPlan, options: TrainOptions, prompts: int, asked: bool, world: World
-) -> dict[str, Any]:
-    from trtspec.heads.training.plan import check_run
-
-    check_run(run, plan, options)
-    for line in plan.lines():
-        say(line)
-    if prompts and plan.features.with_layers and not plan.held_out:
-        text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
-        if asked:
-            raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
-        say(text)
-
-    from trtspec.heads.training.producers import open_target
-    from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
-
-    model, whole = open_target(run.target_dir, plan, options.dtype, world.device(run.device))
-    if not whole and asked and prompts:
-        text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
-        raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
-    with progress_bar("training", plan.steps, "steps") as bar:
-        record = run_training(run, model, plan, options, on_step=_shown(bar.advance), world=world)
+        model, whole = open_target(run.target_dir, plan, options.dtype, world.device(run.device))
+        if not whole and asked and prompts:
+            text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
+            raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
+        with progress_bar("training", plan.steps, "steps") as bar:
+            record = run_training(run, model, plan, options, on_step=_shown(bar.advance), world=world)
     if not record or not prompts or not record["training"]["finished"]:
         return record
     if not whole:
@@ -292,7 +276,7 @@ def _train_and_measure(
 
 def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sample]) -> dict[str, Any]:
     """What the new head, drafting freely for greedy answers, has accepted on prompts that training never saw."""
-    from trtspec.bench.statistics import acceptance_length, by_category, summarize
+    from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
     from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
@@ -323,7 +307,7 @@ def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sam
             "steps": group.steps or 0,
             "accepted": group.accepted or 0,
             "histogram": group.histogram or [],
-            "acceptance_length": acceptance_length(group.steps or 0, group.accepted or 0) or 1.0,
+            "acceptance_length": group.acceptance_length or 1.0,
             "acceptance_length_interval": group.acceptance_length_interval,  # 95 % over prompts; None for fewer than 3
             "by_position": group.cumulative or [],
         }

@@ -69,7 +69,7 @@ async def _judge_once(url: str, options: WatchOptions) -> report.Result:
 
 async def _watch_on(url: str, options: WatchOptions) -> None:
     """Until SIGINT or SIGTERM."""
-    from trtspec.bench.watch import NoMetrics, Watch, start_exporter
+    from trtspec.bench.watch import NO_METRICS, Watch, start_exporter
     from trtspec.client.client import new_client
 
     found, ended = Watch(url), asyncio.Event()
@@ -82,7 +82,7 @@ async def _watch_on(url: str, options: WatchOptions) -> None:
             try:
                 await found.read(client)
             except TrtspecError as error:
-                if isinstance(error, NoMetrics):
+                if error.code == NO_METRICS:
                     raise
             shown = {"ok": not found.failure, **found.summary(), "problems": []}
             sys.stdout.write((json.dumps(shown, ensure_ascii=False) if options.json_ else found.line()) + "\n")
