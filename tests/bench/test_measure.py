@@ -14,7 +14,7 @@ import pytest
 from tests.bench.conftest import measured
 from tests.command_line import trtspec
 from trtspec.bench.load import assemble, measure
-from trtspec.bench.questions.datasets import Dataset, load_dataset, spread
+from trtspec.bench.questions.datasets import Dataset, load_dataset
 from trtspec.client import servers
 from trtspec.client.client import RequestSampling
 
@@ -61,8 +61,7 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
 def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
     """Both servers sleep per step, so the speed-up is tokens per step: 25 tokens in 1 + 8 steps of 3 or in 25."""
     urls = {"spec": stand_in(kind="reference", step_s=0.05, forced=2), "plain": stand_in(kind="plain", step_s=0.05)}
-    whole = load_dataset(str(dataset))
-    first = [replace(question, turns=question.turns[:1]) for question in spread(list(whole.questions), 6)]
+    first = [replace(question, turns=question.turns[:1]) for question in load_dataset(str(dataset), 6).questions]
     once = Dataset("once", "0" * 64, tuple(first))
     work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), rounds=2, warmup=2)
     results = assemble.assemble(asyncio.run(measure.measure(urls, work)))

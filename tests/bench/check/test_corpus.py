@@ -53,9 +53,9 @@ async def asker(toy: Toy) -> Asker:
 
 def recorded(toy: Toy) -> list[Exchange]:
     async def run() -> list[Exchange]:
-        asking = await asker(toy)
-        ids = dict(asking.server.adapter.ids)
-        return await record(asking, Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=ids, **SIZES))
+        one = await asker(toy)
+        asked = Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=dict(one.server.adapter.ids), **SIZES)
+        return await record(one, asked)
 
     return asyncio.run(run())
 
