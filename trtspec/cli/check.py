@@ -139,7 +139,7 @@ async def _exchanges(
             withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
             prompts = Prompts(
                 tokenizer=asker.tokenizer, questions=questions, samples=options.samples, max_tokens=options.max_tokens,
-                context=options.context_tokens, ids=dict(asker.server.adapter.ids), withheld=withheld,
+                context=options.context_tokens, ids=asker.server.adapter.ids, withheld=withheld,
             )  # fmt: skip
             got, plain = await record(asker, prompts), None
     if options.record:

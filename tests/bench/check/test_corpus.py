@@ -54,8 +54,7 @@ async def asker(toy: Toy) -> Asker:
 def recorded(toy: Toy) -> list[Exchange]:
     async def run() -> list[Exchange]:
         one = await asker(toy)
-        asked = Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=dict(one.server.adapter.ids), **SIZES)
-        return await record(one, asked)
+        return await record(one, Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=one.server.adapter.ids, **SIZES))
 
     return asyncio.run(run())
 

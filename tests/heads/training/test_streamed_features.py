@@ -46,8 +46,7 @@ def by_chunks(target, plan: TrainingPlan, chunks: list[list[int]]) -> Features:
     whole = HeldFeatures(plan.samples, target.spec.hidden_size, len(layers))
     for chunk in chunks:
         part = compute_features(target, [plan.samples[index] for index in sorted(chunk)], layers)
-        for place, index in enumerate(sorted(chunk)):
-            whole.held[index] = part.states(place)
+        whole.held |= {index: part.states(place) for place, index in enumerate(sorted(chunk))}
     return whole
 
 

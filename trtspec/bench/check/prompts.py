@@ -7,7 +7,7 @@ as chats, whole (`chat`) and streamed (`stream`). `first` needs no answer; `seco
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class Prompts:
     samples: int
     max_tokens: int
     context: int
-    ids: dict[str, Any]
+    ids: Mapping[str, Any]
     withheld: Set[str] = frozenset()
 
     def first(self) -> Iterator[Exchange]:
@@ -115,7 +115,7 @@ class Prompts:
             **fields: Any) -> Exchange:  # fmt: skip
         """A streamed completion of our own template's token ids."""
         _, prompt = self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **self._quiet(quiet)})
-        body = {"prompt": prompt, "max_tokens": self._limit(quiet), "temperature": 0.0, "stream": True} | self.ids
+        body = {"prompt": prompt, "max_tokens": self._limit(quiet), "temperature": 0.0, "stream": True, **self.ids}
         return Exchange(key=key, kind=kind, run="ids", path=RAW, body=body | fields)
 
     def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None, quiet: bool = False,
@@ -124,7 +124,7 @@ class Prompts:
         body |= {"tools": tools, "tool_choice": "auto"} if tools else {}
         body |= {"chat_template_kwargs": found} if (found := self._quiet(quiet)) else {}
         body |= {"stream": True} if run == "stream" else {}
-        body |= {} if "detokenize" in self.ids else self.ids  # without text there would be nothing to compare
+        body.update({} if "detokenize" in self.ids else self.ids)  # without text there would be nothing to compare
         return Exchange(key=key, kind=kind, run=run, body=body | fields)
 
     def _parsed(
