@@ -173,22 +173,17 @@ def problems() -> str:
 
 
 def support_matrix() -> str:
-    """Engine releases from trtllm/releases.yaml, models and pairs from data/models.yaml."""
+    """Engine releases from trtllm/schemas, models and pairs from data/models.yaml."""
     from trtspec.data_files import load_yaml
 
-    gates = yaml.safe_load((PACKAGE / "trtllm" / "releases.yaml").read_text(encoding="utf-8"))
     models = load_yaml("models.yaml")
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
     lines.append(
-        "Release notes do not say when most of this became possible. So each line has two ends: the newest release "
-        "known to lack it and the oldest known to have it. For a release in between, `trtspec lint` and "
+        "Release notes do not say when most of this changed. So a date has two ends: the newest release read without "
+        "the change and the oldest read with it. For a release in between, `trtspec lint` and "
         "`trtspec serve` warn and name the interval. As evidence, *verified* was read in a release's own files, pull "
         "requests or issues, or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
     )
-    lines.append("| what | lacks it | has it | evidence |\n|---|---|---|---|")
-    for gate in gates["gates"].values():
-        since = gate["since"]
-        lines.append(f"| {gate['what']} | {since['after']} | {since['by']} | {gate['source']} |")
     lines += [*behaviours(), *speculation()]
     lines += vllm_releases()
     lines.append(

@@ -31,7 +31,7 @@ def catalogue(name: str) -> list[str]:
     if name == "codes":
         return list(documented())
     if name == "releases":
-        return sorted({str(gate["since"]["by"]) for gate in load_yaml("../trtllm/releases.yaml")["gates"].values()})
+        return sorted(load_yaml("../trtllm/releases.yaml")["dynamo"]["releases"].values())
     if name == "datasets":
         return ["nano", *load_yaml("datasets.yaml")["datasets"]]
     own = {"targets": "kimi-nano", "heads": "kimi-nano-eagle3"}[name]

@@ -294,7 +294,7 @@ def _facts(
         "wide": intent.tp_size > WIDE,
         "trays": intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes,
         "fp4": target.quant.format.is_fp4,
-        "cutedsl": bool(schema.agreed(lambda one: one.has("cutedsl_experts"))),
+        "cutedsl": bool(schema.agreed(lambda one: one.behaviour("cutedsl_experts"))),
         "blind": any(reuse_blinds_draft(one) for one in schema.possibilities),
         "rounded": buffer > intent.seq_len,
         "long": intent.seq_len > intent.tokens,

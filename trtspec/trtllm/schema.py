@@ -2,7 +2,7 @@
 `trtllm-serve`, behaviours that code asks for by name, and rules about settings beside each other.
 
 `schemas/*.yaml` hold one file per version line, in the order of `packaging.version`; each states what its line changed.
-Every change has a date: `since` (a field, option, behaviour, rule or gate came, or became what the entry says) or
+Every change has a date: `since` (a field, option, behaviour or rule came, or became what the entry says) or
 `until` (it went). A date names the last source read without the change (`after`) and the first one read with it (`by`);
 either may be missing. An entry without a date came with its line (`begins`). A version up to `after` is before the
 change, one from `by` on is past it. For a version between the two there are two possible schemas: in one none of the
@@ -163,20 +163,6 @@ class Rule:
     only: str | None = None
 
 
-@dataclass(frozen=True)
-class Gate:
-    """What became possible, or was fixed, in a release. A file is refused with `code` before that where all of `when`
-    holds, as in a Rule; `otherwise` is what helps beside another release."""
-
-    what: str
-    since: Change
-    source: str
-    when: dict[str, Any] = field(default_factory=dict)
-    code: str = ""
-    at: str = ""
-    otherwise: str = ""
-
-
 Entries = dict[str, dict[str, dict[str, Any]]]
 PARTS = ("fields", "removed", "options", "behaviours", "rules")
 
@@ -212,9 +198,6 @@ class Schema:
         """The answer that every possibility gives; None where they differ."""
         answers = [ask(schema) for schema in self.possibilities]
         return answers[0] if all(answer == answers[0] for answer in answers) else None
-
-    def has(self, gate: str) -> bool:
-        return _happened(gates()[gate].since, self.version, self.done)
 
     def behaviour(self, name: str) -> Mapping[str, Any]:
         return self.behaviours.get(name, {})
@@ -390,7 +373,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def releases() -> dict[str, Any]:
-    """releases.yaml: gates, drivers and images."""
+    """releases.yaml: drivers and images."""
     return read_beside("releases.yaml")
 
 
@@ -400,13 +383,8 @@ def read_beside(name: str) -> Any:
 
 
 @functools.cache
-def gates() -> dict[str, Gate]:
-    return {name: Gate(**{**row, "since": _change(row["since"])}) for name, row in releases()["gates"].items()}
-
-
-@functools.cache
 def _changes() -> frozenset[Change]:
-    return frozenset([*map(_change, _dates(list(_files().values()))), *(gate.since for gate in gates().values())])
+    return frozenset(map(_change, _dates(list(_files().values()))))
 
 
 def _dates(entry: Any) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""The rules that are data, applied to a file and to what is known beside it: rows of the schema files
-(`trtspec.trtllm.schema.Rule`) and gates of releases.yaml."""
+"""The rules that are data (`trtspec.trtllm.schema.Rule`), applied to a file and to what is known beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from packaging.version import Version
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
-from trtspec.trtllm.schema import UNKNOWN, Rule, gates
+from trtspec.trtllm.schema import UNKNOWN, Rule
 
 
 def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
@@ -55,10 +54,6 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
         key = next(iter(rule.when)) if rule.at is None else rule.at
         message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
         yield Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written))
-    for name, gate in gates().items():
-        if gate.when and not schema.has(name) and holds(gate.when):
-            message = f"TensorRT-LLM {deployment.version} is too old for this: {gate.what} ({gate.since.interval})"
-            yield Finding(gate.code, "error", gate.at, message, f"use {gate.since.by} or later{gate.otherwise}")
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:

@@ -48,7 +48,7 @@ def build_command(
             argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
     parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.has("kimi_k25_parser")))
+    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.behaviour("parser_of_kimi_k25")))
     if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided("reasoning_parser"):
         argv += ["--reasoning_parser", parser]
     if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
