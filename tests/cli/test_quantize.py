@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import trtspec as here
+from tests.command_line import trtspec
 from tests.quant.test_streaming import same_bytes, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
@@ -19,42 +18,38 @@ from trtspec.quant.plan import ConversionOptions, prepare
 from trtspec.quant.policy import load_policy
 
 
-def trtspec(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trtspec", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
-    run = trtspec("quantize", source, "-o", tmp_path / "out", "--json")
-    assert run.returncode == 0 and run.stderr == ""
+    command = [sys.executable, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
     result = json.loads(run.stdout)
     contract = {"output", "quantized", "copied", "bytes_in", "bytes_out", "seconds", "peak_rss_bytes", "shards_resumed"}
     assert contract <= set(result)
     assert result["policy"] == "k2.5"  # by the directory's name
     assert result["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
     again = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert again.returncode == 0 and "2 shards resumed" in again.stdout and "routed experts" in again.stdout
+    assert again.status == 0 and "2 shards resumed" in again.stdout and "routed experts" in again.stdout
 
 
 def test_a_published_checkpoint_is_planned_without_network(tmp_path):
     words = ("-o", tmp_path / "out", "--dry-run", "--json")
-    told = json.loads(here("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").stdout)
+    told = json.loads(trtspec("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").stdout)
     assert told["ok"] and told["bytes_out"] < 0.6 * told["bytes_in"] and told["problems"][0]["code"] == "TS-NAME-ABSENT"
     head = ("convert", "lightseekorg/kimi-k2.5-eagle3", "--to", "trtllm", *words)
-    told = json.loads(here(*head, HF_HUB_OFFLINE="1").stdout)
+    told = json.loads(trtspec(*head, HF_HUB_OFFLINE="1").stdout)
     assert told["ok"] and (told["from"], told["to"], told["output"]) == ("torchspec", "trtllm", None)
 
 
 def test_dry_run_then_inspect_against(tmp_path):
     source = make_target(tmp_path / "in", layers=2)
     run = trtspec("quantize", source, "-o", tmp_path / "out", "--dry_run")  # underscores are fine too
-    assert run.returncode == 0 and "routed experts down_proj 4" in " ".join(run.stdout.split())  # rows may wrap
+    assert run.status == 0 and "routed experts down_proj 4" in " ".join(run.stdout.split())  # rows may wrap
     assert not (tmp_path / "out").exists()
     run = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert run.returncode == 0 and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
+    assert run.status == 0 and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
     run = trtspec("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
-    assert run.returncode == 0, run.stdout
+    assert run.status == 0, run.stdout
     assert json.loads(run.stdout)["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
 
 
@@ -68,7 +63,7 @@ def test_dry_run_then_inspect_against(tmp_path):
     ],
 )
 def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
-    run = here("quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options)
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options)
     assert run.status == status and text in run.stderr and "Traceback" not in run.stderr
     assert not (tmp_path / "out").exists()
 
@@ -76,7 +71,7 @@ def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
 def test_read_only_output_is_a_message(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    run = here("quantize", make_target(tmp_path / "in", layers=2), "-o", blocker / "out")
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", blocker / "out")
     assert run.status == 1 and "cannot write" in run.stderr
 
 
@@ -85,9 +80,9 @@ def test_read_only_output_is_a_message(tmp_path):
 def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path, policy):
     source = make_target(tmp_path / "in", format="int4", layers=3, vision=True)
     stream, modelopt = tmp_path / "stream", tmp_path / "modelopt"
-    assert trtspec("quantize", source, "-o", stream, "--policy", policy).returncode == 0
+    assert trtspec("quantize", source, "-o", stream, "--policy", policy).status == 0
     run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")
-    assert run.returncode == 0, run.stderr
+    assert run.status == 0, run.stderr
     same = [*stream.glob("*.safetensors"), *stream.glob("*config.json"), stream / "model.safetensors.index.json"]
     for path in same:
         assert path.read_bytes() == (modelopt / path.name).read_bytes(), path.name

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.command_line import trtspec
 from trtspec.bench.statistics import by_category, summarize
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
@@ -187,7 +186,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "remedy": "",
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"problems": [degenerate]}))
-    done = command(TARGET, "--head", MLA, "--concurrency", "1", "--max-draft", "3", "--acceptance", str(path))
+    done = trtspec("plan", TARGET, "--head", MLA, "--concurrency", "1", "--max-draft", "3", "--acceptance", str(path))
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
         "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --draft-len 2 --gpu b200"
@@ -227,14 +226,9 @@ def test_layouts_that_cannot_be() -> None:
             layout_of(*arguments)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    done = [sys.executable, "-m", "trtspec", "plan", *arguments]
-    return subprocess.run(done, capture_output=True, text=True)
-
-
 def test_the_command_keeps_its_contract() -> None:
-    done = command(TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json")
-    assert done.returncode == 0, done.stderr
+    done = trtspec("plan", TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json")
+    assert done.status == 0, done.stderr
     report = json.loads(done.stdout)
     assert {"fits", "per_gpu", "kv_tokens", "points", "recommended"} <= set(report)
     assert {"weights", "head", "kv", "reserve"} <= set(report["per_gpu"])
@@ -247,14 +241,13 @@ def test_the_command_keeps_its_contract() -> None:
 
 
 def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
-    report = json.loads(command(TARGET, "--head", "nvidia/Kimi-K2.6-Eagle3", "--concurrency", "1", "--json").stdout)
+    words = ("--head", MLA, "--concurrency", "1", "--json")
+    report = json.loads(trtspec("plan", TARGET, *words).stdout)
     best = report["recommended"]["1"]
     assert (best["draft_len"], best["trust"]) == (3, "model card") and "MT-Bench" in report["acceptance"]["source"]
     assert best["tokens_per_s_per_user"] == pytest.approx(1000 / best["tpot_ms"], rel=0.02)
     assert not report["problems"]
-    other = json.loads(
-        command("nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.6-Eagle3", "--concurrency", "1", "--json").stdout
-    )
+    other = json.loads(trtspec("plan", "nvidia/Kimi-K2.5-NVFP4", *words).stdout)
     assert [problem["code"] for problem in other["problems"]] == ["TS-PAIR-OTHER-TARGET"] and not other["acceptance"]
 
 
@@ -265,9 +258,9 @@ def test_acceptance_of_another_model_is_doubted() -> None:
 
 
 def test_without_acceptance_no_speed_up_is_claimed() -> None:
-    done = command(TARGET, "--head", NO_CARD, "--concurrency", "1")
-    assert done.returncode == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
-    report = json.loads(command(TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout)
+    done = trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1")
+    assert done.status == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
+    report = json.loads(trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout)
     assert all(point["speedup"] is None for point in report["points"] if point["draft_len"])
     assert report["recommended"]["1"]["draft_len"] is None and report["recommended"]["1"]["speedup"] is None
 
@@ -286,5 +279,5 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
     ],
 )
 def test_what_it_refuses(arguments: tuple[str, ...], status: int, says: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == status and says in done.stderr and "Traceback" not in done.stderr
+    done = trtspec("plan", *arguments)
+    assert done.status == status and says in done.stderr and "Traceback" not in done.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.command_line import trtspec
 from trtspec.trtllm.carriers import carried
 
 PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
@@ -27,14 +26,9 @@ trtllm-serve serve nvidia/Kimi-K2.6-NVFP4 --tp_size $TP \\
 """
 
 
-def run(*words: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-m", "trtspec", *words], capture_output=True, text=True)
-    return done.returncode, done.stdout
-
-
 def lint(text: str, folder: Path, *words: str) -> dict[str, Any]:
     (folder / "file").write_text(text)
-    return json.loads(run("lint", str(folder / "file"), "--json", *words)[1])
+    return json.loads(trtspec("lint", folder / "file", "--json", *words).stdout)
 
 
 def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
@@ -45,7 +39,8 @@ def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module", params=["helm-values", "dynamo"])
 def written(request: pytest.FixtureRequest) -> str:
-    return run("build-config", *shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc23")[1]
+    words = (*shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc23")
+    return trtspec("build-config", *words).stdout
 
 
 def test_our_own_values_and_manifests_are_clean(written: str, tmp_path: Path) -> None:
@@ -105,7 +100,7 @@ PLACES = {
 def test_a_name_has_one_verdict_wherever_it_stands(place: str, tmp_path: Path) -> None:
     for number, (name, _) in enumerate(NAMES):
         (tmp_path / f"{number}").write_text(PLACES[place].format(name))
-    report = json.loads(run("lint", *(str(tmp_path / f"{n}") for n in range(len(NAMES))), "--json")[1])
+    report = json.loads(trtspec("lint", *(tmp_path / f"{n}" for n in range(len(NAMES))), "--json").stdout)
     for (name, wrong), file in zip(NAMES, report["files"], strict=True):
         named = [item for item in file["problems"] if item["code"].startswith("TS-NAME-")]
         assert any(item["severity"] == "error" for item in named) is wrong, (name, named)
