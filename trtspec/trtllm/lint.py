@@ -325,13 +325,12 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     return Verdict(answer["version"], tuple(found))
 
 
-def engine_problems(document: Document | str, file: str) -> list[Problem]:
+def engine_problems(document: Document) -> list[Problem]:
     """What a launch learns from the engine's classes; nothing where it cannot be imported by this interpreter."""
     if not engine_importable():
         return []
     try:
-        parsed = Document.parse(document) if isinstance(document, str) else document
-        return [finding.problem(file) for finding in judge(parsed).findings]
+        return [finding.problem(document.name) for finding in judge(document).findings]
     except TrtspecError as error:
         return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message, "start anyway and read its log")]
 

@@ -94,7 +94,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )  # fmt: skip
     if launching:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
-        problems += engine_problems(file.text, file.name)
+        problems += engine_problems(file)
     problems += check_cluster(cluster, argv, world, given is None, os.environ, launching)
     env = {**ENVIRONMENT, **cluster_environment(cluster, os.environ)}
     return ServerPlan(
