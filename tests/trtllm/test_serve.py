@@ -247,6 +247,8 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
         ("context_servers: {urls: ['a:70000']}\n" + GENERATION, "'a:70000' is not host:port"),
         (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
         ("port: high\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
+        ("port: true\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
+        ("context_servers: {urls: []}\n" + GENERATION, "context_servers.urls: List should have at least 1 item"),
         ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname: Input should be a valid string"),
         ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
     ],
