@@ -179,7 +179,8 @@ def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | No
     if not HUB_ID.fullmatch(name_or_path):
         raise UsageError(
             f"{name_or_path!r} is neither a directory nor a hub id",
-            "pass an existing directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3)",
+            "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3); "
+            "where a job makes it later, build-config takes `like`",
         )
     found = known(name_or_path)
     entry = found[1] if found else None

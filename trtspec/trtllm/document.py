@@ -227,7 +227,7 @@ def delete_key(document: Document, path: str) -> Edit:
     return Edit(_without(document, entry), meaning)
 
 
-def add_key(document: Document, path: str, value: Any) -> Edit:
+def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edit:
     """Adds `path`, with every parent that is not there, behind the last key of the mapping it belongs to."""
     if document.has(path):
         raise CannotEdit(f"{path} is there already")
@@ -241,30 +241,34 @@ def add_key(document: Document, path: str, value: Any) -> Edit:
         if not isinstance(meaning, dict):
             raise CannotEdit("the file is not a mapping")
         meaning[names[0]] = nested
-        return Edit(_with_pair(document, document.root, names, value), meaning, path)
+        return Edit(_with_pair(document, document.root, names, value, comment), meaning, path)
     owner = _own_entry(document, ".".join(names[:depth]))
     place, last = _inside(meaning, owner.keys[:-1]), owner.keys[-1]
     if not isinstance(owner.value, dict):  # null turns some of them off
         raise CannotEdit(f"{owner.path} is not a mapping")
     place[last] = {**owner.value, names[depth]: nested}
     if not owner.value:
-        return Edit(_with_value(document, owner, scalar({names[depth]: nested})), meaning, path)
-    return Edit(_with_pair(document, owner.value_node, names[depth:], value), meaning, path)
+        return Edit(_with_value(document, owner, scalar({names[depth]: nested}), comment), meaning, path)
+    return Edit(_with_pair(document, owner.value_node, names[depth:], value, comment), meaning, path)
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
-    """Renames in place where the parent stays, else takes the key out and adds it where it belongs."""
+    """Renames in place where the parent stays, else takes the key out and adds it with its comment where it belongs."""
     entry = _own_entry(document, path)
     if entry.parent == to.rpartition(".")[0]:
         return rename_key(document, path, to.rpartition(".")[2])
-    start, end = entry.value_node.end, _line_end(document.text, entry.value_node.end)
-    if any(start <= at < end for at, _ in document.comments):
-        raise CannotEdit(f"the comment behind {path} belongs to it")
-    taken = delete_key(document, path)
+    along, cut = "", document
+    behind = [place for place in document.comments if place[0] >= entry.value_node.end]
+    line_end = _line_end(document.text, entry.value_node.end)
+    if behind and behind[0][0] < line_end and not _is_flow(document, entry):
+        start, end = behind[0]
+        along = document.text[start:end]
+        cut = Document.parse(document.text[:start].rstrip(" \t") + document.text[end:])
+    taken = delete_key(cut, path)
     between = Document.parse(taken.text)
     if not same(between.value or {}, taken.value):
         raise CannotEdit(f"{path} cannot be taken out")
-    edit = add_key(between, to, entry.value)
+    edit = add_key(between, to, entry.value, along)
     return Edit(edit.text, edit.value)
 
 
@@ -292,14 +296,25 @@ def _is_flow(document: Document, entry: Entry) -> bool:
     return node is not None and node.style == "flow"
 
 
-def _with_value(document: Document, entry: Entry, written: str) -> str:
-    """The text with another value behind the key."""
+def _with_value(document: Document, entry: Entry, written: str, comment: str = "") -> str:
+    """The text with another value behind the key; comments inside the old one are kept below it."""
     text, key, old = document.text, entry.key_node, entry.value_node
     colon = text.find(":", key.end, max(old.start, key.end) + 1)
-    if colon < 0 or old.style in BLOCK or any(colon < at < old.end for at, _ in document.comments):
-        raise CannotEdit(f"{entry.path} has no value, or a text block, or comments inside")
+    if colon < 0:
+        raise CannotEdit(f"{entry.path} has no value")
+    inside = [text[a:b] for a, b in document.comments if colon < a < old.end]
     begin = old.start if text[colon + 1 : old.start].strip(" \t") == "" and old.end > colon + 1 else colon + 1
-    return f"{text[:begin]}{'' if begin > colon + 1 else ' '}{written}{text[max(old.end, colon + 1) :]}"
+    gap = "" if begin > colon + 1 else " "
+    if not inside and old.style not in BLOCK:
+        return f"{text[:begin]}{gap}{written}{f'  {comment}' if comment else ''}{text[max(old.end, colon + 1) :]}"
+    if _is_flow(document, entry):
+        raise CannotEdit(f"there are comments inside {entry.path}")
+    end = _line_end(text, old.end)
+    trailing = text[old.end : end].strip()
+    newline, margin = _newline(text), " " * key.column
+    below = [*inside, *([trailing] if trailing else []), *([comment] if comment else [])]
+    lines = [f"{text[: colon + 1]} {written}", *(f"{margin}{line.strip()}" for line in below)]
+    return newline.join(lines) + text[end:]
 
 
 def _without(document: Document, entry: Entry) -> str:
@@ -328,31 +343,33 @@ def _without_pair(text: str, begin: int, end: int) -> str:
     return (before[:-1] if before.endswith(",") else text[:begin]) + text[end:]
 
 
-def _with_pair(document: Document, node: Node | None, names: list[str], value: Any) -> str:
+def _with_pair(document: Document, node: Node | None, names: list[str], value: Any, comment: str) -> str:
     """The text with `names`, nested, behind the last key of a mapping; None is an empty file."""
     text, newline = document.text, _newline(document.text)
     if node is None or not node.items:
         if node is not None:
             raise CannotEdit("an empty mapping at the top level")
         begun = text if not text or text.endswith("\n") else text + newline
-        return begun + newline.join(_nested(names, value, "")) + newline
+        return begun + newline.join(_nested(names, value, comment, "")) + newline
     if node.alias or node.kind != "mapping":
         raise CannotEdit("written elsewhere")
     key_node, last = node.items[0][0], node.items[-1][1]
     end = max(last.end, node.items[-1][0].end + 1)
     if node.style == "flow":
+        if comment:
+            raise CannotEdit("a comment would be inside brackets")
         nested = value
         for name in reversed(names[1:]):
             nested = {name: nested}
         return f"{text[:end]}, {names[0]}: {scalar(nested)}{text[end:]}"
     at = _line_end(text, end)
-    lines = _nested(names, value, " " * key_node.column)
+    lines = _nested(names, value, comment, " " * key_node.column)
     return text[:at] + newline + newline.join(lines) + newline + text[_next_line(text, at) :]
 
 
-def _nested(names: list[str], value: Any, margin: str) -> list[str]:
+def _nested(names: list[str], value: Any, comment: str, margin: str) -> list[str]:
     lines = [f"{margin}{INDENT * depth}{name}:" for depth, name in enumerate(names)]
-    lines[-1] += f" {scalar(value)}"
+    lines[-1] += f" {scalar(value)}" + (f"  {comment}" if comment else "")
     return lines
 
 

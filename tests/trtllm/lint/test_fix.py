@@ -107,10 +107,10 @@ CASES = [
         "moe_config: {backend: TRTLLM}  # fast\n",
     ),
     (
-        "a dotted key is nested",
+        "a dotted key is nested with its comment",
         NEW,
-        "# top\nmoe_config.backend: TRTLLM\nstream_interval: 2\n",
-        "# top\nstream_interval: 2\nmoe_config:\n  backend: TRTLLM\n",
+        "# top\nmoe_config.backend: TRTLLM  # fast\nstream_interval: 2\n",
+        "# top\nstream_interval: 2\nmoe_config:\n  backend: TRTLLM  # fast\n",
     ),
     (
         "a dotted key whose nested form is there",
