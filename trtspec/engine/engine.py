@@ -163,7 +163,7 @@ class Engine:
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
-        # Learn: the drafter reads the target's states of the emitted tokens. Behind `known` all rows' are rejected.
+        # Learn: the drafter reads the target's states of the emitted tokens. No row keeps states behind `known`.
         known = max(map(len, emitted))
         drafter.learn(batch, None if out.aux is None else out.aux[:, :known], tokens[:, :known], accepted)
         batch.advance(tokens, accepted)
