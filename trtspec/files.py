@@ -11,7 +11,6 @@ file overflows the C stack, and a few aliases of aliases expand to more values t
 from __future__ import annotations
 
 import copy
-import json
 import os
 import stat
 import sys
@@ -21,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
+import jiter
 import yaml
-from pydantic_core import from_json
 
 from trtspec.errors import TrtspecError, UsageError
 
@@ -81,11 +80,10 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
         raise unreadable(path, f"line {line} is not UTF-8 text", remedy) from None
 
 
-def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "", unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else, with
-    `unique` also for a key that occurs twice."""
+def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else."""
     try:
-        value = parse_json(read_text(path, most, remedy), unique)
+        value = parse_json(read_text(path, most, remedy))
     except ValueError as error:
         raise TrtspecError(f"{path} is not valid JSON: {error}", remedy, CODE) from None
     if not isinstance(value, dict):
@@ -99,29 +97,12 @@ def first_fault(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-def parse_json(text: str | bytes, unique: bool = False) -> Any:
-    """The value of a JSON text. Raises ValueError for all that is none: too deep, numbers of thousands of digits, or
-    strings that are no text (lone surrogates), which nothing could print; with `unique` also for a key that an object
-    has twice."""
-    value = from_json(text)
-    if unique:
-        json.loads(text, object_pairs_hook=_refuse_doubled)
-    return value
-
-
-def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
-    seen = set[str]()
-    for key, _ in pairs:
-        if key in seen:
-            raise DoubledKey(key)
-        seen.add(key)
-
-
-class DoubledKey(ValueError):
-    """A JSON object has the key `args[0]` twice."""
-
-    def __str__(self) -> str:
-        return f"an object has the key {self.args[0][:60]!r} twice"
+def parse_json(text: str | bytes, nan: bool = True) -> Any:
+    """The value of a JSON text in UTF-8. Raises ValueError for any other text, also for one that is too deep, has
+    numbers of thousands of digits, lone surrogates or a key twice in one object, and without `nan` for NaN and
+    Infinity."""
+    data = text.encode() if isinstance(text, str) else text
+    return jiter.from_json(data, allow_inf_nan=nan, catch_duplicate_keys=True)
 
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:

@@ -207,7 +207,7 @@ def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt"', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "a.jsonl:2 is not UTF-8"),
         ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16"), "a.jsonl:1 is UTF-16"),
-        ("a.jsonl", b'{"prompt": "x", "prompt": "y"}\n', "the key 'prompt' twice"),
+        ("a.jsonl", b'{"prompt": "x", "prompt": "y"}\n', 'duplicate key "prompt"'),
         ("a.jsonl", b'{"prompt": "\\ud800"}\n', "hex escape"),
         ("a.jsonl", b"[" * 100_000, "recursion limit"),
         ("a.jsonl", b"\0\0\n", "a.jsonl:1 is not JSON"),

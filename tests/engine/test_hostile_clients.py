@@ -45,8 +45,6 @@ BAD_BODIES = [
     b'{"prompt": "x", "seed": 18446744073709551616}',
     b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": "x", "n": 1e30}',
-    b'{"prompt": "x", "temperature": NaN}',
-    b'{"prompt": "x", "temperature": Infinity}',
     b'{"prompt": "x", "top_p": 0}',
     b'{"prompt": "x", "stop": ["' + b"a" * 1001 + b'"]}',
     b'{"prompt": "x", "stop": [' + b",".join([b'"a"'] * 65) + b"]}",

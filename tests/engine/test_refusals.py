@@ -163,15 +163,17 @@ def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str
 
 
 @pytest.mark.parametrize(
-    ("raw", "says", "param"),
+    ("raw", "says"),
     [
-        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8", None),
-        ('{"prompt": "x"}'.encode("utf-32"), "not UTF-8", None),
-        (b'{"prompt": "x", "n": 1, "n": 2}', "'n' twice", "n"),
-        (b'{"prompt": "x", "response_format": {"type": "text", "type": "regex"}}', "'type' twice", "type"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not JSON in UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-32"), "not JSON in UTF-8"),
+        (b'{"prompt": "x", "n": 1, "n": 2}', 'duplicate key "n" at line 1'),
+        (b'{"prompt": "x", "response_format": {"type": "text", "type": "regex"}}', 'duplicate key "type"'),
+        (b'{"prompt": "x", "metadata": {"a": [NaN]}}', "no NaN or Infinity: .*column 36"),
+        (b'{"prompt": "x", "user": -Infinity}', "no NaN or Infinity: .*column 26"),
     ],
 )
-def test_what_json_leaves_open_is_refused(raw: bytes, says: str, param: str | None) -> None:
+def test_what_json_leaves_open_is_refused(raw: bytes, says: str) -> None:
     with pytest.raises(ApiError, match=says) as refused:
         parse_body(CompletionBody, raw)
-    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.status == 400

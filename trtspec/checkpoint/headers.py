@@ -142,7 +142,7 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object; raises TrtspecError naming the file when it is absent, not JSON or not an object."""
     try:
-        return read_object(path, remedy=DOWNLOAD_AGAIN, unique=True)
+        return read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
         raise TrtspecError(f"{path.parent} has no {path.name}", "pass the directory that holds config.json") from None
 

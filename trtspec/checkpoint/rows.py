@@ -133,7 +133,7 @@ def _decoded(data: bytes, where: str, first: bool) -> str:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return files.parse_json(text, unique=True)
+        return files.parse_json(text)
     except ValueError as error:
         remedy = "one JSON object per line; a JSON array is a .json file" if text[:1] in "[]" else "repair the line"
         raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
@@ -165,7 +165,7 @@ def _array_rows(path: Path) -> Iterator[DataRow]:
     if len(data) > MOST_ARRAY:
         raise files.unreadable(path, f"it has more than {MOST_ARRAY:,} bytes", "write one JSON object per line: .jsonl")
     try:
-        items = files.parse_json(files.decoded(data, path, "save it as UTF-8 text"), unique=True)
+        items = files.parse_json(files.decoded(data, path, "save it as UTF-8 text"))
     except ValueError as error:
         raise UsageError(f"{CODE} {path} is not JSON: {error}", "repair the file") from None
     yield from (DataRow(str(path), number, item) for number, item in enumerate(items, 1))

@@ -60,18 +60,14 @@ class Form:
 def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
     """A validated body. Raises ApiError 400, naming the first field that is wrong, as OpenAI does."""
     try:
-        value = files.parse_json(raw.decode(), unique=True)
+        value = files.parse_json(raw, nan=False)
         if not isinstance(value, dict):
             raise ApiError("the body is not a JSON object")
         return kind.model_validate(value)
     except ValidationError as error:
         raise _named(error) from None
-    except UnicodeDecodeError:
-        raise ApiError("the body is not UTF-8") from None
-    except files.DoubledKey as error:
-        raise ApiError(f"the body is ambiguous: {error}", param=error.args[0]) from None
     except ValueError as error:
-        raise ApiError(f"the body is not valid JSON: {error}") from None
+        raise ApiError(f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}") from None
 
 
 def _named(error: ValidationError) -> ApiError:
