@@ -1,7 +1,5 @@
 """`trtspec ...` in this process, through its entry point: status, stdout and stderr as a shell gets them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Shared fixtures. Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ given tensors of a CPU and of the device. The CPU build has no device guard for 
 it is lent the one of the meta device, which does nothing either.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Iterator

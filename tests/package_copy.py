@@ -1,7 +1,5 @@
 """A copy of the package, for tests that add something to it: what that took, and what the copy then answers."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import shutil

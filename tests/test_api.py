@@ -1,7 +1,5 @@
 """The Python API as a notebook uses it: every verb in a fresh process, after every room has been imported."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import subprocess

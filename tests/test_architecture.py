@@ -1,7 +1,5 @@
 """The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets in lines."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

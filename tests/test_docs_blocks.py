@@ -2,8 +2,6 @@
 Kubernetes and values of the chart are compared with their schemas, and so are files of compose and CI that pages name.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

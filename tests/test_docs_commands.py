@@ -6,8 +6,6 @@ directly below commands is the captured output of the last of them: each of its 
 anything in a line, and a line `...` for any lines.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -6,8 +6,6 @@ ELSEWHERE, with the test that runs it or the reason why none can. Captured outpu
 stand-in, numbers and addresses apart; such a command runs in its own size. Minutes, so it is slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -2,8 +2,6 @@
 every link of the site leads to a page, and a place on it, that is there. The browser is the one that TRTSPEC_CHROMIUM
 names."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

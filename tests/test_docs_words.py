@@ -1,7 +1,5 @@
 """Budgets of the pages: words by page and in all, length of sentences. `python -m tools.pages` prints them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

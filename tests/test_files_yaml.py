@@ -1,7 +1,5 @@
 """Reading a user's YAML ends in a value or in one named error, whatever the file is; the oracle is yaml.safe_load."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """What of the machine a process may use: affinity, cgroup limits, memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

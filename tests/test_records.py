@@ -1,7 +1,5 @@
 """A record, its command line, its variables and the words that make it again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """One printer: a result says itself in JSON, tables and one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from trtspec.errors import CheckFailed, Problem

@@ -1,7 +1,5 @@
 """`trtspec serve --backend vllm` without vLLM: published commands, releases, and what is refused before."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

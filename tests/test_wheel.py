@@ -1,7 +1,5 @@
 """The wheel and the source distribution: complete, without a stray file, and working by themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

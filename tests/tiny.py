@@ -5,8 +5,6 @@ readers under test. The same seed gives the same underlying BF16 weights in ever
 shards in turn, which separates all pairs (gate and up, packed weight and scale), the worst case for a streaming reader.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The four weight formats of published Kimi checkpoints, in their plainest form, for tests/tiny.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Starts stand-in servers as real processes on loopback, one for each distinct setting of a session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

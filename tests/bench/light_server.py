@@ -1,8 +1,6 @@
 """The stand-in server of these tests as an engine that is launched: `python light_server.py PORT JSON`. It also answers
 the raw completion by which a launch knows that it is ready."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """guidellm and `vllm bench serve` against a server: a closed loop over the prompts of a file, and their figures in the
 words of ours. Each runs in an environment of its own, whose Python a variable names; skipped without."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

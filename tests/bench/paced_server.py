@@ -5,8 +5,6 @@ the clock and the socket. Started as its own process: `python paced_server.py PO
 written to PORT_FILE. /truth gives the times at which it really wrote, for a machine that is too busy to keep them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

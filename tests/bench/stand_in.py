@@ -6,8 +6,6 @@ reads a line of JSON settings for each server that is wanted and answers with it
 own, which saves it the imports. They end with stdin.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

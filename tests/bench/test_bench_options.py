@@ -1,7 +1,5 @@
 """Options of `bench` that would name a figure for something else than what was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`--choose-draft`: the shortest of the measured lengths that may be as fast as the fastest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`--compare`: what is judged, what is only shown, and what is refused before anything is asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Acceptance from counters of a server that answers several clients together, as vLLM's: of the prompts that were
 asked, and never of requests whose answers nobody got."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,8 +1,6 @@
 """The field's data sets, in files with the fields that each of them really has, and files that somebody else wrote:
 each line is a question, or an error that names the line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

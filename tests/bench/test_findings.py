@@ -1,7 +1,5 @@
 """What a measurement cannot say is named, and an honest one is left alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Nothing that was answered is lost: signals, a kill, a server that dies, garbage, silence. Fuzzed input of every kind
 ends in words."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

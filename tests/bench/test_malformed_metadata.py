@@ -1,8 +1,6 @@
 """What servers tell about themselves, damaged: /v1/models, /version, /metrics and /server_info while bench runs, and
 the metrics that watch reads. What is not understood is unmeasured with its reason; nothing ends a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

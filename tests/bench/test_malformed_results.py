@@ -1,7 +1,5 @@
 """Recordings and results that somebody changed: an error that names the file and the place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bench` against real loopback servers: counts per source, steady rates, interleaving, findings, exit statuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The peers run in environments of their own, named by TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_VLLM_PYTHON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

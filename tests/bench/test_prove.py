@@ -1,8 +1,6 @@
 """Proofs: the script is made of commands that exist, what is refused before a launch, what verdict and bundle hold; and
 whole ones of kimi-nano, killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

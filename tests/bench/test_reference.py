@@ -1,8 +1,6 @@
 """bench and check against the real reference server: its counters, the best draft length, the tables of model cards, no
 false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

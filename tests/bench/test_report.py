@@ -1,7 +1,5 @@
 """The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of degenerate output."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

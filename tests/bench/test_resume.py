@@ -1,7 +1,5 @@
 """`--resume` continues what this server was asked, and nothing else: another server is named, other files stand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Intervals cover; `--compare` finds what it says and raises false alarms as rarely as it says: 1,000 runs each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

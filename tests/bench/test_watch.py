@@ -1,7 +1,5 @@
 """`trtspec watch` against servers on loopback: what it reads, what it exports, and what it judges."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

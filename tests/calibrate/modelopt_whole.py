@@ -3,8 +3,6 @@
 python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration against ModelOpt's on the whole model; kills; what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A hub on this machine, as far as downloads and ranged reads need one; every byte of an answer is counted."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

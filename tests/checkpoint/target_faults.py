@@ -4,8 +4,6 @@ A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or
 trtspec's readers: what must be found is decided by what was spoiled.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -52,7 +50,7 @@ class Draft:
         """The quantization_config, wherever it stands."""
         return self.config.get("quantization_config") or self.text["quantization_config"]
 
-    def copied(self) -> Draft:
+    def copied(self) -> "Draft":
         return Draft(dict(self.tensors), copy.deepcopy(self.config), copy.deepcopy(self.quant), self.files)
 
     def write(self, directory: Path, shards: int = 2) -> Path:

@@ -1,7 +1,5 @@
 """Reasoning, content and tool calls of Kimi's answers, whole and in every possible split of a stream."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

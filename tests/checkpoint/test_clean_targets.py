@@ -1,7 +1,5 @@
 """Checkpoints as they are published have no finding above info: none that a user would have to learn to ignore."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

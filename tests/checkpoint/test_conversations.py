@@ -1,7 +1,5 @@
 """The one reader of conversations: the same records from every format, every field honoured, named or refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Targets and heads told apart, described, and their faults found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Headers against the safetensors library, and every way a directory can be broken."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a user types becomes a directory, a published model, or a clear refusal; offline and without a download."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Journals of runs that resume, their lock, and shards that have no name until they are whole."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint on the hub is judged by its headers, without its weights; shown against a hub on a loopback socket."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

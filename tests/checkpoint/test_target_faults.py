@@ -3,8 +3,6 @@
 The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose reason stands there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

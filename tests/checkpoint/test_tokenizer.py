@@ -1,7 +1,5 @@
 """The tokenizer against tiktoken's educational encoder (pure Python) and transformers' template renderer."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -1,7 +1,5 @@
 """How the matrix of options is looked at: one run of a command in this process, and everything that it left to see."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

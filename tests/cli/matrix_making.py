@@ -1,7 +1,5 @@
 """The rows of the matrix for the commands that make, train and measure: one effect of every option in every mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

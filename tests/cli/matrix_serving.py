@@ -1,7 +1,5 @@
 """The rows of the matrix for the commands around an engine: one effect of every option in every mode."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line as a whole: what is listed, how fast and how light it starts, how it fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

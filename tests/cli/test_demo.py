@@ -1,7 +1,5 @@
 """The demo: only its own directory is emptied, its question can be read, and the whole chain runs through."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

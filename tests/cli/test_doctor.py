@@ -1,7 +1,5 @@
 """`trtspec doctor`: a stand-in nvidia-smi, an environment with a trap, and no secret in the output."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

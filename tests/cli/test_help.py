@@ -1,7 +1,5 @@
 """What `--help` says: every default, every bracket as it is written, and no word that has been replaced."""
 
-from __future__ import annotations
-
 import re
 import typing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`trtspec inspect` through the command line: its JSON contract, its exit status, its words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on failure too."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

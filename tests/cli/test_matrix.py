@@ -1,8 +1,6 @@
 """Every option of every command in every mode is honoured, seen in what the run leaves, or refused by its flag; every
 environment variable works or is noted. The table is complete by test: an option without a row fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every command that resumes, on a file system without flock: it says what the lock is, and writes the same bytes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

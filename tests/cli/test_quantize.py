@@ -1,7 +1,5 @@
 """`trtspec quantize` as a user types it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Addresses and keys as users mistype them: refused before anything is sent or written, and no secret is repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

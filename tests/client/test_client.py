@@ -1,7 +1,5 @@
 """The client against servers that break off, stay silent, close connections or answer something else."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

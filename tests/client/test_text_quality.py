@@ -1,7 +1,5 @@
 """Loops, noise and random prompts are told from text; ordinary text is not accused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import textwrap

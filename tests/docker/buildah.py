@@ -1,8 +1,6 @@
 """Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it, for each tag of the
 engine's image, the libraries that the release pins."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Renders the chart as `helm template` does; `python -m tests.docker.chart` writes the golden files again."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

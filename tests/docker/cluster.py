@@ -7,8 +7,6 @@ volume runs its init containers, then its containers. What a step of the chart w
 /models/.trtspec/*, read from the commands.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

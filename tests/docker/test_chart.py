@@ -1,7 +1,5 @@
 """The chart: rendered by Helm's own library, held against Kubernetes' schemas, and its engine file against lint."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The scripts of the chart, run: the leader of several nodes, the liveness probe, the drain before a stop."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,8 +1,6 @@
 """The CPU and the quantize image, really built and run: by Debian's buildah, over a Debian base that stands in for the
 public one."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

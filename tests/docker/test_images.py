@@ -1,7 +1,5 @@
 """Dockerfiles and compose files: linted, pinned, without root, and naming only files that are there."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

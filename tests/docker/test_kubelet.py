@@ -4,8 +4,6 @@ Engine and checkpoint are the stand-in and kimi-nano. Clients ask through a Serv
 is scaled out and upgraded: nothing is killed for a probe and no request is lost.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Alert rules and dashboard: promtool accepts and plays them, and every metric that they name is exported."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Whether a release comes up at all: the chart's pods on small clusters, in every order in which they may be placed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

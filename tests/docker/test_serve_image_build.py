@@ -4,8 +4,6 @@ The bases carry what the release publishes as its requirements, as far as trtspe
 engine's name that imports them as the engine does.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

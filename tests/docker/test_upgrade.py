@@ -1,8 +1,6 @@
 """`helm upgrade` between what users change: rendered before and after, no object changes a field that Kubernetes or its
 controller keeps as it was created."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A tiny float32 target, heads of every kind for it, its tokenizer, and a batch of requests of mixed lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -8,23 +8,17 @@ one spacing of the numbers that the logits are (a smaller change does not show);
 times that, both in the runs and in the computations without a drafter.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from trtspec.engine.sequence import Output
-from trtspec.models.layers import TextPiece
+from trtspec.models.kimi import KimiModel
+from trtspec.models.layers import LatentCache, TextPiece
 from trtspec.quant import nvfp4
-
-if TYPE_CHECKING:
-    from trtspec.models.kimi import KimiModel
-    from trtspec.models.layers import LatentCache
 
 # The largest change between a few dozen computations is not the largest there is: the runs may have used shapes and
 # neighbours that were not tried. What a wrong engine does is far larger (tests/engine/test_near_ties.py).

@@ -4,8 +4,6 @@ Around an Eagle3 drafter it also keeps that drafter's own proposals, so that a t
 computed from scratch would propose.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 SIGUSR1 kills its engine thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import sys

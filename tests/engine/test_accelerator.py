@@ -2,8 +2,6 @@
 number back, but for the one transfer of a round. Routed experts read the sizes of their groups, so that they are
 replaced here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The acceptance rules by themselves: greedy by definition, sampled by the distribution it must leave unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

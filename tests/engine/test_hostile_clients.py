@@ -1,7 +1,5 @@
 """Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else notices."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ TRTSPEC_HOSTILE_GRAMMARS (1000) is their number, TRTSPEC_SEED (1) chooses them, 
 is done; what is printed and held to are medians over the rounds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Greedy speculative output equals greedy output by definition, token for token, whatever the batch does."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, greedy_by_definition, token_ids

@@ -5,8 +5,6 @@ very position. NVFP4 is computed in bfloat16 where the CPU has it natively, else
 which a CPU without it computes in float32 and rounds.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

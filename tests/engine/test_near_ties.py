@@ -1,7 +1,5 @@
 """Near-ties: bf16 divergences are explained by measured rounding, and what a wrong engine emits is not."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

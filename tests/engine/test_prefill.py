@@ -1,7 +1,5 @@
 """Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a neighbour."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

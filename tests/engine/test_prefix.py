@@ -1,7 +1,5 @@
 """Prefix reuse: what is taken from the cache is what would have been computed, for the target and for its head."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a chat asks for is honoured or refused by name; what real clients send is taken."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

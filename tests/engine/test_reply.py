@@ -1,7 +1,5 @@
 """Text streams of answers: stop strings in every possible split."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Requests that are more than a server takes are refused before they cost anything; big answers block nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

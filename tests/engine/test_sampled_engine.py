@@ -1,7 +1,5 @@
 """Sampled requests: the target's distribution with and without drafts, whatever else is in the batch."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import replace

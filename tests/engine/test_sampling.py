@@ -1,7 +1,5 @@
 """Sampling against transformers' own logit warpers, and the inverse distribution function against counting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The unmodified openai client against the reference server in its own process, and the server's manners."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Commodity GPUs without one: for a card's memory and compute capability, what the preflight says of a target."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

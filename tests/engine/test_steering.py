@@ -1,7 +1,5 @@
 """Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and without drafts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

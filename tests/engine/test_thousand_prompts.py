@@ -4,8 +4,6 @@ Prefix reuse with eviction, chunked prefill, aborts, a draft length by batch siz
 prompts by TRTSPEC_TEST_PROMPTS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

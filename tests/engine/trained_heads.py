@@ -5,8 +5,6 @@ two by the plainest loop there is: cross entropy against the target's choices on
 keeps the rows of lm_head that are used most.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from functools import cache

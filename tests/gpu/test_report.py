@@ -1,7 +1,5 @@
 """`make test-gpu` where there is no GPU: refused in one line, and its whole code run on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

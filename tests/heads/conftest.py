@@ -1,7 +1,5 @@
 """A tiny target with answers to train on, shared by the tests of this room."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

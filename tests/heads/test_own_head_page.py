@@ -1,7 +1,5 @@
 """The commands of docs/train-your-own-head.md: dry runs as printed, the others on a small pair."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import typing

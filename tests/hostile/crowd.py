@@ -1,7 +1,5 @@
 """Clients of a server under attack: good streams with their right answers, a crowd of attackers, a watch on health."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

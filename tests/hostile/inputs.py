@@ -4,8 +4,6 @@ Each case stands in a directory of its own, a copy of a small valid target, head
 recording, of which one is spoilt.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

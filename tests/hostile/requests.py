@@ -3,8 +3,6 @@
 `Attacks(seed)` gives an endless, reproducible sequence. Each attack is bytes to send and how to behave while sending.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

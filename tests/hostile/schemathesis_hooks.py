@@ -1,7 +1,5 @@
 """Loaded by schemathesis (SCHEMATHESIS_HOOKS): what it makes up may ask for millions of tokens; four are enough."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import schemathesis

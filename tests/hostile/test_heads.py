@@ -4,8 +4,6 @@ A conversion that succeeds must have written what the undamaged head becomes, un
 TRTSPEC_SEED chooses other damage for the slow test (1 without).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

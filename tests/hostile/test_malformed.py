@@ -3,8 +3,6 @@
 TRTSPEC_SEED chooses other inputs for the slow test (1 without), TRTSPEC_KEEP_MALFORMED=1 keeps the files of all cases.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

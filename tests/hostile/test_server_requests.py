@@ -6,8 +6,6 @@ TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make test-oracles
 skipped, and the other generators send all of the requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -5,8 +5,6 @@ equals the clean one except in the tensor whose bytes were changed and the partn
 value that is as plausible as the right one cannot be refused; it must not spread. TRTSPEC_SEED chooses other damage.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ in `out`. With "process" it is a fresh interpreter; without, a forked child of t
 that makes thousands of runs affordable. Either can hang or die and takes nothing with it.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON has `limits`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

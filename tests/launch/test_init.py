@@ -1,7 +1,5 @@
 """trtspec as process 1 of a container: signals reach it at any moment."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 TRTSPEC_KILLS (50; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Processes that commands start, for real: failures speak, and nothing is left running."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A launch of a tiny server over loopback: whose server it is, whether it hangs, and what happens to the streams."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

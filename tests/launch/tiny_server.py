@@ -4,8 +4,6 @@ MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end,
 long; tidy takes TIDY seconds to end when it is asked, deaf does not listen)
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import signal

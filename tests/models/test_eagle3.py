@@ -3,8 +3,6 @@
 Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place shows.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

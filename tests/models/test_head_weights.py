@@ -1,7 +1,5 @@
 """Loading a head: both namings, what the target lends, and every misfit refused with its code in one message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reference target against transformers' own classes on the same weights, prefill and step by step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packed weights against the weights themselves: the identity's product gives every one of them back, to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The layer stream against the whole model: the same bits, from every format, with states in memory or on disk."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

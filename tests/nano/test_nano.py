@@ -1,7 +1,5 @@
 """kimi-nano: its exercises, its vocabulary, its training, and the file that ships."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

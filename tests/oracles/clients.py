@@ -3,8 +3,6 @@
 Runs in the Python of the client, which does not have this project.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

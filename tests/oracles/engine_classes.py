@@ -11,8 +11,6 @@ A file is judged as trtllm-serve does: `yaml.safe_load`, merged over the options
 `update_llm_args_with_extra_dict`, then handed to `TorchLlmArgs`.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib.abc
 import importlib.machinery
@@ -65,7 +63,7 @@ class Mode(enum.Enum):
     AUTO = "AUTO"
 
     @classmethod
-    def from_string(cls, name: str) -> Mode:
+    def from_string(cls, name: str) -> "Mode":
         return cls[name]
 
     def support_dynamic_draft_len(self) -> bool:

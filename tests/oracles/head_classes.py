@@ -12,8 +12,6 @@ that runs this. Attention kernels of vLLM are replaced by plain ones: what is ju
 fuse, norm, rotate and scale.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -7,8 +7,6 @@ trtspec, and nothing here was compared with a running engine. The config is read
 keys of the file.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

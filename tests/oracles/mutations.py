@@ -1,7 +1,5 @@
 """Engine YAML files to judge: real ones and made ones, each with a change that a hurried person could make."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import random

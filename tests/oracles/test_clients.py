@@ -5,8 +5,6 @@ TRTSPEC_LM_EVAL_PYTHON, TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_AIPERF_PYTHON name t
 them); one that is not named is skipped. openai is in the project's own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

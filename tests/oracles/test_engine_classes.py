@@ -4,8 +4,6 @@ TRTSPEC_TRTLLM_SOURCES names a folder with one folder of sources for each releas
 these tests are skipped. Upstream's sources are never part of the project.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

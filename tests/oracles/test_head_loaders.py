@@ -9,8 +9,6 @@ TRTSPEC_VLLM_PYTHON Pythons with these packages. A loader whose place is not nam
 are their rules, written anew: known by reading.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -7,8 +7,6 @@ What the CPU wheel lacks is in vllm_on_a_cpu.py. Steps are compared, accepted dr
 the end of an answer as accepted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The environment in which `trtspec serve --backend vllm` starts a real vLLM on a CPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

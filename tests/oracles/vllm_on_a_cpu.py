@@ -2,8 +2,6 @@
 sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in float32 by vLLM's own emulation. `register` is
 called in every process of the server."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a new GPU and a new model take: done on a copy of the package, with the files counted that had to change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

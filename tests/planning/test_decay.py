@@ -1,7 +1,5 @@
 """Acceptance beyond the measured positions: published curves that were held out are the judge."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The choice that plan makes: ranked, within targets, and a command that build-config accepts."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

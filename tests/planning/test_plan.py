@@ -1,7 +1,5 @@
 """plan against what others published: sizes, what fits, cache capacities, speed-ups. Nothing here is fitted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Predictions beside measurements: the document is up to date, and says what the models give."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

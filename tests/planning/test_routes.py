@@ -1,7 +1,5 @@
 """What TensorRT-LLM can run where: every refusal names its reason, and the tables of GPUs agree with it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

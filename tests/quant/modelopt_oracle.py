@@ -7,8 +7,6 @@ python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT     fake-quant f
 CONFIG is one of mtq's dictionaries or a recipe's path; `,pinned` behind it pins every input amax to 2688.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -3,8 +3,6 @@
 Four bits in E2M1 and an E8M0 scale for 32 of them: `weight_blocks` uint8 [N, K/2], low nibble first, `weight_scales`
 uint8 [N, K/32], biased by 127."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

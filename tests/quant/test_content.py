@@ -1,7 +1,5 @@
 """What quantize says of a damaged source: each kind of damage, seeded, on four families; clean sources say nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

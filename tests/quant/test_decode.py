@@ -1,7 +1,5 @@
 """INT4 against compressed-tensors, FP8 blocks against the plain definition, and every format by plain names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32

@@ -1,7 +1,5 @@
 """NaN and infinity in every tensor of a source, converted or copied: refused with its name, its file and its place."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

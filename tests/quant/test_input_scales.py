@@ -1,7 +1,5 @@
 """A scale file is bound to the source that it was measured on: every other one is refused, by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers
 logits beside the reference model's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

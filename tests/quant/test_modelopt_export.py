@@ -1,7 +1,5 @@
 """Our files against ModelOpt's own export of the same model, tensor by tensor, and our W4A4 against its fake-quant."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """NVFP4 bytes against ModelOpt's NVFP4QTensor, the oracle; every pattern that rounding could get wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

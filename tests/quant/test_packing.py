@@ -1,7 +1,5 @@
 """The C kernel and torch give the same bytes, ModelOpt's; the search for scales finds what brute force finds."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import shutil

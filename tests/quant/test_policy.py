@@ -1,7 +1,5 @@
 """Policies against the published exclude list and against the tensors that they leave alone."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 

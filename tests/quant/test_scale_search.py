@@ -1,7 +1,5 @@
 """Block scales of least squared error against ModelOpt's own calibrator: its candidates, its sum, its choice."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """`quantize` end to end on tiny checkpoints: bytes, names, configs, resume, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged that way."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

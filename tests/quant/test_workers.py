@@ -1,7 +1,5 @@
 """`--workers`: any number of threads writes the same bytes and the same journal; how many a run starts by itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

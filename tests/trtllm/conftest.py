@@ -1,7 +1,5 @@
 """A stand-in trtllm-serve on PATH, upstream's own manifests, and a tiny pair to serve."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a release does with what it is given: asked by name, inherited, dated; and no rule knows a release."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What build-config refuses because it could not run or would be changed on the way, by the command itself."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

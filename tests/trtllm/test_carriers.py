@@ -1,7 +1,5 @@
 """Engine files in Helm values, manifests and scripts: found, judged at their place, corrected there."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

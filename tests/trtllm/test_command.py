@@ -1,7 +1,5 @@
 """Options after `--` against the schema, and one place for each setting."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

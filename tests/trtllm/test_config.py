@@ -1,7 +1,5 @@
 """build-config: what the model cards ask for, one version at a time, and back from the first line byte for byte."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

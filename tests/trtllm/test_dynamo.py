@@ -1,7 +1,5 @@
 """The Dynamo form: the objects of Dynamo's own recipes, around exactly the engine YAML that build-config writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the engine is importable its own classes judge, and a schema is read from them; here by a stand-in package."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Real launches of the stand-in over loopback: readiness, signals, statuses, causes, and nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Findings come at once with their lines, corrections keep the rest, and public files raise no false alarm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

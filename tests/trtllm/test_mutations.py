@@ -4,8 +4,6 @@ The oracle is upstream's: the annotation and the allowed values that the manifes
 options of the serve references. Our schema only helps to write the valid file that is then mutated.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections import Counter

@@ -1,7 +1,5 @@
 """What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the package, and counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What preflight finds on this machine, one thing at a time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which line a version belongs to, what it inherits, and where nobody knows."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

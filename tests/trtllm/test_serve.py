@@ -1,7 +1,5 @@
 """`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run promises."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

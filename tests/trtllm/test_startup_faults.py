@@ -1,7 +1,5 @@
 """Faults that stop TensorRT-LLM between its argument classes and its first answer, planted one at a time."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The traps of TensorRT-LLM with Kimi and Eagle3: what lint says of one file for one release, and for a pair."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace

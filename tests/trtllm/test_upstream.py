@@ -1,7 +1,5 @@
 """The engine's word, not ours: the schemas against TensorRT-LLM's own manifests, judged by pydantic itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import typing

@@ -1,7 +1,5 @@
 """The reference server with one fault in its engine: python faulty_engine.py FAULT serve ..."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gate on a corpus: every fault fails the row that names it and no other; honest servers pass."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

@@ -2,8 +2,6 @@
 
 TRTSPEC_HONEST_CHECKS (2) checks of 8 questions and 64 tokens, each with questions of its own; a check takes minutes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

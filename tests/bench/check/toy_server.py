@@ -4,8 +4,6 @@ The target is a known distribution: of each context, eight words with probabilit
 answers, their probabilities and what each fault makes of them are exact, and a whole check takes a second.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ A fault knows the codes by which it may be named and the least severity that it 
 tensors of one shape exchanged, a map that is off by one but still rises) is no fault here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Adding a dialect, really done on a copy of the package: a row, and a config writer where none of those there fits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Heads of every dialect become the same HeadSpec, and every silent trap in a head is reported."""
 
-from __future__ import annotations
-
 import ast
 import json
 from dataclasses import replace

@@ -3,8 +3,6 @@
 TRTSPEC_SEED chooses another slice for the default test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

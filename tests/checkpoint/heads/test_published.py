@@ -4,8 +4,6 @@ Key sets, names and maps are those of the projects' exporters and of published l
 are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are changed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in published heads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

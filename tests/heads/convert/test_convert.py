@@ -3,8 +3,6 @@
 The expected files come from foreign_heads.py, which knows the projects' layouts and nothing of trtspec.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 The catalogue of damaged heads is in tests/checkpoint/heads/faults.py; here is what needs more than one head's files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 tests/oracles/test_head_loaders.py loads them into the classes of other projects.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

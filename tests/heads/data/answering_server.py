@@ -4,8 +4,6 @@ Run as `python answering_server.py PORT LOG [FAIL_EVERY] [DELAY]`: each request 
 is answered with status 503.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """synthesize against a real server process: order, seeds, retries, resume after a kill, and what it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

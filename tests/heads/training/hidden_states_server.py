@@ -7,8 +7,6 @@ captured prompt added to its answer; states lie in a pool registered with NIXL, 
 Written from what ModelOpt's client asks for.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

@@ -1,8 +1,6 @@
 """Training steps on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the CPU, and the host
 waits once in a step."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

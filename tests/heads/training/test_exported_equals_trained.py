@@ -3,8 +3,6 @@
 The head is made with scattered gains, so that a norm applied twice, left out or misplaced cannot hide behind ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

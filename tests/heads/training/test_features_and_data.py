@@ -1,7 +1,5 @@
 """Data as the target saw it, states computed once, dumps in ModelOpt's format, batches as a function of the seed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

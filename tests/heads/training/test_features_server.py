@@ -3,8 +3,6 @@
 The client is ModelOpt's own; the states it brings are those of the target in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A run that is stopped, killed or finished leaves heads that can be used, and goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

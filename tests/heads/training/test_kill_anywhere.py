@@ -3,8 +3,6 @@
 Each run is a process of its own, forked from one that has imported everything, so that twenty starts cost seconds.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """The recipes of published heads, and what their runs need: counts against published ones."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

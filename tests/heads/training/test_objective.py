@@ -1,7 +1,5 @@
 """Loss, accumulation, schedules, data and the estimate, each against a calculation by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do, by torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

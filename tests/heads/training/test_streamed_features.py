@@ -1,7 +1,5 @@
 """`--features stream` against states in memory: the same bits, the same losses, a kill between chunks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

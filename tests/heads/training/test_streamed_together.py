@@ -1,7 +1,5 @@
 """Several processes streaming one target: each its part of a chunk, the states those of one process, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

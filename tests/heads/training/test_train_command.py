@@ -1,7 +1,5 @@
 """`trtspec train` as it is typed: a head on disk, measured in the engine; and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses what changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

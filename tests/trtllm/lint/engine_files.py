@@ -1,7 +1,5 @@
 """Random engine files, as people write them: known, misspelt, renamed and misplaced keys, comments at every place."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """`--fix` on files of every kind: it never makes a file worse, loses no comment and comes to rest."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

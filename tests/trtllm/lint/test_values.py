@@ -1,7 +1,5 @@
 """Values are judged as pydantic judges them, and rules see what the engine makes of them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """The options of the stand-in's server, declared with click as the engine declares its own."""
 
-from __future__ import annotations
-
 import click
 
 

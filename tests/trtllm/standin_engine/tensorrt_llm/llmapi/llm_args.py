@@ -1,7 +1,5 @@
 """Classes of the same make as the engine's: strict, with unions by discriminator, aliases, limits and validators."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -52,7 +50,7 @@ class EagleConfig(DecodingBase):
     eagle3_layers_to_capture: set[int] | None = None
 
     @model_validator(mode="after")
-    def needs_a_head(self) -> EagleConfig:
+    def needs_a_head(self) -> "EagleConfig":
         if self.speculative_model is None:
             raise ValueError("Draft model must be provided for EAGLE")
         return self
