@@ -40,7 +40,7 @@ from tests.heads.training.test_exported_equals_trained import drafted_logits, re
 from tools.benchmarks.head_matrix import cell
 from tools.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from trtspec import data_files
-from trtspec.checkpoint.heads.config import head_config
+from trtspec.checkpoint.heads.dialects import head_config
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import CurvePoint
 from trtspec.heads.training.options import TrainOptions

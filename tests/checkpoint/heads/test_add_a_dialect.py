@@ -1,4 +1,4 @@
-"""Adding a dialect, really done on a copy of the package: a row, and a config writer where none of those there fits."""
+"""Adding a dialect, really done on a copy of the package: a row of data."""
 
 import json
 from pathlib import Path
@@ -11,17 +11,19 @@ from tests.package_copy import copy_package, run_copy, touched
 from tests.tiny import make_head, make_target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-# a made-up project: SpecForge's names and mask, ids under a key of its own at the top that count the layers that ran
-ROW = """    Dialect(
-        "newcomer", "Newcomer", "newcomer", "midlayer.", "layers run",
-        layout.write_newcomer, lambda traces: "newcomer_version" in traces.config, rank=0,
-        expresses=_SERVED, read_by=("vllm",), t2d="pruned", embed_tokens=True, eagle31="Newcomer 2.0",
-    ),
-"""
-WRITER = """
-
-def write_newcomer(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, _: Verifier) -> dict[str, Any]:
-    return _flat(shared, spec) | _norms(spec) | {"newcomer_version": "1.0", IDS_KEY: ids}
+# a made-up project: SpecForge's names and mask, ids at the top that count the layers that ran
+ROW = """  newcomer:
+    title: Newcomer
+    prefix: midlayer.
+    counts: layers run
+    expresses: [yarn, fc_norm, norm_output, mla, pruned mla, number of states, other width]
+    read_by: [vllm]
+    t2d: pruned
+    embed_tokens: true
+    eagle31: Newcomer 2.0
+    config: {top: [eagle_aux_hidden_state_layer_ids], nested: {newcomer_version: "1.0"}}
+    rank: 0
+    wrote: [[eagle_config.newcomer_version]]
 """
 
 
@@ -29,11 +31,8 @@ def write_newcomer(shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with one dialect more."""
     copy = copy_package(tmp_path_factory.mktemp("copy"))
-    rows, config = (copy / "checkpoint/heads" / name for name in ("dialects.py", "config.py"))
-    text = rows.read_text()
-    assert text.count("\n)  # fmt: skip\nDIALECTS") == 1
-    rows.write_text(text.replace("\n)  # fmt: skip\nDIALECTS", f"\n{ROW})  # fmt: skip\nDIALECTS"))
-    config.write_text(config.read_text().rstrip() + "\n" + WRITER)
+    rows = copy / "data/dialects.yaml"
+    rows.write_text(rows.read_text().replace("dialects:\n", f"dialects:\n{ROW}", 1))
     return copy
 
 
@@ -42,9 +41,9 @@ def run(copy: Path, *words: object) -> dict:
 
 
 @pytest.mark.slow
-def test_a_dialect_is_one_row_and_one_writer(copied: Path, tmp_path: Path) -> None:
-    """Two files; then it is offered, detected, written, read and served, and a head comes back as it went."""
-    assert touched(copied) == ["checkpoint/heads/config.py", "checkpoint/heads/dialects.py"]
+def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
+    """One file; then it is offered, detected, written, read and served, and a head comes back as it went."""
+    assert touched(copied) == ["data/dialects.yaml"]
     target = make_target(tmp_path / "target", layers=8)
     source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)
     there, back = tmp_path / "there", tmp_path / "back"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import Verifier, shared_config
-from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect, Feature
+from trtspec.checkpoint.heads.config import Verifier, shared_config, write_config
+from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
@@ -25,6 +25,7 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
+from trtspec.data_files import load_yaml
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.tensors import (
@@ -180,7 +181,7 @@ def _plan(
         spec = with_ownership(spec, dialect, entries)
         verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
-        config = dialect.write(shared, spec, dialect.ids(spec.aux_layers), verifier)
+        config = write_config(dialect.config, shared, spec, dialect.ids(spec.aux_layers), verifier)
     parameters, size = sizes(entries)
     layers = list(spec.aux_layers) if spec.aux_layers is not None else None
     default = list(model.default_aux_layers) if model is not None else None
@@ -237,74 +238,13 @@ class Limit:
     reason: str
 
 
-LIMITS: dict[Feature, Limit] = {
-    "mla": Limit("TS-CONVERT-MLA", "attention", "has no latent (MLA) attention for a draft layer"),
-    "mla without yarn": Limit(
-        "TS-CONVERT-ROPE", "rope_scaling",
-        "computes YaRN for every MLA draft, and this head was trained with plain rope",
-    ),
-    "yarn": Limit(
-        "TS-CONVERT-ROPE", "rope_scaling",
-        "knows linear and dynamic rope scaling only, and this head was trained with YaRN",
-    ),
-    "fc_norm": Limit(
-        "TS-CONVERT-NORMS", "fc_norm",
-        "does not normalise the captured states (EAGLE-3.1's fc_norm); no weights can make up for it",
-    ),
-    "norm_output": Limit(
-        "TS-CONVERT-NORMS", "norm_output",
-        "feeds back the state before its norm, and this EAGLE-3.1 head was trained on the state after it",
-    ),
-    "norm_output alone": Limit(
-        "TS-CONVERT-NORMS", "norm_output",
-        "gave norm_output two meanings, which only a head with fc_norm tells apart",
-    ),
-    "norm_before_fc": Limit(
-        "TS-CONVERT-NORMS", "norm_before_fc",
-        "has no norm over the concatenated states (norm_before_fc)",
-    ),
-    "norm_before_fc with mla": Limit(
-        "TS-CONVERT-NORMS", "norm_before_fc",
-        "applies norm_before_fc in its Llama draft only, not in the MLA one",
-    ),
-    "two norms before fc": Limit(
-        "TS-CONVERT-NORMS", "norm_before_fc",
-        "applies one norm before fc, and this head has two (norm_before_fc and fc_norm)",
-    ),
-    "norm_before_residual": Limit(
-        "TS-CONVERT-NORMS", "norm_before_residual",
-        "adds attention to the state itself, and this head was trained to add it to the normalised state; neither "
-        "hidden_norm nor fc can express that",
-    ),
-    "number of states": Limit("TS-CONVERT-LAYERS", "fc.weight", "fuses exactly three captured states"),
-    "final state": Limit(
-        "TS-CONVERT-LAYERS", "layer ids", "cannot capture the state after the target's final norm (-1)",
-    ),
-    "first layer": Limit(
-        "TS-CONVERT-LAYERS", "layer ids",
-        "takes ids that start at 1 for layer outputs, so that a head on the output of layer 0 is read one layer late",
-    ),
-    "head size": Limit(
-        "TS-CONVERT-SHAPE", "head_dim",
-        "fixes the size of an attention head to hidden_size / heads, and this head's differs",
-    ),
-    "other width": Limit(
-        "TS-CONVERT-SHAPE", "target_hidden_size",
-        "builds fc for states of the head's own width, and this target's is another",
-    ),
-    "pruned mla": Limit(
-        "TS-CONVERT-PRUNED-MLA", "d2t",
-        "is read by TensorRT-LLM, whose loader of MLA weights fails where a draft vocabulary is pruned (known by "
-        "reading its sources, never run); for it train a head with the whole vocabulary, or an MHA head: the rows that "
-        "were left out of lm_head cannot be made up",
-    ),
-}  # fmt: skip
+LIMITS = {name: Limit(**row) for name, row in load_yaml("dialects.yaml")["features"].items()}
 
 
-def features(spec: HeadSpec) -> list[Feature]:
+def features(spec: HeadSpec) -> list[str]:
     """What a dialect must be able to express for this head."""
     mla, yarn, layers = spec.attention == "mla", spec.rope.rope_type == "yarn", spec.aux_layers or ()
-    needs: dict[Feature, bool] = {
+    needs: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
         "pruned mla": mla and spec.draft_vocab_size != spec.vocab_size,
@@ -325,7 +265,7 @@ def features(spec: HeadSpec) -> list[Feature]:
     return [name for name, needed in needs.items() if needed]
 
 
-OF_MLA: tuple[Feature, ...] = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
+OF_MLA = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
 
 
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trtspec.checkpoint.heads.config import head_config
+from trtspec.checkpoint.heads.dialects import head_config
 from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
