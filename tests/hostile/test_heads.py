@@ -5,25 +5,22 @@ TRTSPEC_SEED chooses other damage for the slow test (1 without).
 """
 
 import json
-import os
 import random
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.heads.faults import changed, faults
 from tests.heads.convert.foreign_heads import write_head
-from tests.hostile.inputs import Case, Inputs
-from tests.hostile.test_malformed import Runner, complaint, runner  # noqa: F401  # a fixture
+from tests.hostile.inputs import Inputs
+from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import compare_heads
 
-SOME, ALL = 8, 1000
 KINDS = (
     ("modelopt", {"attention": "mla"}),
     ("vllm", {"attention": "mha", "draft_vocab": 128}),
@@ -47,30 +44,28 @@ class Damage:
         for dialect, options in KINDS:
             head = write_head(room / f"clean-{dialect}", self.target, dialect, **options)  # type: ignore[arg-type]
             self.heads.append(head)
-            assert self.ended("convert", head, room, room / f"good-{dialect}", "--to", "vllm")[0] == 0
-            self.usual.append(self.findings(head, room)[1])
+            assert self.convert(head, room, room / f"good-{dialect}") == 0
+            self.usual.append(self.findings(head, room))
 
-    def ended(self, command: str, head: Path, place: Path, output: Path | None = None, *words: str) -> tuple[int, str]:
-        """The status of a command and what it printed; a bad end is noted."""
-        more = ["--output", str(output), *words] if output else ["--against", str(self.target), *words]
-        if command == "convert":
-            more += ["--target", str(self.target)]
-        case = Case(head.name, [command, str(head), *more, "--json"], place)
-        answer = self.run.answer(case, False)
-        what = complaint(case, answer)
+    def ended(self, place: Path, *words: object) -> int | None:
+        """The status of a command; a bad end is noted."""
+        status, what = self.run.ended(place, *words, "--json")
         if what:
-            self.bad.append(f"{place.name} {command}: {what}")
-        return int(answer["status"] or 0) if answer["status"] is not None else -1, (place / "stdout").read_text()
+            self.bad.append(f"{place.name} {words[0]}: {what}")
+        return status
 
-    def findings(self, head: Path, place: Path) -> tuple[int, set[str]]:
-        status, text = self.ended("inspect", head, place, None, "--sample", "0")
+    def convert(self, head: Path, place: Path, output: Path) -> int | None:
+        return self.ended(place, "convert", head, "--output", output, "--to", "vllm", "--target", self.target)
+
+    def findings(self, head: Path, place: Path) -> set[str]:
+        self.ended(place, "inspect", head, "--against", self.target, "--sample", 0)
+        text = (place / "stdout").read_text()
         try:
             told = json.loads(text)
         except ValueError:
-            return status, {text[:80]}
-        return status, {problem["code"] for problem in told.get("problems", [])} | {
-            str(told[key]) for key in ("error",) if key in told
-        }
+            return {text[:80]}
+        errors = {str(told["error"])} if "error" in told else set()
+        return errors | {problem["code"] for problem in told.get("problems", [])}
 
     def spoil(self, head: Path) -> str:
         """One thing is wrong with the config, the header, a tensor or the file itself."""
@@ -101,8 +96,8 @@ class Damage:
         head = place / "head"
         shutil.copytree(self.heads[which], head)
         name = f"{number} {self.heads[which].name}: {self.spoil(head)}"
-        _, codes = self.findings(head, place)
-        status, _ = self.ended("convert", head, place, place / "out", "--to", "vllm")
+        codes = self.findings(head, place)
+        status = self.convert(head, place, place / "out")
         left = {path.name for path in place.iterdir()} - {"head", "out", "stdout", "stderr"}
         if left:
             self.bad.append(f"{name}: left {sorted(left)}")
@@ -131,25 +126,10 @@ class Damage:
         return "\n".join([f"{dict(self.outcomes)}, {len(self.bad)} bad", *self.bad])
 
 
-def spoilt(room: Path, run: Runner, seed: int, count: int) -> Damage:
-    damage = Damage(room, run, seed)
+@pytest.mark.parametrize(("seed", "count"), [(5, 8), pytest.param(SEED, 1000, marks=SLOW)])
+def test_damaged_heads(tmp_path: Path, runner: Runner, seed: int, count: int) -> None:  # noqa: F811
+    damage = Damage(tmp_path, runner, seed)
     for number in range(count):
-        try:
-            damage.one(number)
-        except SafetensorError:
-            raise AssertionError(f"case {number}: not a file that the tests can read") from None
-    return damage
-
-
-def test_some_damaged_heads(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
-    damage = spoilt(tmp_path, runner, 5, SOME)
-    assert not damage.bad, damage.report()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_all_damaged_heads(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
-    seed = int(os.environ.get("TRTSPEC_SEED", "1"))
-    damage = spoilt(tmp_path, runner, seed, ALL)
-    print(f"\nseed {seed}, {ALL} damaged heads: {damage.report()}")
+        damage.one(number)
+    print(f"\nseed {seed}, {count} damaged heads: {damage.report()}")
     assert not damage.bad, damage.report()

@@ -6,7 +6,6 @@ value that is as plausible as the right one cannot be refused; it must not sprea
 """
 
 import json
-import os
 import random
 import shutil
 import struct
@@ -16,12 +15,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.hostile.inputs import Case, Damage
-from tests.hostile.test_malformed import Runner, complaint, runner  # noqa: F401  # a fixture
+from tests.hostile.inputs import Damage
+from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
 
 FORMATS = ("bf16", "int4", "fp8-block")
-SOME, ALL = 40, 1000
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -49,21 +47,15 @@ class Targets:
     """Clean sources with their outputs, and a runner that gives damaged copies to inspect and quantize."""
 
     def __init__(self, room: Path, run: Runner) -> None:
-        self.room, self.run = room, run
+        self.room, self.run, self.said = room, run, room / "said"
+        self.said.mkdir()
         self.clean = {f: make_target(room / f"clean-{f}", format=f, layers=2, experts=2, vision=True) for f in FORMATS}
         self.outputs = {}
         for name, source in self.clean.items():
-            status, wrong = self.ended("quantize", source, "-o", str(room / f"out-{name}"), "--policy", "k2.6")
+            status, wrong = run.ended(self.said, "quantize", source, "-o", room / f"out-{name}", "--policy", "k2.6")
             assert status == 0 and not wrong, wrong
             self.outputs[name] = contents(room / f"out-{name}")
         self.outcomes: Counter[str] = Counter()
-
-    def ended(self, command: str, target: Path, *words: str) -> tuple[object, str]:
-        """The status of a command, and what is wrong with how it ended."""
-        (self.room / "said").mkdir(exist_ok=True)
-        case = Case(target.name, [command, str(target), *words], self.room / "said")
-        answer = self.run.answer(case, False)
-        return answer["status"], complaint(case, answer)
 
     def damaged(self, source: Path, damage: Damage) -> tuple[Path, str, str]:
         """A copy with one thing wrong, what that is, and the tensor whose bytes changed or ""."""
@@ -91,10 +83,10 @@ class Targets:
         target, what, touched = self.damaged(self.clean[name], Damage(draw))
         out = self.room / "out"
         shutil.rmtree(out, ignore_errors=True)
-        found, wrong = self.ended("inspect", target, "--json")
+        found, wrong = self.run.ended(self.said, "inspect", target, "--json")
         status = None
         if not wrong:
-            status, wrong = self.ended("quantize", target, "-o", str(out), "--policy", "k2.6")
+            status, wrong = self.run.ended(self.said, "quantize", target, "-o", out, "--policy", "k2.6")
         self.outcomes[f"{what.partition(':')[0]}: inspect {found}, quantize {status}"] += 1
         if not wrong and status == 0 and found not in (0, 3):
             wrong = f"quantize took what inspect refused ({found})"
@@ -118,18 +110,9 @@ def named(out: Path) -> bool:
     return any(problem["severity"] == "error" for problem in problems)
 
 
-def judge_all(room: Path, run: Runner, count: int) -> None:
-    seed, targets = int(os.environ.get("TRTSPEC_SEED", "1")), Targets(room, run)
-    wrong = [found for number in range(count) if (found := targets.judge(number, seed))]
-    print(f"\nseed {seed}, {count} damages, {len(wrong)} wrong", *sorted(targets.outcomes.items()), sep="\n  ")
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=SLOW)])
+def test_damaged_targets(tmp_path: Path, runner: Runner, count: int) -> None:  # noqa: F811
+    targets = Targets(tmp_path, runner)
+    wrong = [found for number in range(count) if (found := targets.judge(number, SEED))]
+    print(f"\nseed {SEED}, {count} damages, {len(wrong)} wrong", *sorted(targets.outcomes.items()), sep="\n  ")
     assert not wrong, "\n".join(wrong[:20])
-
-
-def test_some_damaged_targets(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
-    judge_all(tmp_path, runner, SOME)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_thousand_damaged_targets(tmp_path: Path, runner: Runner) -> None:  # noqa: F811
-    judge_all(tmp_path, runner, ALL)
