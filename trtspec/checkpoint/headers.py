@@ -8,7 +8,6 @@ Nothing is mapped, so memory is what the caller holds.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -168,10 +167,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 pass
             stream.seek(0)
             start = 8 + struct.unpack("<Q", stream.read(8))[0]
-            header = json.loads(stream.read(start - 8))
+            header = files.parse_json(stream.read(start - 8))  # a name twice is damage, which the library lets pass
     except FileNotFoundError:
         raise _missing_shard(path) from None
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         message = f"{path} is truncated, damaged or no safetensors file ({path.stat().st_size:,} bytes): {error}"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DAMAGED") from None
     except OSError as error:

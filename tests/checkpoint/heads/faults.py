@@ -282,6 +282,8 @@ def _layers(config: Config) -> Iterator[Fault]:
         yield Fault("layer ids", f"{less}", _key(IDS, less), LAYERS)
     yield Fault("layer ids", f"{ids[::-1]}", _key(IDS, ids[::-1]), LAYERS)
     yield Fault("layer ids", f"{[*ids, 6]}", _key(IDS, [*ids, 6]), LAYERS)
+    for odd in (7, 0, "7", [1.5], [True, 2, 3], {"0": 1}):
+        yield Fault("layer ids that are no list of integers", f"{odd}", _key(IDS, odd), (REFUSED,))
 
 
 def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
