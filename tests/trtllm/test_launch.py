@@ -90,21 +90,28 @@ def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(start: Start, t
     assert not Path(config).exists()
 
 
-def test_an_interrupt_reaches_the_engine_once(start: Start, tmp_path: Path, free_port: int) -> None:
-    process = start()
-    until_ready(process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) in (0, 130)
-    nothing_left(tmp_path, free_port)
-
-
-@pytest.mark.parametrize("mode", ["", "ignore-term"])
-def test_killing_trtspec_leaves_no_server_behind(start: Start, tmp_path: Path, free_port: int, mode: str) -> None:
-    """kill -9, which nobody can handle: the guard sees it, and ends also what does not want to end."""
+@pytest.mark.parametrize(
+    ("mode", "number", "statuses", "says"),
+    [
+        ("", signal.SIGINT, (0, 130), ""),
+        ("", signal.SIGKILL, (-9,), ""),  # which nobody can handle: the guard sees it
+        ("ignore-term", signal.SIGKILL, (-9,), ""),
+        ("ignore-term", signal.SIGTERM, (137,), "did not end within 1 s"),
+        ("leave-rank", signal.SIGTERM, (0,), ""),
+        ("stubborn-ranks", signal.SIGTERM, (0,), ""),
+    ],
+)
+def test_a_signal_leaves_no_process_behind(
+    start: Start, tmp_path: Path, free_port: int, mode: str, number: int, statuses: tuple[int, ...], says: str
+) -> None:
+    """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as Open MPI's are."""
     process = start("--stop-grace", "1", STANDIN_MODE=mode)
     until_ready(process)
-    process.kill()
-    process.wait()
+    pids = recorded(tmp_path)["pids"]  # server, daemon, rank
+    assert "rank" not in mode or len({os.getpgid(pid) for pid in pids}) == 3
+    process.send_signal(number)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode in statuses and says in log
     nothing_left(tmp_path, free_port)
 
 
@@ -138,27 +145,6 @@ def test_the_status_does_not_depend_on_the_log(start: Start, tmp_path: Path, fre
     process = start(log=stream, STANDIN_MODE="crash-loading")
     os.close(stream)
     assert process.wait(timeout=60) == 17
-    nothing_left(tmp_path, free_port)
-
-
-def test_a_server_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path, free_port: int) -> None:
-    process = start("--stop-grace", "1", STANDIN_MODE="ignore-term")
-    until_ready(process)
-    process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=20)
-    assert process.returncode == 137 and "did not end within 1 s" in log
-    nothing_left(tmp_path, free_port)
-
-
-@pytest.mark.parametrize("mode", ["leave-rank", "stubborn-ranks"])
-def test_ranks_that_outlive_the_server_are_ended(start: Start, tmp_path: Path, free_port: int, mode: str) -> None:
-    """They live in another session and other process groups, as Open MPI's do."""
-    process = start("--stop-grace", "1", STANDIN_MODE=mode)
-    until_ready(process)
-    server, daemon, rank = recorded(tmp_path)["pids"]
-    assert len({os.getpgid(server), os.getpgid(daemon), os.getpgid(rank)}) == 3
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
     nothing_left(tmp_path, free_port)
 
 
