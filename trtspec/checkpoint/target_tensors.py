@@ -8,27 +8,16 @@ that does not fit the tensors produces nonsense without an error message.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_config import quantization_blocks
-from trtspec.errors import Problem, TrtspecError
+from trtspec.data_files import documented
+from trtspec.errors import Problem, Severity, TrtspecError
 from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
-from trtspec.specs import ModelSpec
+from trtspec.specs import HeadSpec, ModelSpec
 
-FAULTS = {
-    "TS-TARGET-WEIGHT-MISSING": "weights are absent",
-    "TS-TARGET-SCALE-MISSING": "scales are absent",
-    "TS-TARGET-NORM-MISSING": "norms or router biases are absent",
-    "TS-TARGET-DTYPE": "weights have a type that no Kimi format uses",
-    "TS-TARGET-SHAPE": "weights have another shape",
-    "TS-TARGET-SCALE-DTYPE": "scales have another type than their format demands",
-    "TS-TARGET-SCALE-SHAPE": "scales have another shape than their weights demand",
-    "TS-TARGET-SIBLING": "tensors accompany a weight but belong to no format that it is stored in",
-    "TS-TARGET-EXTRA": "tensors belong to no layer, expert or projection that config.json names",
-    "TS-TARGET-VISION": "parts of the vision tower are absent",
-}
-UNKNOWN = "TS-TARGET-TENSOR-UNKNOWN"
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
 VISION = ("vision_tower.", "mm_projector.")
@@ -38,14 +27,13 @@ Faults = dict[str, list[str]]
 
 def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Problem], dict[str, WeightFormat]]:
     """One problem for each kind of fault, naming the first tensor and counting all; and the format of each linear."""
-    faults: Faults = {code: [] for code in FAULTS}
+    faults: Faults = defaultdict(list)
     unseen = _by_module(checkpoint.tensors)
     formats: dict[str, WeightFormat] = {}
-    for name, length in vector_shapes(spec):
-        _check_vector(faults, unseen, name, length)
-    for module, shape in linear_shapes(spec):
-        stored = _check_linear(faults, unseen.pop(module, {}), module, shape, spec)
-        if stored is not None:
+    for module, shape in logical_shapes(spec):
+        if len(shape) == 1:
+            _check_vector(faults, unseen, module, shape)
+        elif (stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)) is not None:
             formats[module] = stored
     left = [info.name for parts in unseen.values() for info in parts.values()]
     vision = [name for name in left if spec.has_vision and name.startswith(VISION)]
@@ -54,14 +42,18 @@ def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Probl
     ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
     rest = [name for name in left if name not in set(vision) and not name.endswith(UNREAD) and not _is_kv_scale(name)]
     faults["TS-TARGET-EXTRA"] += [name for name in rest if name.startswith(ours)]
-    problems = [grouped(code, names, FAULTS[code]) for code, names in faults.items() if names]
-    return problems + _unknown([name for name in rest if not name.startswith(ours)]), formats
+    problems = [grouped(code, names) for code, names in faults.items() if names]
+    if unknown := [name for name in rest if not name.startswith(ours)]:
+        problems.append(grouped("TS-TARGET-TENSOR-UNKNOWN", unknown, "warning"))
+    return problems, formats
 
 
-def grouped(code: str, names: list[str], what: str) -> Problem:
-    """One problem for all `names`, each a tensor or a sentence that begins with one."""
+def grouped(code: str, names: list[str], severity: Severity = "error", what: str = "") -> Problem:
+    """One problem for all `names`, each a tensor or a sentence that begins with one. `what` is wrong with them; left
+    out, it is the first sentence of the code's summary."""
+    what = what or documented()[code]["summary"].rstrip(".").split(". ")[0]
     count = "" if len(names) == 1 else f"{len(names):,}, first "
-    return Problem(code, "error", names[0].split(" ")[0], f"{what}: {count}{names[0]}")
+    return Problem(code, severity, names[0].split(" ")[0], f"{what}: {count}{names[0]}")
 
 
 def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -72,19 +64,22 @@ def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo
     return modules
 
 
-def _check_vector(faults: Faults, unseen: dict[str, dict[str, TensorInfo]], name: str, length: int) -> None:
+def _check_vector(
+    faults: Faults, unseen: dict[str, dict[str, TensorInfo]], module: str, shape: tuple[int, ...]
+) -> None:
+    name = module if module.endswith("_bias") else f"{module}.weight"
     module, _, suffix = name.rpartition(".")
     info = unseen.get(module, {}).pop(suffix, None)
     if info is None:
         faults["TS-TARGET-NORM-MISSING"].append(name)
-    elif info.shape != (length,):
-        faults["TS-TARGET-SHAPE"].append(f"{name} is {list(info.shape)}, config.json needs {[length]}")
+    elif info.shape != shape:
+        faults["TS-TARGET-SHAPE"].append(f"{name} is {list(info.shape)}, config.json needs {list(shape)}")
     elif info.dtype not in PLAIN_DTYPES:
         faults["TS-TARGET-DTYPE"].append(f"{name} is {info.dtype}")
 
 
 def _check_linear(
-    faults: Faults, parts: dict[str, TensorInfo], module: str, shape: tuple[int, int], spec: ModelSpec
+    faults: Faults, parts: dict[str, TensorInfo], module: str, shape: tuple[int, ...], spec: ModelSpec
 ) -> WeightFormat | None:
     """The format by the tensors' names and types; None where the weight is absent or of no known type."""
     stored = _stored(parts)
@@ -95,7 +90,7 @@ def _check_linear(
     storage, group, block = stored.storage, spec.quant.group_size, spec.quant.block_size
     if stored is not spec.quant.format:
         group, block = 0, None
-    shapes = stored.part_shapes(*shape, group, block)
+    shapes = stored.part_shapes(shape[0], shape[1], group, block)
     for index, (suffix, dtypes) in enumerate(zip(storage.all_parts, storage.dtypes, strict=True)):
         info = parts.get(suffix)
         kind = "SCALE-" if index else ""
@@ -136,13 +131,6 @@ def _missing_in_tower(config: dict[str, object], names: Iterable[str]) -> list[s
     return [f"{BLOCKS}{number}.{part}" for number in wanted for part in sorted(every - blocks.get(number, set()))]
 
 
-def _unknown(names: list[str]) -> list[Problem]:
-    if not names:
-        return []
-    message = f"{len(names):,} tensors are none of a Kimi's, first {names[0]}; what they mean to an engine is not known"
-    return [Problem(UNKNOWN, "warning", names[0], message, "ask the publisher, or remove them")]
-
-
 LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
 # Modules that read the same input share a scale: the larger amax of the group serves all of it.
 SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -165,45 +153,39 @@ def logical_parameters(info: TensorInfo) -> int:
     return info.numel * (format.values_per_element if format else 1)
 
 
-def linear_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Module name (hub name, without `.weight`) and logical [out, in] of every linear, the router and embeddings."""
+def logical_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Hub name, without `.weight`, of every linear, router and embedding with its [out, in], and of every norm and
+    router bias with its length."""
     hidden, prefix = spec.hidden_size, spec.name_prefix
     yield f"{prefix}model.embed_tokens", (spec.vocab_size, hidden)
     yield f"{prefix}lm_head", (spec.vocab_size, hidden)
+    yield f"{prefix}model.norm", (hidden,)
     for layer in range(spec.num_hidden_layers):
         name = f"{prefix}model.layers.{layer}"
-        for part, shape in attention_shapes(spec).items():
+        yield f"{name}.input_layernorm", (hidden,)
+        yield f"{name}.post_attention_layernorm", (hidden,)
+        for part, shape in latent_attention(spec, hidden).items():
             yield f"{name}.self_attn.{part}", shape
         if layer < spec.first_k_dense_replace:
             yield from _mlp(f"{name}.mlp", hidden, spec.intermediate_size)
             continue
+        yield f"{name}.mlp.gate.e_score_correction_bias", (spec.n_routed_experts,)  # before its module
         yield f"{name}.mlp.gate", (spec.n_routed_experts, hidden)
         for expert in range(spec.n_routed_experts):
             yield from _mlp(f"{name}.mlp.experts.{expert}", hidden, spec.moe_intermediate_size)
         yield from _mlp(f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts)
 
 
-def vector_shapes(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Tensor name and length of every norm and router bias."""
-    hidden, prefix = spec.hidden_size, spec.name_prefix
-    yield f"{prefix}model.norm.weight", hidden
-    for layer in range(spec.num_hidden_layers):
-        name = f"{prefix}model.layers.{layer}"
-        yield f"{name}.input_layernorm.weight", hidden
-        yield f"{name}.post_attention_layernorm.weight", hidden
-        yield f"{name}.self_attn.q_a_layernorm.weight", spec.q_lora_rank
-        yield f"{name}.self_attn.kv_a_layernorm.weight", spec.kv_lora_rank
-        if layer >= spec.first_k_dense_replace:
-            yield f"{name}.mlp.gate.e_score_correction_bias", spec.n_routed_experts
-
-
-def attention_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    heads = spec.num_attention_heads
+def latent_attention(spec: ModelSpec | HeadSpec, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of MLA whose first projections see `width` inputs."""
+    heads, nope, rope = spec.num_attention_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
     return {
-        "q_a_proj": (spec.q_lora_rank, spec.hidden_size),
-        "q_b_proj": (heads * spec.qk_head_dim, spec.q_lora_rank),
-        "kv_a_proj_with_mqa": (spec.kv_lora_rank + spec.qk_rope_head_dim, spec.hidden_size),
-        "kv_b_proj": (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
+        "q_a_proj": (spec.q_lora_rank, width),
+        "q_a_layernorm": (spec.q_lora_rank,),
+        "q_b_proj": (heads * (nope + rope), spec.q_lora_rank),
+        "kv_a_proj_with_mqa": (spec.kv_lora_rank + rope, width),
+        "kv_a_layernorm": (spec.kv_lora_rank,),
+        "kv_b_proj": (heads * (nope + spec.v_head_dim), spec.kv_lora_rank),
         "o_proj": (spec.hidden_size, heads * spec.v_head_dim),
     }
 
@@ -214,28 +196,31 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
     yield f"{name}.down_proj", (hidden, inner)
 
 
-def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> list[Problem]:
+def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> Iterator[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
-    stated, problems = spec.quant.format, []
-    others = [
-        f"{module} is {format}" for module, format in formats.items() if format not in (stated, WeightFormat.BF16)
-    ]
+    stated = spec.quant.format
+    others = {module: format for module, format in formats.items() if format not in (stated, WeightFormat.BF16)}
     if others:
-        what = f"weights are stored in another format than config.json states ({stated})"
-        problems.append(grouped("TS-TARGET-FORMAT", others, what))
+        yield grouped("TS-TARGET-FORMAT", [f"{module} is {format}, not {stated}" for module, format in others.items()])
     if stated.is_plain:
-        return problems
-    packed = [module for module, format in formats.items() if not format.is_plain]
-    never = [module for module in packed if module.endswith(stated.storage.never)]
-    if never:
-        what = "router or embedding weights are quantized, which engines read as BF16"
-        problems.append(grouped("TS-TARGET-ROUTER", never, what))
+        return
+    never = stated.storage.never
+    routers = [module for module, format in formats.items() if not format.is_plain and module.endswith(never)]
+    if routers:
+        yield grouped("TS-TARGET-ROUTER", routers)
     if stated not in formats.values():
         message = f"config.json states {stated} and no weight is stored so"
-        where = spec.quant.where or "config.json"
-        problems.append(Problem("TS-TARGET-FORMAT", "error", where, message))
-        return problems
-    return [*problems, *_excluded(stated, _patterns(checkpoint, stated), formats)]
+        yield Problem("TS-TARGET-FORMAT", "error", spec.quant.where or "config.json", message)
+        return
+    left_alone, wrong = stated.unquantized_modules(_patterns(checkpoint, stated)), []  # an engine believes the list
+    for module, format in formats.items():
+        listed = left_alone.match(module) is not None
+        if listed and format is stated:
+            wrong.append(f"{module} is {stated} and listed as not quantized")
+        if not listed and format.is_plain and not module.endswith(never):
+            wrong.append(f"{module} is not {stated} and not listed as left alone")
+    if wrong:
+        yield grouped("TS-TARGET-EXCLUDE", wrong)
 
 
 def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
@@ -243,24 +228,6 @@ def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
     block = next(iter(quantization_blocks(checkpoint)), ("", {}))[1]
     lists = [entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)]
     return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))
-
-
-def _excluded(stated: WeightFormat, patterns: tuple[str, ...], formats: dict[str, WeightFormat]) -> Iterator[Problem]:
-    """An engine decides by the list which weights to unpack."""
-    left_alone = stated.unquantized_modules(patterns)
-    packed, plain = [], []
-    for module, format in formats.items():
-        excluded = left_alone.match(module) is not None
-        if excluded and format is stated:
-            packed.append(module)
-        if not excluded and format.is_plain and not module.endswith(stated.storage.never):
-            plain.append(module)
-    if packed:
-        what = f"weights are {stated} and listed as not quantized"
-        yield grouped("TS-TARGET-EXCLUDE", packed, what)
-    if plain:
-        what = f"weights are not {stated} and not listed as left alone"
-        yield grouped("TS-TARGET-EXCLUDE", plain, what)
 
 
 def parts_of(names: Container[str], name: str) -> list[str]:

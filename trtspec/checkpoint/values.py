@@ -14,7 +14,6 @@ import random
 import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, 
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
-from trtspec.errors import Problem
+from trtspec.errors import Problem, Severity
 from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -41,14 +40,7 @@ BF16_MOST = 3.39e38
 ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
 MOST = 0.9  # of the linears follow a rule: the others break it
 FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
-NOT_FINITE, BAD_SCALE = "TS-TARGET-NOT-FINITE", "TS-TARGET-BAD-SCALE"
-ZERO = "TS-TARGET-ZERO"  # a warning unless a norm is: some published experts are never used and all zero
-WHAT = {
-    NOT_FINITE: "tensors hold NaN or infinity",
-    BAD_SCALE: "scales hold zero, a negative number, NaN or infinity",
-    "TS-TARGET-WEIGHT-SHAPE": "recorded shapes are not those of the packed weights",
-    ZERO: "tensors hold only zeros, as where a file was never filled",
-}
+Fault = tuple[str, Severity, str]  # code, severity, and the tensor or a sentence that begins with it
 
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
@@ -228,48 +220,44 @@ def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndar
     return np.stack(found)
 
 
-@dataclass
-class _Seen:
-    """Faults by code, and the scalars of NVFP4 linears."""
-
-    faults: dict[str, list[str]] = field(default_factory=lambda: {code: [] for code in WHAT})
-    scalars: dict[str, float] = field(default_factory=dict)
-
-
 def target_value_problems(target: ReadTarget, sample: int | None = None) -> list[Problem]:
     """Of the small tensors, and of `sample` large ones (0: all; None: none). Raises TrtspecError for a failing disk."""
-    seen = _Seen()
+    scalars: dict[str, float] = {}
     by_shard: dict[str, list[TensorInfo]] = {}
     for info in target.checkpoint.tensors.values():
         if 0 < info.nbytes <= SMALL:
             by_shard.setdefault(info.shard, []).append(info)
     with ThreadPoolExecutor(READERS) as pool:
-        for found in pool.map(lambda infos: _read_small(target.checkpoint, infos), by_shard.values()):
-            for code, names in found.faults.items():
-                seen.faults[code] += names
-            seen.scalars |= found.scalars
-    for info in _chosen(target.checkpoint, sample):
-        _judge_large(target.checkpoint, info, seen)
-    problems = [grouped(code, names, WHAT[code]) for code, names in seen.faults.items() if names]
-    norm = any("norm" in name for name in seen.faults[ZERO])  # without one the model is silent: never an unused expert
-    problems = [replace(one, severity="warning") if one.code == ZERO and not norm else one for one in problems]
+        parts = pool.map(lambda infos: list(_small(target.checkpoint, infos, scalars)), by_shard.values())
+        found = [fault for part in parts for fault in part]
+    found += [fault for info in _chosen(target.checkpoint, sample) for fault in _large(target.checkpoint, info)]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
-    if scaled:
-        for judge in (_pairs, _grid, _inputs):
-            problems += judge(scaled, seen.scalars)
-    return problems
+    found += [*_pairs(scaled, scalars), *_grid(scaled, scalars), *_inputs(scaled, scalars)]
+    groups: dict[tuple[str, Severity], list[str]] = {}
+    for code, severity, text in dict.fromkeys(found):  # a large tensor comes in pieces
+        groups.setdefault((code, severity), []).append(text)
+    return [grouped(code, names, severity) for (code, severity), names in groups.items()]
 
 
-def _read_small(checkpoint: Checkpoint, infos: list[TensorInfo]) -> _Seen:
-    seen = _Seen()
+def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scalars: dict[str, float]) -> Iterator[Fault]:
+    """Faults of one shard's small tensors; adds the scalars of NVFP4 linears to `scalars`."""
     with files.open_regular(checkpoint.path / infos[0].shard) as stream:
         for run in _runs(infos):
             begin = run[0].begin
             stream.seek(begin)
             raw = memoryview(stream.read(run[-1].end - begin))
             for info in run:
-                _judge_small(checkpoint, info, raw[info.begin - begin : info.end - begin], seen)
-    return seen
+                data = raw[info.begin - begin : info.end - begin]
+                module, _, suffix = info.name.rpartition(".")
+                yield from _byte_faults(info, data)
+                if suffix == "weight_shape":
+                    packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
+                    stated = decode(bytes(data), info.dtype).tolist() if info.dtype in ("I64", "I32") else []
+                    if packed is not None and len(packed.shape) == 2 and not _is_shape_of(packed.shape, stated):
+                        text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
+                        yield "TS-TARGET-WEIGHT-SHAPE", "error", text
+                if suffix in ("weight_scale_2", "input_scale") and info.dtype == "F32" and info.numel == 1:
+                    scalars[info.name] = float(np.frombuffer(data, "<f4")[0])
 
 
 def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
@@ -284,56 +272,32 @@ def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
         yield run
 
 
-def _judge_small(checkpoint: Checkpoint, info: TensorInfo, raw: memoryview, seen: _Seen) -> None:
-    module, _, suffix = info.name.rpartition(".")
-    if suffix == "weight_shape":
-        packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
-        stated = decode(bytes(raw), info.dtype).tolist() if info.dtype in ("I64", "I32") else None
-        if packed is not None and len(packed.shape) == 2 and (stated is None or not _holds(packed.shape, stated)):
-            seen.faults["TS-TARGET-WEIGHT-SHAPE"].append(f"{info.name} is {stated}, the weight {list(packed.shape)}")
-        return
-    _judge_bytes(info, raw, seen)
-    if suffix in ("weight_scale_2", "input_scale") and info.dtype == "F32" and info.numel == 1:
-        seen.scalars[info.name] = float(np.frombuffer(raw, "<f4")[0])
-
-
-def _holds(packed: tuple[int, ...], stated: list[int]) -> bool:
+def _is_shape_of(packed: tuple[int, ...], stated: list[int]) -> bool:
     values = WeightFormat.INT4.values_per_element
     return len(stated) == 2 and stated[0] == packed[0] and -(-stated[1] // values) == packed[1]
 
 
-def _judge_bytes(info: TensorInfo, raw: memoryview | bytes, seen: _Seen) -> None:
-    """NaN, infinity, scales that are none, and nothing but zeros."""
-    suffix = info.name.rpartition(".")[2]
-    scale = suffix in SIDE_PARTS and suffix != "weight_shape"
-    if info.dtype == "F8_E4M3":
-        codes = np.frombuffer(raw, "u1")
-        bad = _not_finite(codes, info.dtype)
-        if scale:
-            bad |= (codes == 0) | (codes >= 0x80)
-        if bad.any():
-            _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
+def _byte_faults(info: TensorInfo, raw: memoryview) -> Iterator[Fault]:
+    """NaN, infinity, scales that are none, and nothing but zeros. A zero is the scale of a group of zeros in floats."""
+    if info.dtype not in (*FLOATS, "F8_E4M3"):
         return
-    if info.dtype not in FLOATS:
-        return
-    codes = _codes(raw, info.dtype)
-    if _not_finite(codes, info.dtype).any():
-        _note(seen, BAD_SCALE if scale else NOT_FINITE, info.name)
-    elif scale and not _positive(codes, zero=suffix in ("weight_scale", "weight_scale_inv")):
-        _note(seen, BAD_SCALE, info.name)
-    elif not codes.any() and not scale and not suffix.endswith("bias"):
-        _note(seen, ZERO, info.name)
+    suffix, codes = info.name.rpartition(".")[2], _codes(raw, info.dtype)
+    scale = suffix in SIDE_PARTS
+    bad = bool(_not_finite(codes, info.dtype).any())
+    if scale:
+        sign = codes.dtype.type(1 << (8 * codes.dtype.itemsize - 1))
+        zero = info.dtype in FLOATS and suffix in ("weight_scale", "weight_scale_inv")
+        if bad or (codes & sign).any() or not (zero or codes.all()):
+            yield "TS-TARGET-BAD-SCALE", "error", info.name
+    elif bad:
+        yield "TS-TARGET-NOT-FINITE", "error", info.name
+    elif info.dtype in FLOATS and not suffix.endswith("bias") and not codes.any():
+        yield _zero(info)
 
 
-def _note(seen: _Seen, code: str, name: str) -> None:
-    if name not in seen.faults[code][-1:]:  # a large tensor comes in pieces
-        seen.faults[code].append(name)
-
-
-def _positive(codes: np.ndarray, zero: bool) -> bool:
-    """Whether no sign bit is set; a zero is the scale of a group of zeros, and of nothing else."""
-    sign = 1 << (8 * codes.dtype.itemsize - 1)
-    return not ((codes & sign) != 0).any() and (zero or bool(codes.all()))
+def _zero(info: TensorInfo) -> Fault:
+    """Some published experts are never used and all zero; a norm of zeros silences the model."""
+    return "TS-TARGET-ZERO", "error" if "norm" in info.name else "warning", info.name
 
 
 def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
@@ -344,46 +308,34 @@ def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
     return random.Random(0).sample(large, sample)
 
 
-def _judge_large(checkpoint: Checkpoint, info: TensorInfo, seen: _Seen) -> None:
+def _large(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
     zeros = True
-    with files.open_regular(checkpoint.path / info.shard) as stream:
-        stream.seek(info.begin)
-        for first in range(0, info.nbytes, READ):
-            raw = stream.read(min(READ, info.nbytes - first))
-            zeros = zeros and not raw.strip(b"\0")
+    with ShardReader(checkpoint.path) as reader:
+        for raw in reader.pieces(info, READ):
+            zeros = zeros and not np.frombuffer(raw, np.uint8).any()
             if not zeros:
-                _judge_bytes(info, raw, seen)
+                yield from _byte_faults(info, raw)
     if zeros:
-        _note(seen, ZERO, info.name)
+        yield _zero(info)
 
 
-def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
+def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
     """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
-    weights: list[str] = []
-    inputs: list[str] = []
     for module in modules:
         for partner in shared_partners(module):
-            for suffix, names in (("weight_scale_2", weights), ("input_scale", inputs)):
+            for suffix, code in (("weight_scale_2", "TS-TARGET-PAIR-SCALE"), ("input_scale", "TS-TARGET-PAIR-INPUT")):
                 mine, theirs = scalars.get(f"{module}.{suffix}"), scalars.get(f"{partner}.{suffix}")
                 if mine is not None and theirs is not None and mine != theirs and module < partner:
-                    names.append(f"{module}.{suffix} is {mine:.7g}, {partner.rpartition('.')[2]} has {theirs:.7g}")
-    if weights:
-        what = "linears that engines compute as one have different weight_scale_2"
-        yield grouped("TS-TARGET-PAIR-SCALE", weights, what)
-    if inputs:
-        what = "linears of one input have different input_scale"
-        yield grouped("TS-TARGET-PAIR-INPUT", inputs, what)
+                    other = partner.rpartition(".")[2]
+                    yield code, "error", f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}"
 
 
-def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
+def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
     """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
     scales = {name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars}
     off = {name: value * NVFP4_RANGE for name, value in scales.items() if not _is_bf16(value * NVFP4_RANGE)}
-    if not off or len(off) > (1 - MOST) * len(scales):
-        return
-    names = [f"{name} x 2688 is {amax:.7g}" for name, amax in off.items()]
-    what = f"scales are not the maximum of BF16 weights, as those of {len(scales) - len(off):,} other linears are"
-    yield grouped("TS-TARGET-SCALE-2", names, what)
+    if len(off) <= (1 - MOST) * len(scales):
+        yield from (("TS-TARGET-SCALE-2", "error", f"{name} x 2688 is {amax:.7g}") for name, amax in off.items())
 
 
 def _is_bf16(value: float) -> bool:
@@ -394,7 +346,7 @@ def _is_bf16(value: float) -> bool:
     return bool(abs(float(nearest) - value) <= ON_GRID * value)
 
 
-def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
+def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
     """input_scale x 2688 is the largest activation; linears of one kind see similar ones in all layers."""
     kinds: dict[str, dict[str, float]] = {}
     for module in modules:
@@ -402,19 +354,11 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Problem]:
         if 0 < scalars.get(name, 0.0) < float("inf"):
             kind = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
             kinds.setdefault(kind, {})[name] = scalars[name]
-    absurd: list[str] = []
-    far: list[str] = []
     for scales in kinds.values():
         median = statistics.median(scales.values())
         for name, value in scales.items():
-            ratio = value / median
-            text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
-            if value * NVFP4_RANGE > BF16_MOST or not 1 / ABSURD < ratio < ABSURD:
-                absurd.append(text)
-            elif not 1 / FAR < ratio < FAR:
-                far.append(text)
-    if absurd:
-        yield grouped("TS-TARGET-INPUT-SCALE", absurd, "input_scale is implausible")
-    if far:
-        found = grouped("TS-TARGET-INPUT-SCALE", far, "input_scale is far from that in other layers")
-        yield replace(found, severity="warning")
+            off = max(value / median, median / value)
+            if value * NVFP4_RANGE > BF16_MOST or off >= FAR:
+                severity: Severity = "error" if value * NVFP4_RANGE > BF16_MOST or off >= ABSURD else "warning"
+                text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
+                yield "TS-TARGET-INPUT-SCALE", severity, text

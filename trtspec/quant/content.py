@@ -12,7 +12,6 @@ the rounding error of each linear. A tensor that is there twice is a shard that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,10 +112,10 @@ def content_problems(found: Found) -> list[Problem]:
         names = list(
             dict.fromkeys(name for each, name in found if each == code and (code != ZERO or name not in unused))
         )
-        problems += [grouped(code, names, what)] if names else []
+        problems += [grouped(code, names, what=what)] if names else []
     if unused:
         what = "linears of experts that are entirely zero, as those of experts that are never used"
-        problems.append(replace(grouped(ZERO, unused, what), severity="warning"))
+        problems.append(grouped(ZERO, unused, "warning", what))
     return problems
 
 

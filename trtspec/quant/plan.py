@@ -11,7 +11,7 @@ from typing import Any, Literal
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_problems import read_target, refusal
 from trtspec.checkpoint.target_tensors import parts_of, shared_partners
-from trtspec.checkpoint.values import NOT_FINITE, target_value_problems
+from trtspec.checkpoint.values import target_value_problems
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 from trtspec.formats import (
@@ -180,7 +180,9 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
     if checkpoint.remote is None:
         values = target_value_problems(target)
-        problems = problems + [one for one in values if one.code != NOT_FINITE]  # the pass names its place too
+        problems = problems + [
+            one for one in values if one.code != "TS-TARGET-NOT-FINITE"
+        ]  # the pass names its place too
     if has_errors(problems):
         raise refusal(checkpoint.path, problems)
     if spec.quant.format.is_fp4:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
+from trtspec.checkpoint.target_tensors import latent_attention
 from trtspec.errors import Problem
 from trtspec.specs import Attention, HeadSpec
 
@@ -82,15 +83,7 @@ def _attention_shapes(spec: HeadSpec) -> Shapes:
             "q_proj": (queries, 2 * hidden), "k_proj": (keys, 2 * hidden), "v_proj": (keys, 2 * hidden),
             "o_proj": (hidden, queries),
         }  # fmt: skip
-    return {
-        "q_a_proj": (spec.q_lora_rank, 2 * hidden),
-        "q_a_layernorm": (spec.q_lora_rank,),
-        "q_b_proj": (heads * (spec.qk_nope_head_dim + spec.qk_rope_head_dim), spec.q_lora_rank),
-        "kv_a_proj_with_mqa": (spec.kv_lora_rank + spec.qk_rope_head_dim, 2 * hidden),
-        "kv_a_layernorm": (spec.kv_lora_rank,),
-        "kv_b_proj": (heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
-        "o_proj": (hidden, heads * spec.v_head_dim),
-    }
+    return latent_attention(spec, 2 * hidden)
 
 
 def unreadable(tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention) -> list[Problem]:
