@@ -22,6 +22,7 @@ KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
 VISION = ("vision_tower.", "mm_projector.")
 BLOCKS = "vision_tower.encoder.blocks."
+VALUE_FAULTS, SCALE_FAULTS = ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"), ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE")
 Faults = dict[str, list[str]]
 
 
@@ -93,14 +94,14 @@ def _check_linear(
     shapes = stored.part_shapes(shape[0], shape[1], group, block)
     for index, (suffix, dtypes) in enumerate(zip(storage.all_parts, storage.dtypes, strict=True)):
         info = parts.get(suffix)
-        kind = "SCALE-" if index else ""
+        type_fault, shape_fault = SCALE_FAULTS if index else VALUE_FAULTS
         if info is None:
             faults["TS-TARGET-SCALE-MISSING"].append(f"{module}.{suffix}")
         elif info.dtype not in dtypes:
-            faults[f"TS-TARGET-{kind}DTYPE"].append(f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}")
+            faults[type_fault].append(f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}")
         elif info.shape not in shapes[suffix]:
             needed = " or ".join(str(list(each)) for each in shapes[suffix])
-            faults[f"TS-TARGET-{kind}SHAPE"].append(f"{info.name} is {list(info.shape)}, {list(shape)} needs {needed}")
+            faults[shape_fault].append(f"{info.name} is {list(info.shape)}, {list(shape)} needs {needed}")
     known = {*storage.all_parts, *KV_SCALES}
     faults["TS-TARGET-SIBLING"] += [info.name for suffix, info in parts.items() if suffix not in known]
     return stored
