@@ -180,9 +180,7 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
     checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
     if checkpoint.remote is None:
         values = target_value_problems(target)
-        problems = problems + [
-            one for one in values if one.code != "TS-TARGET-NOT-FINITE"
-        ]  # the pass names its place too
+        problems = problems + [one for one in values if one.code != "TS-TARGET-NOT-FINITE"]  # the pass names it
     if has_errors(problems):
         raise refusal(checkpoint.path, problems)
     if spec.quant.format.is_fp4:
