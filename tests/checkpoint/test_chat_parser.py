@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.checkpoint.chat_parser import Delta, ReplyParser, held_back, parse_reply
+from trtspec.checkpoint.chat_parser import Delta, ReplyParser, parse_reply
 
 SECTION = (
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
@@ -93,10 +93,3 @@ def test_any_split_gives_the_same(answer: tuple[str, bool], sizes: list[int]) ->
         deltas += parts.push(rest[:size])
         rest = rest[size:]
     assert joined(deltas + parts.finish()) == joined(expected)
-
-
-def test_what_is_held_back() -> None:
-    assert held_back("say <|im", ("<|im_end|>",)) == 4
-    assert held_back("say <|im_end|", ("<|im_end|>", "x")) == 9
-    assert held_back("aab", ("aabaac",)) == 3
-    assert held_back("done", ("xyz",)) == 0

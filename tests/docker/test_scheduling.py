@@ -3,15 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-import yaml
 
 from tests.docker.chart import HERE, load, merged, objects
 from tests.docker.cluster import Cluster, Node, orders, pods
 
 pytest.importorskip("helm_python")
 
-# of the first form of this chart: one install with a Job without tolerations, and a server that waits for its file
-OLD = HERE / "old-form.yaml"
 LABELS = {"nvidia.com/gpu.product": "NVIDIA-B200", "example.com/kimi": "true"}
 
 
@@ -27,19 +24,6 @@ CLUSTERS: dict[str, Callable[[], Cluster]] = {
     "gpu-nodes-first": lambda: Cluster(nodes()[::-1]),
     "shared": lambda: Cluster(nodes(), shared=True),
 }
-
-
-@pytest.mark.parametrize("name", [name for name in CLUSTERS if name != "shared"])
-def test_the_old_form_deadlocks(name: str) -> None:
-    """Else this simulation could not tell the forms apart."""
-    found = list(yaml.safe_load_all(OLD.read_text()))
-    results = []
-    for order in orders(found):
-        cluster = CLUSTERS[name]()
-        results.append((cluster.run(order), bool(cluster.waited)))
-    ended = sum(ends for ends, _ in results)
-    print(f"\nold form, {name}: {ended} of {len(results)} orders end, {sum(w for _, w in results)} hold GPUs meanwhile")
-    assert ended < len(results) and any(waited for _, waited in results)
 
 
 ALONE = ("network-disk", "local-disk", "one-gpu-node", "gpu-nodes-first")

@@ -2,15 +2,12 @@
 
 import json
 import shlex
-import typing
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import trtspec
 from tests.tiny import make_head
-from trtspec.records import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "train-your-own-head.md"
@@ -42,14 +39,6 @@ def test_every_command_is_on_the_page():
     found = [words(line)[0] for line in LINES]
     assert list(dict.fromkeys(found)) == ["synthesize", "train", "inspect", "convert"]
     assert [line[line.index("--split") + 1] for line in of("synthesize")] == [SPLITS]
-
-
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line[8:60])
-def test_every_option_exists(line):
-    name = words(line)[0].replace("-", "_")
-    function = getattr(import_module(f"trtspec.cli.{name}"), name)
-    (record,) = [hint for key, hint in typing.get_type_hints(function).items() if key != "return"]
-    parse(record, words(line)[1:], words(line)[0])
 
 
 @pytest.mark.parametrize("line", of("train"), ids=lambda line: " ".join(line[-3:]))

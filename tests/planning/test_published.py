@@ -41,16 +41,3 @@ def test_plain_decode_is_within_ten_percent_of_aiconfigurator() -> None:
     table = text.partition("## Plain decode steps of aiconfigurator")[2].partition("##")[0]
     differences = [float(value) for value in re.findall(r"([+-][\d.]+) %[;|]? ", table)]
     assert len(differences) > 90 and max(map(abs, differences)) < 10
-
-
-def test_extrapolated_acceptance_and_the_draft_lengths_from_it() -> None:
-    text = (DOCS / "plan-checks.md").read_text()
-    rows = text.partition("## Acceptance beyond the measured positions")[2].partition("##")[0].splitlines()
-    largest = {
-        "K = 1 to 3": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| K = 1 to 3 |" in row],
-        "one length": [abs(float(row.split("|")[-2].split()[0])) for row in rows if "| one length" in row],
-    }
-    assert len(largest["K = 1 to 3"]) == 6 and max(largest["K = 1 to 3"]) < 2
-    assert len(largest["one length"]) == 4 and max(largest["one length"]) < 4
-    losses = re.findall(r"([\d.]+) % \|$", text.partition("## Draft lengths recommended")[2], re.MULTILINE)
-    assert len(losses) == 8 and max(map(float, losses)) < 2

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
@@ -206,12 +205,3 @@ def test_w4a4_equals_modelopts_fake_quant_forward(tmp_path):
         assert (ours - y).abs().max() <= 2e-6 * y.abs().max(), module
         plain = x @ tensors[f"{module}.weight"].float().T
         assert (plain - y).norm() > 0.05 * y.norm()  # the comparison sees quantization at all
-
-
-def test_compressed_tensors_reads_the_same_values(tmp_path):
-    """`weight_global_scale` there is the reciprocal of weight_scale_2; packing and block scales are the same."""
-    tensor = nvfp4.quantize(torch.randn(48, 256).bfloat16())
-    rows, columns = tensor.shape
-    codes = unpack_fp4_from_uint8(tensor.packed, rows, columns, dtype=torch.float32)
-    scale = (tensor.scale.float() * tensor.scale_2).repeat_interleave(16, dim=1)
-    assert torch.equal(nvfp4.dequantize(tensor, torch.float32), codes * scale)
