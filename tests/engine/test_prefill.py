@@ -1,28 +1,30 @@
 """Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a neighbour."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.conftest import HeadOf, Kind, token_ids
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.prefix import PREFIX_BYTES
+from trtspec.engine.prefix import PREFIX_BYTES, BlockStore
 from trtspec.engine.request import GenerationRequest
+from trtspec.engine.sampling import BatchSampling
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
-from trtspec.models.layers import TextPiece
+from trtspec.models.layers import LatentCache, TextPiece
 
 
 class Counted:
-    """The target's passes over prompts, each as the pieces in it; the ones that `fails` names raise."""
+    """The target's passes over prompts, each as the pieces in it."""
 
-    def __init__(self, target: KimiModel, monkeypatch: pytest.MonkeyPatch, fails: int | None = None) -> None:
+    def __init__(self, target: KimiModel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[list[TextPiece]] = []
         whole = target.prompts
 
         def prompts(tokens: Tensor, pieces: list[TextPiece], *rest: object) -> TargetOutput:
-            if fails is not None and fails in tokens:
-                raise RuntimeError("a prompt that cannot be computed")
             self.passes.append(list(pieces))
             return whole(tokens, pieces, *rest)  # type: ignore[arg-type]
 
@@ -80,28 +82,42 @@ def test_waiting_prompts_share_a_pass(
     assert len(counted.passes) == -(-tokens // 100)
 
 
-def test_a_prompt_that_fails_fails_alone(
-    target: KimiModel, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "step", "calls"),
+    [
+        (KimiModel, "prompts", {1, 2}),  # the pass of all prompts, then that of the first alone
+        (BlockStore, "save", {2}),  # of a prompt: the head's blocks, when the target's are filled
+        (BlockStore, "save", {12}),  # of an answer that ends
+        (LatentCache, "move", {1}),  # of a prompt, to the place of one that ended with its first token
+        (BatchSampling, "of", {4}),  # of the batch with one more row
+    ],
+)
+@pytest.mark.parametrize("kind", [("mha", "3", None)], ids=str)
+def test_what_fails_ends_its_request_alone(
+    kind: Kind, target: KimiModel, head_of: HeadOf, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, calls: set
 ) -> None:
-    Counted(target, monkeypatch, fails=99)
-    some = [
-        r.model_copy(update={"prompt_ids": [3 if token == 99 else token for token in r.prompt_ids]})
-        for r in requests[:4]
-    ]
-    bad = GenerationRequest("bad", [1, 99, 2], 5)
-    engine = Engine(target, options=EngineOptions(max_batch_size=8, max_seq_len=128))
-    good = token_ids(Engine(target, options=EngineOptions(max_batch_size=8)).generate(some))
-    for request in [some[0], bad, *some[1:]]:
+    """What is kept of computed texts stays right, too: the same requests again give the same answers."""
+    prompts = [list(range(n, n + 40)) for n in range(4)]
+    requests = [GenerationRequest(str(n), p, (1, 9, 5, 7)[n], ignore_eos=True) for n, p in enumerate(prompts)]
+    options = EngineOptions(max_batch_size=4, max_seq_len=128, prefix_bytes=PREFIX_BYTES)
+    good = token_ids(Engine(target, head_of(kind), options).generate(requests))
+    engine, call, whole = Engine(target, head_of(kind), options), itertools.count(1), getattr(owner, step)
+
+    def failing(*arguments: Any) -> Any:
+        made = whole(*arguments)
+        if next(call) in calls:
+            raise RuntimeError("it fails at its end")
+        return made
+
+    monkeypatch.setattr(owner, step, failing)
+    for request in requests:
         engine.submit(request)
-    made: dict[str, list[int]] = {request.id: [] for request in [*some, bad]}
-    ended = {}
-    while engine.has_work:
-        for output in engine.step():
-            made[output.id] += output.token_ids
-            if output.finish_reason:
-                ended[output.id] = output.finish_reason
-    assert ended.pop("bad") == "error" and not made.pop("bad")
-    assert "error" not in ended.values() and made == good
+    made = [output for _ in range(20) for output in engine.step()]
+    (failed,) = (output.id for output in made if output.error)
+    assert sorted(output.finish_reason for output in made if output.finish_reason) == ["error", *["length"] * 3]
+    for name in good.keys() - {failed}:
+        assert [token for output in made if output.id == name for token in output.token_ids] == good[name]
+    assert token_ids(engine.generate(requests)) == good
 
 
 def test_a_beginning_that_is_being_computed_is_waited_for(target: KimiModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,12 @@ class DecodeBatch:
     def append(self, sequence: Sequence, token: int) -> None:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
-        self.sequences.append(sequence)
         self.block[row, 0].fill_(token)  # assigning a number to one element is a copy from the host that waits
         self.start[row].fill_(len(sequence.request.prompt_ids))
-        self.sampling = BatchSampling.of(self.sequences, self.device)
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
+        self.sampling = BatchSampling.of([*self.sequences, sequence], self.device)
+        self.sequences.append(sequence)  # last, so that no row is half added
 
     def remove(self, row: int) -> int:
         """Takes out a row by putting the last one in its place; returns the row that moved (== row: none did)."""

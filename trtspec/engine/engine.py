@@ -47,9 +47,8 @@ class EngineOptions:
     """`draft_len` drafts are verified per round, with a head. `max_seq_len` bounds prompt plus output, in
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
     that one pass takes, and one step where `max_num_tokens` is not given. `draft_sampling` is how the drafts of sampled
-    requests are chosen. Up to `prefix_bytes` of computed texts are kept and
-    reused (prefix.py); 0: none. `record_gaps` keeps,
-    per emitted token, how far the best logit was ahead of the second."""
+    requests are chosen. Up to `prefix_bytes` of computed texts are kept and reused (prefix.py); 0: none. `record_gaps`
+    keeps, per emitted token, how far the best logit was ahead of the second."""
 
     draft_len: int = 3
     max_batch_size: int = 16
@@ -169,7 +168,7 @@ class Engine:
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
-        made = [self._emit(*taken) for taken in zip(batch.sequences, emitted, offered, out.logits, strict=True)]
+        made = [self._emit(row, emitted[row], offered[row], out.logits[row]) for row in range(rows)]
         for row in reversed(range(rows)):
             if made[row].finish_reason:
                 self._remove(row)
@@ -196,10 +195,13 @@ class Engine:
             )
         return tokens, accepted
 
-    def _emit(self, sequence: Sequence, tokens: list[int], offered: int | None, logits: Tensor) -> Output:
-        """Hands a sequence its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j."""
+    def _emit(self, row: int, tokens: list[int], offered: int | None, logits: Tensor) -> Output:
+        """Hands a row its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j."""
+        sequence = self.batch.sequences[row]
         try:
             output = sequence.emit(tokens, offered)
+            if self.prefix is not None and output.finish_reason:
+                self.prefix.save((sequence.request.prompt_ids + sequence.token_ids)[:-1], row)  # the last never ran
             logits = logits[: len(output.token_ids)]
             if self.options.record_gaps:
                 first, second = logits.topk(2, -1).values.unbind(-1)
@@ -211,10 +213,7 @@ class Engine:
             return sequence.fail(error)
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Output]:
-        """Runs the requests to their end, in slots that are refilled as they become free.
-
-        Raises what any of the requests raised.
-        """
+        """Runs the requests to their end, in slots that are refilled as they become free. Raises what one raised."""
         completions = {request.id: Output(request.id) for request in requests}
         for request in requests:
             self.submit(request)
@@ -314,21 +313,24 @@ class Engine:
         return out.aux, on_device([following], self.device)
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
-        """What came out of the pass: nothing inside a prompt, else the first token. An unfinished sequence gets its
-        row of the batch."""
-        sequence, piece = chunk.sequence, chunk.piece
+        """What came out of the pass: nothing inside a prompt, else the first token of a new row of the batch."""
+        sequence, piece, row = chunk.sequence, chunk.piece, len(self.batch)
         sequence.prompt_logprobs += chunk.logprobs
         sequence.prefilled = piece.end
-        if not chunk.done:
-            self.prefilling, self.prefill_row = sequence, piece.row
-            return []
-        if self.prefix is not None:
-            self.prefix.save(chunk.prompt, piece.row)
-        output = self._emit(sequence, [chunk.following], None, chunk.logits.unsqueeze(0))
-        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
-        if output.finish_reason is None:
-            self._move(piece.row, len(self.batch), len(chunk.prompt))
+        try:
+            if self.prefix is not None:
+                self.prefix.save(chunk.prompt[: piece.end], piece.row)
+            if not chunk.done:
+                self.prefilling, self.prefill_row = sequence, piece.row
+                return []
+            self._move(piece.row, row, len(chunk.prompt))
             self.batch.append(sequence, chunk.following)
+        except Exception as error:
+            return [sequence.fail(error)]
+        output = self._emit(row, [chunk.following], None, chunk.logits.unsqueeze(0))
+        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+        if output.finish_reason:
+            self._remove(row)
         return [output]
 
     def _first_tokens(self, done: list[Chunk]) -> list[int]:
@@ -347,11 +349,7 @@ class Engine:
         return [int(token) for token in tokens.tolist()]
 
     def _remove(self, row: int) -> None:
-        """Takes a row out of the batch; what it computed stays known for prompts that begin like it."""
-        sequence = self.batch.sequences[row]
-        if self.prefix is not None and sequence.finish_reason != "error":
-            known = sequence.request.prompt_ids + sequence.token_ids[:-1]  # the last token was never run
-            self.prefix.save(known, row)
+        """Takes a row out of the batch."""
         moved = self.batch.remove(row)
         if moved != row:
             self._move(moved, row, self.batch.sequences[row].length)
@@ -363,14 +361,11 @@ class Engine:
         self.drafter.move(source, target, length)
 
     def _drop_cancelled(self) -> list[Output]:
-        gone = self.cancelled
-        self.cancelled = set()
+        gone, self.cancelled = self.cancelled, set()
         dropped = [sequence for sequence in self.waiting if sequence.id in gone]
         self.waiting = deque(sequence for sequence in self.waiting if sequence.id not in gone)
         if self.prefilling and self.prefilling.id in gone:
             dropped.append(self.prefilling)
-            if self.prefix is not None:
-                self.prefix.save(self.prefilling.request.prompt_ids[: self.prefilling.prefilled], self.prefill_row)
             self.prefilling = None
         for row in reversed(range(len(self.batch))):
             if self.batch.sequences[row].id in gone:

@@ -59,8 +59,7 @@ class BlockStore:
         self.data = torch.zeros(layers, blocks, block_tokens, width, dtype=torch.uint8, device=self.cache.device)
 
     def save(self, row: int, begin: int, slots: Sequence[int]) -> None:
-        """Fills these blocks, in their order, with a row's entries from token `begin` on; there are none before
-        position 0, which leaves as many places of the first block empty."""
+        """Fills these blocks, in their order, with a row's entries from token `begin` on. None lie before 0."""
         for block, entries in self._pairs(row, begin, slots):
             block.copy_(entries)
 
@@ -117,10 +116,15 @@ class PrefixCache:
         return shared - self.computed_again > cached_tokens
 
     def save(self, tokens: Sequence[int], row: int) -> None:
-        """Keeps the whole blocks of `tokens`, whose entries are those of a row."""
-        known, new = self._chain(tokens, grow=True)
-        for store in self.stores:
-            store.save(row, len(known) * self.block_tokens, new)
+        """Keeps the whole blocks of `tokens`, whose entries are those of a row. If that fails, nothing stays known."""
+        try:
+            known, new = self._chain(tokens, grow=True)
+            for store in self.stores:
+                store.save(row, len(known) * self.block_tokens, new)
+        except Exception:  # half a block would be part of another prompt
+            self.blocks.clear()
+            self.free = list(range(self.capacity))
+            raise
 
     def _chain(self, tokens: Sequence[int], grow: bool = False) -> tuple[list[int], list[int]]:
         """Slots of the longest known chain of blocks that `tokens` begin with; of new blocks behind it, as far as there
