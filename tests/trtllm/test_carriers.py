@@ -70,6 +70,36 @@ def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(t
     assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-UNKNOWN-OPTION", "TS-NAME-ABSENT"}
 
 
+COMMANDS = {  # what a script of someone else carries, and the errors in it
+    "trtllm-serve M --max-batch-size 8 --trust_remote_code": "TS-SERVE-UNKNOWN-OPTION",  # an option of Dynamo's
+    "python3 -m dynamo.trtllm --model-path M --max-batch-size 8 --dyn-tool-call-parser harmony": "",
+    'trtllm-serve serve "${EXTRA[@]}" nvidia/Kimi-K2.6-NVFP4': "",
+    "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --trust_remote_code $MORE": "",
+    "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --tp_size $TP": "TS-LINT-REMOTE-CODE-OFF",
+    "docker exec c bash -c 'cat > e.yml <<EOF\nkv_cache_config: {dtyp: fp8}\nEOF'": "TS-LINT-UNKNOWN-KEY",
+    "trtllm-serve --help | grep config\ntrtllm-serve M --trust_remote_code": "",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_script_carries_is_judged_and_nothing_else(command: str, tmp_path: Path) -> None:
+    problems = lint(f"#!/bin/bash\n{command}\n", tmp_path)["problems"]
+    errors = [item["code"] for item in problems if item["severity"] == "error"]
+    assert errors == [COMMANDS[command]] * bool(COMMANDS[command])
+
+
+def test_compose_has_a_line_of_a_shell() -> None:
+    (command,) = carried("services:\n  a:\n    command: >\n      trtllm-serve M\n      --tp_size 8\n")
+    assert (command.target, command.words) == ("M", ("--tp_size", "8"))
+
+
+@pytest.mark.parametrize("text", ["#!/bin/bash\nmake: it\n", "a: {{ .Values.a }}\n"])
+def test_a_script_or_template_without_engine_settings_is_not_judged(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    failed = trtspec("lint", tmp_path / "file")
+    assert failed.status == 2 and "script or template" in failed.stderr and not failed.stdout
+
+
 def test_several_documents_and_a_recipe_with_a_section_for_each_role() -> None:
     two = "a: |\n  moe_config: {backend: AUTO}\n---\nb:\n  c.yaml: |\n    kv_cache_config: {dtype: fp8}\n"
     assert [(item.place, item.first) for item in carried(two)] == [("a", 1), ("b.c.yaml", 5)]

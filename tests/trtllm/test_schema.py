@@ -46,6 +46,13 @@ def test_between_two_sources_a_version_has_two_schemas() -> None:
     assert after.agreed(lambda one: "sampler_type" in one.fields) is None
 
 
+@pytest.mark.parametrize("version", ["1.3.0rc5.post1", *(f"1.3.0rc{number}" for number in range(30))])
+def test_each_change_in_doubt_may_have_happened_alone(version: str) -> None:
+    """1.3.0rc5.post1 lies between a refinement of a key and the release that brought the key."""
+    schema = schema_for(version)
+    assert all(field.type for change in schema.doubts for field in schema.assuming(change).fields.values())
+
+
 @pytest.mark.parametrize("row", ["{when: {a: 1}, message: m, remedy: r, evidence: verified}",
                                  "{when: {a: 1}, message: m, remedy: r, evidence: verified, source: s, othewise: 1}",
                                  "{when: [a], message: m, remedy: r, evidence: verified, source: s}"])  # fmt: skip

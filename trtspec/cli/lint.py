@@ -55,8 +55,7 @@ class LintOptions:
 
     def split(self) -> tuple[list[str], list[str] | None]:
         """The files, and the words after `--` (None where there are none)."""
-        dashed = [n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"]
-        end = dashed[0] if dashed else len(self.files)
+        end = next((n for n, word in enumerate(self.files) if word[:1] == "-" != word), len(self.files))
         return list(self.files[:end]), list(self.files[end:]) or None
 
 
@@ -160,9 +159,8 @@ def lint_configuration(
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     """The error of the first file that could not be judged, else what the problems mean."""
     wrong, warned = [item for item in judged if not item.ok], [item.name for item in judged if item.count("warning")]
-    unjudged = next((item.error for item in judged if item.error is not None), None)
-    if unjudged is not None:
-        return unjudged
+    if unjudged := [item.error for item in judged if item.error is not None]:
+        return unjudged[0]
     if wrong:
         versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
         names = ", ".join(item.name for item in wrong)
@@ -195,8 +193,10 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         return Judged(file, error=error)
     text, shift, every = document.text, 0, list[Judged]()
     try:
-        whole = Carried("", text, lines=len(text.splitlines()))
-        for part in sorted(carried(text), key=lambda part: part.first) or [whole]:
+        parts = sorted(carried(text), key=lambda part: part.first)
+        if not parts and (text.startswith("#!") or (document.error and "{{" in text)):
+            raise UsageError(f"{file} is a script or template without engine settings", "pass the engine YAML")
+        for part in parts or [Carried("", text, lines=len(text.splitlines()))]:
             inner = document if part.text == document.text else Document.parse(part.text, document.name)
             judged = judge_part(inner, part, passed, options)
             moved = replace(part, first=part.first + shift, command=part.command + shift)
@@ -228,6 +228,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 def judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
+    from trtspec.trtllm.kubernetes import PARSERS
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
 
@@ -243,6 +244,8 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
         document, version=verdict.version if verdict else version, **names,
         gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
     )  # fmt: skip
+    deployment = replace(deployment, options=None) if part.partial else deployment
+    more = [item for item in more if not (part.dynamo and item.where in PARSERS)]  # Dynamo has names of its own
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
     if options.fix and better.text != document.text:
@@ -269,8 +272,7 @@ def _engine_verdict(document: Document, asked: str | None) -> Verdict:
 
     verdict = judge(document)
     if asked and parse_version(asked) != parse_version(verdict.version):
-        message = f"TensorRT-LLM {verdict.version} is installed, not {asked}"
-        raise UsageError(message, "leave out one of the two options")
+        raise UsageError(f"TensorRT-LLM {verdict.version} is installed, not {asked}", "leave out one of the options")
     return verdict
 
 
@@ -299,16 +301,14 @@ def _lines(judged: Judged) -> Iterator[str]:
 
 def _excerpt(document: Document, finding: Finding) -> list[str]:
     """The line at fault, and carets below the key or value where its column is known."""
-    lines = document.text.split("\n")
-    number = finding.line or 1
+    lines, number = document.text.split("\n"), finding.line or 1
     if number > len(lines):
         return []
     line, column, width = lines[number - 1].rstrip("\r"), (finding.column or 1) - 1, finding.width
     shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
     shown = "".join(char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS])
-    margin = " " * 8
-    found = [f"{margin}{number:>4} | {shown}"]
+    found = [f"{number:>12} | {shown}"]
     if finding.column is not None:
         carets = "^" * max(1, min(width, len(shown) - (column - shift)))
-        found.append(f"{margin}     | {' ' * (column - shift)}{carets}")
+        found.append(f"{'':12} | {' ' * (column - shift)}{carets}")
     return found

@@ -41,7 +41,8 @@ class Carried:
     """An engine file (`text`, "" where only a command is here) and how it is served. `first` is the line of the
     original at which it begins, from 0; each of its `lines` lines is indented by `indent`. `expands`: a shell puts
     variables in. `words` are options of trtllm-serve, None where no command is known, and `command` their line;
-    `elsewhere` is the engine file that the command names and that is not in this file."""
+    `partial`: the shell puts in more of them. `dynamo`: the worker is Dynamo's. `elsewhere` is the engine file that the
+    command names and that is not in this file."""
 
     place: str
     text: str = ""
@@ -51,6 +52,8 @@ class Carried:
     expands: bool = False
     words: tuple[str, ...] | None = None
     command: int = 0
+    partial: bool = False
+    dynamo: bool = False
     target: str | None = None
     head: str | None = None
     version: str | None = None
@@ -100,13 +103,9 @@ def _in_yaml(root: Node, text: str) -> Iterator[Carried]:
         }
     for path, node in _nodes(root, ()):
         if node.kind == "scalar" and node.style == "|" and _is_engine_file(node.text):
-            lines = text.splitlines()
-            first = node.line + 1
-            while first < len(lines) and not lines[first].strip():
-                first += 1
-            indent = len(lines[first]) - len(lines[first].lstrip())
-            place = ".".join(path)
-            yield Carried(place, node.text, node.line + 1, node.text.count("\n"), indent, **common)
+            first = next(line for line in text.splitlines()[node.line + 1 :] if line.strip())
+            indent = len(first) - len(first.lstrip())
+            yield Carried(".".join(path), node.text, node.line + 1, node.text.count("\n"), indent, **common)
         elif node.kind == "mapping" and node.style != "flow" and len(path) > 1 and path[-2] in SECTIONS:
             lines = text.splitlines(keepends=True)[node.line : text.count("\n", 0, node.end) + 1]
             inner = textwrap.dedent("".join(lines))
@@ -114,7 +113,8 @@ def _in_yaml(root: Node, text: str) -> Iterator[Carried]:
         elif node.kind == "mapping":
             words = [item for name in ("command", "args") for item in _texts(node, name)]
             if words:
-                script = "\n".join(words[words.index("-c") + 1 :]) if "-c" in words else shlex.join(words)
+                line = words[0] if len(words) == 1 else shlex.join(words)  # docker compose takes a line of a shell
+                script = "\n".join(words[words.index("-c") + 1 :]) if "-c" in words else line
                 version = _release(text[node.start : node.end]) or common["version"]
                 for item in _script(script):
                     yield replace(item, first=node.line, version=item.version or version)
@@ -131,10 +131,9 @@ def _nodes(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 def _texts(node: Node, name: str) -> list[str]:
     """The words below a key: a list of scalars, or one scalar."""
-    found = next((pair.value_node for pair in node.pairs if pair.key_node.text == name), None)
-    if found is None:
-        return []
-    return [item.text for item in (found.items if found.kind == "sequence" else [found]) if item.kind == "scalar"]
+    found = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
+    items = [item for value in found for item in (value.items if value.kind == "sequence" else [value])]
+    return [item.text for item in items if item.kind == "scalar"]
 
 
 def _is_engine_file(text: str) -> bool:
@@ -165,7 +164,9 @@ def _script(text: str) -> list[Carried]:
         at += 1
         document, into = HEREDOC.search(joined), INTO.search(joined)
         if document:
-            end = next((n for n in range(at, len(lines)) if lines[n].strip() == document["end"]), len(lines))
+            end = next(
+                (n for n in range(at, len(lines)) if lines[n].strip().rstrip("'\"") == document["end"]), len(lines)
+            )
             inner = "".join(f"{line}\n" for line in lines[at:end])
             if _is_engine_file(textwrap.dedent(inner)):
                 indent = len(inner) - len(inner.lstrip(" "))
@@ -174,7 +175,7 @@ def _script(text: str) -> list[Carried]:
             at = end + 1
         elif any(program in joined for program in PROGRAMS):
             found += [replace(command, first=begin, version=_release(text)) for command in _command(joined)]
-    return _joined(found) if any(item.words is not None for item in found) else []
+    return _joined(found)
 
 
 def _command(line: str) -> Iterator[Carried]:
@@ -189,10 +190,12 @@ def _command(line: str) -> Iterator[Carried]:
     rest = rest[: next((n for n, word in enumerate(rest) if word in STOP), len(rest))]
     if rest[:1] == ["serve"]:
         rest = rest[1:]
-    if rest[:1] and not rest[0].startswith("-") and rest[0] in ("disaggregated", "mm_embedding_serve"):
+    if "--help" in rest or rest[:1] in (["disaggregated"], ["mm_embedding_serve"]):
         return
-    target = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    options, config = [], None
+    target = rest.pop(0) if rest and not rest[0].startswith("-") and "@" not in rest[0] else None
+    hidden = [before for before, word in zip(["", *rest], rest, strict=False) if word.startswith("$")]
+    partial = "@" in line or any(not before.startswith("-") or before == "--trust_remote_code" for before in hidden)
+    options, config, dynamo = [], None, program != "trtllm-serve"
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         values = [value] if equals else []
@@ -204,9 +207,10 @@ def _command(line: str) -> Iterator[Carried]:
             target = values[0]
         elif flag == "--override-engine-args" and re.search(r'"trust_remote_code":\s*true', " ".join(values)):
             options.append("--trust_remote_code")
-        elif (program == "trtllm-serve" or flag in DYNAMO) and not any("$" in word or "{{" in word for word in values):
-            options += [DYNAMO.get(flag, flag), *values]
-    yield Carried(f"`{program}`", words=tuple(options), target=target, elsewhere=config)
+        elif (not dynamo or flag in DYNAMO) and not any("$" in word or "{{" in word for word in (flag, *values)):
+            options += [DYNAMO[flag] if dynamo else flag, *values]
+    served = Carried(f"`{program}`", words=tuple(options), target=target, elsewhere=config)
+    yield replace(served, partial=partial, dynamo=dynamo)
 
 
 def _joined(found: list[Carried]) -> list[Carried]:
@@ -224,6 +228,6 @@ def _joined(found: list[Carried]) -> list[Carried]:
         command = own[0]
         commands.remove(command)
         target, version = file.target or command.target, command.version or file.version
-        served = replace(file, words=command.words, command=command.first, target=target, version=version)
-        joined.append(served)
+        known = {name: getattr(command, name) for name in ("words", "partial", "dynamo")}
+        joined.append(replace(file, **known, command=command.first, target=target, version=version))
     return [*joined, *(replace(command, command=command.first) for command in commands)]

@@ -199,7 +199,7 @@ def _nearest_flag(schema: Schema, flag: str) -> str:
     return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
 
 
-PLACEHOLDER = re.compile(r"[<>{}$\s]|\.\.\.|path/to/|^(TODO|FIXME|CHANGEME|YOUR)", re.IGNORECASE)
+PLACEHOLDER = re.compile(r"[<>{}$\s]|\.\.\.|path/to/|://|^(~|TODO|FIXME|CHANGEME|YOUR)", re.IGNORECASE)
 
 
 def name_problem(name: str, here: bool = False) -> Problem | None:

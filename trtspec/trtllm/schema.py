@@ -278,11 +278,11 @@ def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool
 
         def dated(entry: Mapping[str, Any] | None, name: str, begins: Any = begins) -> bool:
             date = (entry or {}).get(name, begins)
-            return date is None or happened(_change(date))
+            return date is None or happened(Change(**date))
 
         for part in ("fields", "options"):
             for name, entry in data.get(part, {}).items():
-                if dated(entry, "since"):
+                if dated(entry, "since") and (name in found[part] or "type" in entry):  # else what it refines is absent
                     found[part][name] = {**found[part].get(name, {}), **entry}
                     found["removed"].pop(name, None)
         for path, entry in data.get("removed", {}).items():
@@ -300,10 +300,6 @@ def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool
     return found
 
 
-def _change(entry: Mapping[str, Any]) -> Change:
-    return Change(**entry)
-
-
 def _typed(kind: Callable[..., T], entry: Mapping[str, Any], **name: str) -> T:
     """An object of the class; what the files say about an entry, such as its source, is not among its fields."""
     known = _field_names(kind)
@@ -313,7 +309,7 @@ def _typed(kind: Callable[..., T], entry: Mapping[str, Any], **name: str) -> T:
         if key in known
     }
     if "until" in values:
-        values["until"] = _change(values["until"])
+        values["until"] = Change(**values["until"])
     return kind(**name, **values)
 
 
@@ -384,7 +380,7 @@ def read_beside(name: str) -> Any:
 
 @functools.cache
 def _changes() -> frozenset[Change]:
-    return frozenset(map(_change, _dates(list(_files().values()))))
+    return frozenset(Change(**date) for date in _dates(list(_files().values())))
 
 
 def _dates(entry: Any) -> Iterator[dict[str, Any]]:
