@@ -23,15 +23,14 @@ from trtspec.records import ForceOption, option
 STAGES = 6
 NANO, SHIPPED = "kimi-nano", "kimi-nano-eagle3"
 REAL_TARGET, REAL_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
-ANSWERS, ANSWER_TOKENS, ROWS = "900", "96", "32"
-# Small batches, because the data is small. Two training-time-test steps in place of three: the time that they leave for
-# more epochs is worth more at draft length 3.
-TRAINING = ("--batch-size", "4", "--lr", "0.004", "--epochs", "3", "--ttt-steps", "2", "--acceptance-prompts", "8")
+ANSWERS, ANSWER_TOKENS, ROWS, DRAFTS = "900", "96", "32", "2"
+# Small batches, because the data is small, and as many training-time-test steps as drafts (DRAFTS).
+TRAINING = ("--batch-size", "4", "--lr", "0.004", "--epochs", "3", "--ttt-steps", DRAFTS, "--acceptance-prompts", "8")
 KIND = "story"  # long enough to watch
 TOKENS = 160
 TITLES = ("without speculation", "with Eagle3")
 REFRESH = 12  # drawings a second
-PROOF = ("--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
+PROOF = ("--samples", "48", "--max-tokens", "96", "--concurrency", "1,4", "--draft-len", DRAFTS)
 
 
 @dataclass(frozen=True, kw_only=True)
