@@ -21,7 +21,7 @@ from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.remote import open_remote
 from trtspec.checkpoint.target_problems import detect, read_target
-from trtspec.checkpoint.target_tensors import logical_parameters
+from trtspec.checkpoint.target_tensors import finding, grouped, logical_parameters
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
@@ -99,13 +99,8 @@ def describe(
     if resolved.hub_id is not None and resolved.known is None and is_online():
         checkpoint = open_remote(resolved.hub_id)
         report = _from_headers(checkpoint, resolved)
-        unseen = Problem(
-            "TS-HUB-HEADERS-ONLY",
-            "info",
-            resolved.hub_id,
-            "read from the hub by its headers: no weight was looked at, so NaN, zeros and wrong scales go unseen",
-            f"run `hf download {resolved.hub_id}`, then inspect again",
-        )
+        remedy = f"run `hf download {resolved.hub_id}`, then inspect again"
+        unseen = finding("TS-HUB-HEADERS-ONLY", resolved.hub_id, "info", remedy=remedy)
         return replace(report, hub=checkpoint.remote, problems=[*report.problems, unseen])
     return _from_config(resolved)
 
@@ -212,14 +207,12 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
     problems = []
     for shard, whole in zip(known, same, strict=True):
         if not whole:
-            message = "its SHA-256 is not the recorded one: at least one byte changed"
-            problems.append(Problem("TS-HASH-DIFFERS", "error", shard, message))
+            problems.append(finding("TS-HASH-DIFFERS", shard))
     unknown = [shard for shard in shards if shard not in recorded]
     if unknown:
         message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"
         problems.append(Problem("TS-HASH-UNKNOWN", "warning", unknown[0], message))
     lost = sorted(name for name in recorded if name not in shards)
     if lost:
-        message = f"a hash is recorded for {len(lost)} files that are not part of the checkpoint, first {lost[0]}"
-        problems.append(Problem("TS-HASH-LOST", "error", lost[0], message))
+        problems.append(grouped("TS-HASH-LOST", lost))
     return sum(same), problems

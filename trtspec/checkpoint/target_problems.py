@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, missing_numbers, read_json
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
-from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
+from trtspec.checkpoint.target_tensors import coverage_problems, finding, tensor_problems
 from trtspec.errors import Problem, Severity, TrtspecError
 from trtspec.files import open_regular
 from trtspec.formats import WeightFormat
@@ -109,16 +109,14 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
-        message = "no tokenizer (tiktoken.model); copying only *.json and *.py loses it"
-        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message)
+        yield finding("TS-TARGET-TOKENIZER", "tiktoken.model", "warning")
     elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
         message, remedy = "tiktoken.model is a Git LFS pointer, not the vocabulary", "run `git lfs pull` there"
         yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
     tokenizer = path / "tokenizer_config.json"
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
-        message = "no chat template: chat requests fail or use another model's"
-        yield Problem("TS-TARGET-TEMPLATE", "warning", "chat_template.jinja", message)
+        yield finding("TS-TARGET-TEMPLATE", "chat_template.jinja", "warning")
     references = [value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)]
     modules = {reference.split(".")[0] + ".py" for reference in references}
     absent = sorted(name for name in modules if not (path / name).is_file())

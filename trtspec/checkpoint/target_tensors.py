@@ -52,9 +52,17 @@ def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Probl
 def grouped(code: str, names: list[str], severity: Severity = "error", what: str = "") -> Problem:
     """One problem for all `names`, each a tensor or a sentence that begins with one. `what` is wrong with them; left
     out, it is the first sentence of the code's summary."""
-    what = what or documented()[code]["summary"].rstrip(".").split(". ")[0]
     count = "" if len(names) == 1 else f"{len(names):,}, first "
-    return Problem(code, severity, names[0].split(" ")[0], f"{what}: {count}{names[0]}")
+    return Problem(code, severity, names[0].split(" ")[0], f"{what or summary(code)}: {count}{names[0]}")
+
+
+def finding(code: str, where: str, severity: Severity = "error", *, remedy: str = "") -> Problem:
+    """A problem that the first sentence of its code's summary says all of."""
+    return Problem(code, severity, where, summary(code), remedy)
+
+
+def summary(code: str) -> str:
+    return documented()[code]["summary"].rstrip(".").split(". ")[0]
 
 
 def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:

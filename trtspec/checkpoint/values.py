@@ -21,7 +21,7 @@ from trtspec import files
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
-from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, grouped, shared_partners
+from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, finding, grouped, shared_partners
 from trtspec.errors import Problem, Severity
 from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
@@ -94,11 +94,9 @@ def head_value_problems(
             if bad:
                 problems.append(not_finite(name, bad, values))
             elif zero and floats:
-                message = f"all of {values:,} values looked at are zero; the tensor was never filled"
-                problems.append(Problem("TS-HEAD-ZERO", "error", name, message))
+                problems.append(finding("TS-HEAD-ZERO", name))
             elif digest and whole and found.hexdigest() != digest:
-                message = "its bytes are not those that provenance.json notes: they changed since `trtspec convert`"
-                problems.append(Problem("TS-HEAD-DIGEST", "error", name, message))
+                problems.append(finding("TS-HEAD-DIGEST", name))
     return problems
 
 
@@ -138,8 +136,7 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
         return [problem]
     targets = np.arange(len(offsets)) + offsets
     if "t2d" in tensors and not np.array_equal(np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets):
-        message = "t2d does not mark the tokens that d2t maps to"
-        problems.append(Problem("TS-HEAD-T2D-VALUES", "error", "t2d", message))
+        problems.append(finding("TS-HEAD-T2D-VALUES", "t2d"))
     if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
     return problems
@@ -158,8 +155,7 @@ def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
     targets = np.arange(len(offsets)) + offsets
     if len(offsets) < spec.vocab_size and len(offsets) == spec.draft_vocab_size and not offsets.any():
-        message = f"d2t holds nothing but zeros: the draft tokens would be the first {len(offsets):,} ids"
-        return Problem("TS-HEAD-D2T-ZERO", "error", "d2t", message)
+        return finding("TS-HEAD-D2T-ZERO", "d2t")
     inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
     if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
         return None
@@ -180,8 +176,7 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
             return []
     if len(pairs) < 2 or not any(rows):
         return []
-    message = "draft tokens with the same offset have the same lm_head row: the rows were taken by offset, not by token"
-    return [Problem("TS-HEAD-LM-HEAD-ROWS", "error", "lm_head.weight", message)]
+    return [finding("TS-HEAD-LM-HEAD-ROWS", "lm_head.weight")]
 
 
 def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec) -> list[Problem]:

@@ -7,31 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from trtspec.checkpoint.hub import known, real_pair
+from trtspec.checkpoint.target_tensors import finding
+from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
 STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
-# a finding -> those that it is the cause of, by code and by the beginning of their place
-EXPLAINED: dict[str, tuple[tuple[str, str], ...]] = {
-    "TS-PAIR-VOCAB": (
-        ("TS-HEAD-D2T-MISSING", ""), ("TS-HEAD-D2T-VALUES", ""), ("TS-HEAD-LM-HEAD", ""), ("TS-HEAD-PRUNED-MLA", ""),
-        ("TS-HEAD-TENSOR-SHAPE", "embed_tokens"), ("TS-HEAD-TENSOR-SHAPE", "t2d"), ("TS-HEAD-SHAPE", "embed_tokens"),
-    ),
-    "TS-HEAD-SHAPE": (("TS-HEAD-FC-WIDTH", ""), ("TS-PAIR-WIDTH", ""), ("TS-PAIR-LAYERS-UNKNOWN", "")),
-    "TS-HEAD-TENSOR-SHAPE": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
-    "TS-PAIR-WIDTH": (("TS-PAIR-LAYERS-UNKNOWN", ""),),
-    "TS-PAIR-LAYER-RANGE": (("TS-HEAD-LAYER-ORDER", ""),),
-    "TS-HEAD-FC-WIDTH": (
-        ("TS-PAIR-LAYERS-UNKNOWN", ""), ("TS-PAIR-WIDTH", ""), ("TS-HEAD-FC-NORM", "fc_norm"),
-        ("TS-HEAD-TENSOR-UNKNOWN", "fc_norm"),
-    ),
-    "TS-HEAD-LM-HEAD": (("TS-PAIR-LM-HEAD", ""),),
-    "TS-HEAD-ROPE-TWICE": (("TS-PAIR-ROPE", ""),),
-    "TS-HEAD-ROPE-VALUES": (("TS-PAIR-ROPE", ""),),
-    "TS-HEAD-ROPE-MLA": (("TS-PAIR-ROPE", ""),),
-}  # fmt: skip
 
 
 def pair_problems(
@@ -49,12 +32,9 @@ def pair_problems(
 
 def reported_once(problems: list[Problem]) -> list[Problem]:
     """One finding for one fault: those that another explains are left out."""
-    explained = {pair for problem in problems for pair in EXPLAINED.get(problem.code, ())}
-    return [
-        problem
-        for problem in problems
-        if not any(problem.code == code and problem.where.startswith(place) for code, place in explained)
-    ]
+    effects = load_yaml("explained.yaml")
+    caused = {effect.partition(" ") for one in problems for effect in effects.get(one.code, ())}
+    return [one for one in problems if not any(one.code == code and one.where.startswith(at) for code, _, at in caused)]
 
 
 def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Problem]:
@@ -113,14 +93,9 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
         message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
         yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
     if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
-        message = "the head borrows the target's lm_head, which is only right for its vocabulary and hidden size"
-        yield Problem("TS-PAIR-LM-HEAD", "error", "lm_head.weight", message)
+        yield finding("TS-PAIR-LM-HEAD", "lm_head.weight")
     if head.attention == "mha":
-        message = (
-            "an MHA head on an MLA target keeps a cache of its own: off under attention DP, and blind over a reused "
-            "prefix or a disaggregated prompt on several TensorRT-LLM versions"
-        )
-        yield Problem("TS-PAIR-MHA-CACHE", "info", "attention", message)
+        yield finding("TS-PAIR-MHA-CACHE", "attention", "info")
 
 
 def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
@@ -152,10 +127,7 @@ def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
         message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
         yield Problem("TS-PAIR-ROPE", "warning", "rope_theta", message)
     if head.max_position_embeddings < target.max_position_embeddings:
-        message = (
-            f"the head knows positions to {head.max_position_embeddings}, the target to "
-            f"{target.max_position_embeddings}; acceptance falls beyond"
-        )
+        message = f"the head knows positions to {head.max_position_embeddings:,}; acceptance falls beyond"
         yield Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message)
 
 

@@ -13,6 +13,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
+from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
@@ -45,8 +46,7 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
 
 def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     if any(name.startswith("model.") for name in checkpoint.tensors):
-        message = "tensor names start with `model.`; TensorRT-LLM and vLLM add that themselves and then find nothing"
-        yield Problem("TS-HEAD-MODEL-PREFIX", "error", "tensor names", message)
+        yield finding("TS-HEAD-MODEL-PREFIX", "tensor names")
     config, fp8 = flat_config(checkpoint.config), tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
     read = {*required_names(spec.attention), *OPTIONAL, *(f"fc_norm.{index}.weight" for index in range(spec.num_aux))}
     unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
@@ -135,9 +135,7 @@ def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         message = f"rms_norm_eps is {epsilon:g}; heads have 1e-6 or 1e-5"
         yield Problem("TS-HEAD-EPSILON", "error", where, message, REMEDY)
     if not config.get("max_position_embeddings"):
-        where = "config.json:max_position_embeddings"
-        message = f"config.json states no max_position_embeddings; readers take {spec.max_position_embeddings:,}"
-        yield Problem("TS-HEAD-CONTEXT", "info", where, message)
+        yield finding("TS-HEAD-CONTEXT", "config.json:max_position_embeddings", "info")
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
@@ -172,11 +170,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
 def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
     """Flags that make the trained function another one than TensorRT-LLM computes."""
     if spec.norm_before_residual:
-        stated = "norm_before_residual" in config
-        message = "the residual is the normalised state (norm_before_residual), which TensorRT-LLM does not compute"
-        if not stated:
-            message += "; config.json does not say so, vLLM assumes it for a speculators head"
-        yield Problem("TS-HEAD-NORM-RESIDUAL", "error", "norm_before_residual", message)
+        yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")
     dialect = DIALECTS[spec.dialect]
     if dialect.norm_output_since and config.get("norm_output") is not None and not spec.fc_norm:
         changed = f"{dialect.title} changed what norm_output means on {dialect.norm_output_since}"
@@ -184,9 +178,7 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         remedy = f"check the {dialect.title} version that trained the head"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.fc_norm and not spec.norm_output and not config.get("norm_output"):
-        message = (
-            "the head norms its captured states (fc_norm) and not the state that it feeds back; EAGLE-3.1 norms both"
-        )
+        message = "the head norms its captured states (fc_norm), not the state that it feeds back; EAGLE-3.1 norms both"
         remedy = "set `norm_output: true` if it was trained as EAGLE-3.1"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.norm_output and not (spec.fc_norm or spec.norm_before_fc):
@@ -201,14 +193,11 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
 def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
     pruned = spec.draft_vocab_size != spec.vocab_size
     if pruned and not spec.has_d2t:
-        message = "the draft vocabulary is pruned and d2t is absent: engines would take the first tokens instead"
-        yield Problem("TS-HEAD-D2T-MISSING", "error", "d2t", message)
+        yield finding("TS-HEAD-D2T-MISSING", "d2t")
     if pruned and not spec.has_lm_head:
-        message = "the draft vocabulary is pruned and the head has no lm_head of its own"
-        yield Problem("TS-HEAD-LM-HEAD", "error", "lm_head.weight", message)
+        yield finding("TS-HEAD-LM-HEAD", "lm_head.weight")
     if spec.has_embed_tokens and spec.target_hidden_size == spec.hidden_size:
-        message = "the head carries embed_tokens; TensorRT-LLM uses the target's and never reads these"
-        yield Problem("TS-HEAD-EMBED-OWN", "info", "embed_tokens.weight", message)
+        yield finding("TS-HEAD-EMBED-OWN", "embed_tokens.weight", "info")
 
 
 def unloadable(spec: HeadSpec) -> Iterator[Problem]:
@@ -225,9 +214,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     dialect, yarn = DIALECTS[spec.dialect], rope.rope_type == "yarn"
     injected = dialect.injected_rope
     if yarn and injected and injected[1:] == (rope.factor, rope.original_max_position_embeddings):
-        message = f"YaRN with factor {injected[1]:g} over {injected[2]} is what {injected[0]} writes into an export "
-        message += "trained with plain rope"
-        yield Problem("TS-HEAD-ROPE-INJECTED", "warning", "config.json:rope_scaling", message)
+        yield finding("TS-HEAD-ROPE-INJECTED", "config.json:rope_scaling", "warning")
     yield from (twice := list(_told_twice(flat)))
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
         message = f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g}-{rope.beta_slow:g}"
@@ -243,8 +230,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         remedy = f"add `rope_theta: {rope.theta:g}`"
         yield Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy)
     if spec.attention == "mla" and not yarn and not twice:
-        message = "an MLA head without YaRN; TensorRT-LLM computes YaRN for every MLA draft"
-        yield Problem("TS-HEAD-ROPE-MLA", "error", "config.json:rope_scaling", message)
+        yield finding("TS-HEAD-ROPE-MLA", "config.json:rope_scaling")
     if spec.attention == "mha" and yarn and not injected:
         yield _llama_yarn(flat, spec)
     trainer, base = dialect.fixed_rope_base or ("", rope.theta)
@@ -283,8 +269,7 @@ def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
     scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     gain = 1 + 0.1 * float(np.log(spec.rope.factor))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        message = f"YaRN in an MHA head: vLLM before it read mscale multiplies attention logits by {gain**2:.3f}"
-        return Problem("TS-HEAD-ROPE-MSCALE", "info", "config.json:rope_scaling", message, "use a current vLLM")
+        return finding("TS-HEAD-ROPE-MSCALE", "config.json:rope_scaling", "info", remedy="use a current vLLM")
     message = f"YaRN in an MHA head without mscale and mscale_all_dim: engines scale its logits by {gain**2:.3f}"
     remedy = "right only if it was trained so; else set both to 1.0"
     return Problem("TS-HEAD-ROPE-MSCALE", "warning", "config.json:rope_scaling", message, remedy)

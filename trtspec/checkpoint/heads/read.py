@@ -24,6 +24,7 @@ from trtspec.checkpoint.heads.shapes import (
     misfits,
     unreadable,
 )
+from trtspec.checkpoint.target_tensors import finding
 from trtspec.errors import Problem, TrtspecError
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
@@ -133,24 +134,19 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     names = set(tensors)
     kind = config.get("speculators_model_type") or config.get("model_type")
     if "medusa_num_heads" in config or kind == "medusa" or any(MEDUSA.search(name) for name in names):
-        message = "these are Medusa heads: they guess from the last state alone, and no Eagle3 engine path runs them"
-        return Problem("TS-HEAD-MEDUSA", "error", "tensor names", message)
+        return finding("TS-HEAD-MEDUSA", "tensor names")
     if config.get("speculators_model_type", "eagle3") != "eagle3":
-        message = f"a speculators model of type {kind!r}; only eagle3 is an Eagle3 head"
-        return Problem("TS-HEAD-OTHER-DRAFT", "error", "speculators_model_type", message)
+        return finding("TS-HEAD-OTHER-DRAFT", "speculators_model_type")
     fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
     if fc is not None:
         # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
         normed = any(name.endswith("hidden_norm.weight") for name in names)
         if normed or len(fc.shape) != 2 or fc.shape[1] != 2 * fc.shape[0]:
             return None
-        shape = list(fc.shape)
-        message = f"an EAGLE-1 or EAGLE-2 head: fc {shape} fuses an embedding with one state, without hidden_norm"
-        return Problem("TS-HEAD-EAGLE1", "error", "fc.weight", message)
+        return finding("TS-HEAD-EAGLE1", "fc.weight")
     layers = {int(found[1]) for found in map(LAYER.search, names) if found}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
-        message = "a multi-token-prediction module (eh_proj, enorm), which fuses one state and not the captured ones"
-        return Problem("TS-HEAD-OTHER-DRAFT", "error", "tensor names", message)
+        return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
     if len(layers) > 1 or any(".mlp.experts." in name for name in names):
         message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
         return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")
