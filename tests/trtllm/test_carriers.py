@@ -72,7 +72,7 @@ def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(t
 
 COMMANDS = {  # what a script of someone else carries, and the errors in it
     "trtllm-serve M --max-batch-size 8 --trust_remote_code": "TS-SERVE-UNKNOWN-OPTION",  # an option of Dynamo's
-    "python3 -m dynamo.trtllm --model-path M --max-batch-size 8 --dyn-tool-call-parser harmony": "",
+    "docker run tensorrt-llm:1.2.1 dynamo.trtllm --max-batch-size 8 --dyn-reasoning-parser kimi_k25": "",
     'trtllm-serve serve "${EXTRA[@]}" nvidia/Kimi-K2.6-NVFP4': "",
     "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --trust_remote_code $MORE": "",
     "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --tp_size $TP": "TS-LINT-REMOTE-CODE-OFF",

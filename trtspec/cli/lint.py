@@ -228,7 +228,6 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 def judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
-    from trtspec.trtllm.kubernetes import PARSERS
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
 
@@ -245,7 +244,6 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
         gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
     )  # fmt: skip
     deployment = replace(deployment, options=None) if part.partial else deployment
-    more = [item for item in more if not (part.dynamo and item.where in PARSERS)]  # Dynamo has names of its own
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
     if options.fix and better.text != document.text:
@@ -260,9 +258,11 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
         more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
     # a shell puts variables in: what is written is not the value
     hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
-    beside = [Finding.of(problem, problem.where) for problem in (*wrong, *more)]
-    kept = [finding for finding in findings if finding.key not in hidden]
-    return Judged(document.name, better, deployment.version, reason, [*beside, *kept], corrected)
+    # Dynamo's parsers have names and releases of their own
+    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
+    said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
+    kept = [one for one in said if one.key not in hidden and not (one.code in own and "parser" in one.key)]
+    return Judged(document.name, better, deployment.version, reason, kept, corrected)
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
