@@ -1,15 +1,24 @@
-"""A tiny float32 target, heads of every kind for it, its tokenizer, and a batch of requests of mixed lengths."""
+"""A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and a server."""
 
-from collections.abc import Callable
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
 
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine.engine import Engine
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
@@ -102,7 +111,77 @@ def token_ids(completions: dict[str, Output]) -> dict[str, list[int]]:
     return {name: completion.token_ids for name, completion in completions.items()}
 
 
+def drive(engine: Engine, before: Callable[[], None] = lambda: None) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Tokens and ends of what was submitted; `before` is called before each step."""
+    got: dict[str, list[int]] = defaultdict(list)
+    ended: dict[str, str] = {}
+    while engine.has_work:
+        before()
+        for output in engine.step():
+            got[output.id] += output.token_ids
+            if output.finish_reason:
+                ended[output.id] = output.finish_reason
+    return got, ended
+
+
+SERVER = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
+
+
+@dataclass
+class Running:
+    url: str
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+
+
+def launch(target: Path, head: str, *options: str) -> Running:
+    """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
+    command, environment = [*SERVER, str(target), head, "0", *options], os.environ | {"TRTSPEC_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("trtspec: serving tiny-kimi on "):
+            running = Running(line.split(" on ")[1].split()[0], process)
+            threading.Thread(target=running.log.extend, args=(process.stderr,), daemon=True).start()
+            return running
+    raise AssertionError(f"the server ended with status {process.wait()}")
+
+
+@contextlib.contextmanager
+def served(target: Path, head: str, *options: str) -> Iterator[Running]:
+    """A server for as long as the block runs; it ends in peace."""
+    running = launch(target, head, *options)
+    try:
+        yield running
+    finally:
+        running.process.terminate()
+        assert running.process.wait(60) == 0
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
+
+
+def wait_until_idle(server: Running, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server.url}/prometheus/metrics", timeout=30).text
+        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
+            return
+        time.sleep(0.05)
+    raise AssertionError("requests are still running")
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
+    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
+    with served(target_dir, str(head), "max_batch_size=4", "max_seq_len=1024") as running:
+        yield running
+
+
 @pytest.fixture
-def client(server: Any) -> openai.OpenAI:
-    """Of the module's `server`."""
+def server(tiny_server: Running) -> Running:
+    """What `client` asks; a module may have its own."""
+    return tiny_server
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)

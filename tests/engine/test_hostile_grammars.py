@@ -24,7 +24,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.test_server import launch
+from tests.engine.conftest import launch
 from tests.hostile.requests import GRAMMARS, SCHEMAS
 
 SEED = int(os.environ.get("TRTSPEC_SEED", "1"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, greedy_by_definition, token_ids
+from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, drive, greedy_by_definition, token_ids
 from tests.engine.oracle import drafts_from_scratch, with_oracle
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
@@ -149,18 +149,14 @@ def test_cancel_and_refill(
     engine = Engine(target, options=EngineOptions(max_batch_size=3, prefill_tokens=8))
     for request in requests:
         engine.submit(request)
-    got: dict[str, list[int]] = {request.id: [] for request in requests}
-    ended: dict[str, str] = {}
     gone: set[str] = set()
-    while engine.has_work:
+
+    def cancel() -> None:
         if not gone and len(engine.batch) and engine.prefilling:
-            gone = {engine.batch.sequences[0].id, engine.prefilling.id, engine.waiting[-1].id}
-            for name in (*gone, "nobody"):
-                engine.cancelled.add(name)
-        for output in engine.step():
-            got[output.id] += output.token_ids
-            if output.finish_reason:
-                ended[output.id] = output.finish_reason
+            gone.update({engine.batch.sequences[0].id, engine.prefilling.id, engine.waiting[-1].id})
+            engine.cancelled.update({*gone, "nobody"})
+
+    got, ended = drive(engine, cancel)
     assert {name for name, reason in ended.items() if reason == "cancelled"} == gone
     assert len(ended) == len(requests)
     assert all(got[name] == expected[name] for name in got if name not in gone)

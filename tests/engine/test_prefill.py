@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.conftest import HeadOf, Kind, token_ids
+from tests.engine.conftest import HeadOf, Kind, drive, token_ids
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES, BlockStore
 from trtspec.engine.request import GenerationRequest
@@ -112,11 +112,10 @@ def test_what_fails_ends_its_request_alone(
     monkeypatch.setattr(owner, step, failing)
     for request in requests:
         engine.submit(request)
-    made = [output for _ in range(20) for output in engine.step()]
-    (failed,) = (output.id for output in made if output.error)
-    assert sorted(output.finish_reason for output in made if output.finish_reason) == ["error", *["length"] * 3]
-    for name in good.keys() - {failed}:
-        assert [token for output in made if output.id == name for token in output.token_ids] == good[name]
+    made, ended = drive(engine)
+    (failed,) = (name for name, reason in ended.items() if reason == "error")
+    assert sorted(ended.values()) == ["error", *["length"] * 3]
+    assert {name: made[name] for name in good.keys() - {failed}} == {n: good[n] for n in good.keys() - {failed}}
     assert token_ids(engine.generate(requests)) == good
 
 

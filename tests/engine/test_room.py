@@ -1,16 +1,19 @@
 """Requests that are more than a server takes are refused before they cost anything; big answers block nobody."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
-from tests.engine.test_server import launch
+from tests.engine.conftest import served
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.app import create_app
 from trtspec.engine.bodies import ChatBody, CompletionBody
@@ -20,6 +23,22 @@ from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.models.kimi import KimiModel
 
 ASK = [{"role": "user", "content": "x"}]
+
+
+@contextlib.asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Of the app in this process, while it lives."""
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=120) as client,
+    ):
+        yield client
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
 
 
 def test_a_burst_finds_a_bounded_queue(
@@ -37,15 +56,10 @@ def test_a_burst_finds_a_bounded_queue(
         seen[(await client.post("/v1/completions", json=body)).status_code] += 1
 
     async def burst() -> None:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=120) as client,
-        ):
+        async with client_of(app) as client:
             asked = [asyncio.create_task(ask(client, number)) for number in range(200)]
             try:
-                deadline = time.monotonic() + 60
-                while seen[429] < 192 and time.monotonic() < deadline:
-                    await asyncio.sleep(0.01)
+                await until(lambda: seen[429] == 192)
                 assert seen == {429: 192}
             finally:
                 gate.set()
@@ -79,9 +93,7 @@ def test_the_role_comes_with_the_first_token(
         async with app.router.lifespan_context(app):
             answering = asyncio.create_task(app(scope, incoming.get, send))
             try:
-                deadline = time.monotonic() + 60
-                while not (began.is_set() and sent) and time.monotonic() < deadline:
-                    await asyncio.sleep(0.01)
+                await until(lambda: began.is_set() and bool(sent))
                 assert sent == [b""]
             finally:
                 gate.set()
@@ -107,10 +119,7 @@ def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiToken
     app = create_app(engine, tokenizer, "tiny-kimi")
 
     async def ask() -> list[httpx.Response]:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=60) as client,
-        ):
+        async with client_of(app) as client:
             echoed = {"prompt": [[1] * 4095] * 24, "logprobs": 20, **echo}
             too_long = await client.post("/v1/completions", json={"prompt": "x" * 8200, "n": 2})
             assert too_long.status_code == 400, too_long.text
@@ -148,10 +157,9 @@ BIG = {
 @pytest.mark.parametrize("kind", ["echo", "chat"])
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
     """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives each, are written."""
-    running = launch(target_dir, "-", "max_batch_size=16", "max_seq_len=4160")
-    url = f"{running.url}/v1/{'chat/completions' if kind == 'chat' else 'completions'}"
     found: list[httpx.Response] = []
-    try:
+    with served(target_dir, "-", "max_batch_size=16", "max_seq_len=4160") as running:
+        url = f"{running.url}/v1/{'chat/completions' if kind == 'chat' else 'completions'}"
         asking = threading.Thread(target=lambda: found.append(httpx.post(url, json=BIG[kind], timeout=1800)))
         asking.start()
         waits: list[float] = []
@@ -162,11 +170,8 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
                 waits.append(time.monotonic() - began)
                 time.sleep(0.05)
         asking.join()
-        scores = [choice["logprobs"] for choice in found[0].json()["choices"]]
-        written = sum(len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores)
-        print(f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s")
-        assert written == 64_000
-        assert max(waits) < 1, max(waits)
-    finally:
-        running.process.terminate()
-        assert running.process.wait(60) == 0
+    scores = [choice["logprobs"] for choice in found[0].json()["choices"]]
+    written = sum(len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores)
+    print(f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s")
+    assert written == 64_000
+    assert max(waits) < 1, max(waits)

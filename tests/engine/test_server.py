@@ -1,16 +1,10 @@
 """The unmodified openai client against the reference server in its own process, and the server's manners."""
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -18,56 +12,13 @@ import openai
 import pytest
 import torch
 
-from tests.tiny import make_head
+from tests.engine.conftest import SERVER, Running, launch, wait_until_idle
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.server import ServerOptions, build_engine
 from trtspec.errors import MissingDependency
 from trtspec.models.memory import MemoryLoad, require_fitting
-
-HERE = Path(__file__).parent
-
-
-@dataclass
-class Running:
-    url: str
-    process: subprocess.Popen[str]
-    log: list[str] = field(default_factory=list)
-
-
-def launch(target: Path, head: str, *options: str) -> Running:
-    """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
-    command = [sys.executable, str(HERE / "serve_tiny.py"), str(target), head, "0", *options]
-    environment = {**os.environ, "TRTSPEC_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("trtspec: serving tiny-kimi on "):
-            running = Running(line.split(" on ")[1].split()[0], process)
-            threading.Thread(target=running.log.extend, args=(process.stderr,), daemon=True).start()
-            return running
-    raise AssertionError(f"the server ended with status {process.wait()}")
-
-
-def wait_until_idle(server: Running, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        text = httpx.get(f"{server.url}/prometheus/metrics").text
-        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
-            return
-        time.sleep(0.05)
-    raise AssertionError("requests are still running")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
-    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
-    running = launch(target_dir, str(head), "max_batch_size=4", "max_seq_len=256")
-    yield running
-    running.process.terminate()
-    assert running.process.wait(30) == 0
-
 
 HELLO = [{"role": "user", "content": "hello"}]
 NO_TYPE = {"schema": {"type": "no"}}
@@ -157,17 +108,15 @@ def test_several_choices(client: openai.OpenAI) -> None:
     ("body", "param"),
     [
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "no_such_option": 1}, "no_such_option"),
         ({"prompt": "x", "length_penalty": 0.5}, "length_penalty"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": "x" * 300}, "prompt"),
+        ({"prompt": "x" * 1025}, "prompt"),
         ({"prompt": "x", "best_of": True}, "best_of"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
         ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": NO_TYPE}}, "response_format"),
         ({"prompt": "x", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"prompt": "x", "response_format": {"type": "regex", "regex": "("}}, "response_format"),
-        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"prompt": "x", "frequency_penalty": 3}, "frequency_penalty"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
@@ -196,7 +145,7 @@ def test_errors_through_the_client(client: openai.OpenAI, server: Running) -> No
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         client.chat.completions.create(model="tiny-kimi", messages=[{"role": "user", "content": [image]}])
     broken = httpx.post(f"{server.url}/v1/completions", content=b"{").json()
-    assert broken["error"]["message"].startswith("the body is not valid JSON: EOF while parsing")
+    assert "not JSON in UTF-8" in broken["error"]["message"] and "EOF while parsing" in broken["error"]["message"]
     assert httpx.get(f"{server.url}/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
@@ -291,8 +240,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
 
 def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
-    command = [sys.executable, str(HERE / "serve_tiny.py"), str(target_dir), "-", port]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run([*SERVER, str(target_dir), "-", port], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

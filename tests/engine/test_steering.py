@@ -1,8 +1,6 @@
 """Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and without drafts."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -12,10 +10,8 @@ import torch
 from pydantic import BaseModel
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
-from tests.engine.conftest import HeadOf
+from tests.engine.conftest import HeadOf, Running
 from tests.engine.test_sampled_engine import before_penalties
-from tests.engine.test_server import Running, launch
-from tests.tiny import make_head
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import Function, tool_call_grammar
 from trtspec.engine.engine import Engine, EngineOptions
@@ -121,16 +117,6 @@ def test_a_grammar_that_cannot_be(tokenizer: KimiTokenizer) -> None:
         with pytest.raises(ValueError):
             grammars.compile(kind, text)
     assert grammars.compile("lark", tool_call_grammar([Function(name="get.it")], several=True)) is not None
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
-    head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
-    running = launch(target_dir, str(head), "max_batch_size=4", "max_seq_len=1024")
-    yield running
-    running.process.terminate()
-    assert running.process.wait(30) == 0
-    assert "Traceback" not in "".join(running.log), "".join(running.log)
 
 
 ASK = [{"role": "user", "content": "hello"}]

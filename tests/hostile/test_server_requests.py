@@ -11,7 +11,6 @@ import json
 import os
 import re
 import resource
-import signal
 import subprocess
 import threading
 import time
@@ -23,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from tests.engine.test_server import Running, launch
+from tests.engine.conftest import Running, launch, wait_until_idle
 from tests.hostile.crowd import Crowd, Good, Right, Soak, Watch, streamed_text
 from tests.hostile.requests import COMPLETIONS, Attacks, post
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -81,17 +80,6 @@ def place(server: Running) -> tuple[str, int]:
     return url.host, url.port or 80
 
 
-def drained(server: Running) -> int:
-    """Seconds until no request runs or waits any more."""
-    began = time.monotonic()
-    while time.monotonic() - began < 120:
-        text = httpx.get(f"{server.url}/prometheus/metrics", timeout=30).text
-        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
-            return round(time.monotonic() - began)
-        time.sleep(0.1)
-    raise AssertionError("requests are still running")
-
-
 def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str]:
     """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our document. One
     worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11 parses in another thread."""
@@ -144,7 +132,7 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     assert good.right >= STREAMS and not watch.failed
     assert watch.longest < HEALTH_SECONDS
     assert grown < GROWTH
-    drained(server)
+    wait_until_idle(server, 120)
     assert not [line for line in server.log if "Traceback" in line or "request " in line], "".join(server.log)
     if not SCHEMATHESIS:
         pytest.skip("TRTSPEC_SCHEMATHESIS_PYTHON is not set: the rest passed without schemathesis")
@@ -156,34 +144,28 @@ def test_soak(server: Running, right: Right) -> None:
     soak = Soak(Crowd(*place(server)), right, Attacks(SEED))
     threads = process.num_threads()
     asyncio.run(soak.run(SOAK, AT_ONCE))
-    left = drained(server)
+    ended = time.monotonic()
+    wait_until_idle(server, 120)
+    left = time.monotonic() - ended
     print(f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s")
-    print(f"{len(soak.wrong)} wrong, idle {left} s later, {process.memory_info().rss >> 20} MiB", flush=True)
+    print(f"{len(soak.wrong)} wrong, idle {left:.0f} s later, {process.memory_info().rss >> 20} MiB", flush=True)
     assert not soak.wrong, "\n".join(soak.wrong[:5])
     assert not soak.crowd.bad, soak.crowd.bad[:5]
     assert process.num_threads() <= threads + 40  # the pool of the event loop
 
     bodies = [right.body(index, stream=True) for index in range(STREAMS)]
-    answers = asyncio.run(stopped_in_the_middle(server, bodies, signal.SIGTERM))
+    answers = asyncio.run(stopped_in_the_middle(server, bodies))
     assert [streamed_text(answer) for answer in answers] == right.texts[:STREAMS]
     assert server.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 
 
-def test_a_killed_engine_thread_ends_the_process(server: Running, right: Right) -> None:
-    bodies = [{**right.body(index, stream=True), "max_tokens": 400, "ignore_eos": True} for index in range(STREAMS)]
-    answers = asyncio.run(stopped_in_the_middle(server, bodies, signal.SIGUSR1))
-    assert all(streamed_text(answer) is None and b'"server_error"' in answer for answer in answers)
-    assert server.process.wait(60) == 1
-    assert any("the engine stopped" in line for line in server.log), server.log
-
-
-async def stopped_in_the_middle(server: Running, bodies: list[dict[str, object]], number: int) -> list[bytes]:
-    """The answers to streams during which the server got a signal: all had begun."""
+async def stopped_in_the_middle(server: Running, bodies: list[dict[str, object]]) -> list[bytes]:
+    """The answers to streams during which the server got SIGTERM: all had begun."""
     links = [await asyncio.open_connection(*place(server)) for _ in bodies]
     for (_, writer), body in zip(links, bodies, strict=True):
         writer.write(post(COMPLETIONS, json.dumps(body).encode()))
     begun = [await reader.readexactly(1) for reader, _ in links]
-    server.process.send_signal(number)
+    server.process.terminate()
     return [first + await reader.read() for first, (reader, _) in zip(begun, links, strict=True)]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_server import Running, launch
+from tests.engine.conftest import Running, served
 from trtspec.checkpoint.tokenizer import SPLIT_PATTERN, KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.models.kimi import KimiModel
@@ -39,13 +39,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = launch(
-        kimi_nano_dir(), str(DATA / "kimi-nano-eagle3"), "max_batch_size=16", "max_seq_len=1024", "max_queue=64"
-    )
-    yield running
-    running.process.terminate()
-    assert running.process.wait(60) == 0
-    assert "Traceback" not in "".join(running.log), "".join(running.log)
+    sizes = ("max_batch_size=16", "max_seq_len=1024", "max_queue=64")
+    with served(kimi_nano_dir(), str(DATA / "kimi-nano-eagle3"), *sizes) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
