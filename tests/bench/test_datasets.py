@@ -242,7 +242,7 @@ def test_every_known_set_states_its_licence_and_source() -> None:
         ('{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}', "ends in a message"),
         ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),
         ('{"text": "x"}', "has no user message"),
-        ('{"prompt": [1, 2]}', "gives token ids"),
+        ('{"prompt": [1, 2]}', "empty or non-text"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from trtspec.checkpoint.tensors import DTYPES
-from trtspec.checkpoint.writer import Journal, ShardFile, layout_of, recorded_keys, write_shard
+from trtspec.checkpoint.writer import Journal, ShardFile, layout_of, read_journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
 
 HEADER = {"source": "abc", "options": {"policy": "k2.5"}}
@@ -67,7 +67,7 @@ def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, tmp_path_factory, 
     killed.kill()
     killed.wait()
     after, _ = hold(path, "four", environment).communicate("\n")
-    assert after == "held\n" and set(recorded_keys(path)) == {"one", "four"}
+    assert after == "held\n" and set(read_journal(path)[1]) == {"one", "four"}
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -209,10 +209,10 @@ def test_template_like_transformers(
 
 
 def test_template_of_the_tokenizer_config_and_its_features(tmp_path: Path) -> None:
-    """Loop controls, generation blocks, keyword separators and an undefined `thinking` work as in transformers."""
+    """Loop controls, keyword separators and an undefined `thinking` work as in transformers."""
     source = (
         "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}\n"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}\n"
+        "{{ m.content }}{% endfor %}\n"
         "{{ {'a': [1, '<é>']} | tojson(separators=(',', ':')) }}"
         "{{ 'default' if thinking is not defined else thinking }}"
     )

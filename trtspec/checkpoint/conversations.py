@@ -2,7 +2,7 @@
 
     messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
     turns                                   a list of questions (MT-Bench)
-    prompt | question | instruction         a question; instruction takes Alpaca's `input` or Dolly's `context` along
+    prompt | question                       a question
       with response | answer | output       ... and its answer
     prompt, completion                      raw text and its continuation, without a chat template; of messages: joined
     text                                    raw text
@@ -34,8 +34,8 @@ ROLES = {
     "tool": "tool", "function_response": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 LISTS = ("messages", "conversations", "conversation")
-QUESTIONS, ANSWERS, CONTINUATION = ("prompt", "question", "instruction"), ("response", "answer", "output"), "completion"
-BESIDE_INSTRUCTION, SYSTEM = ("input", "context"), ("system", "system_prompt")
+QUESTIONS, ANSWERS, CONTINUATION = ("prompt", "question"), ("response", "answer", "output"), "completion"
+SYSTEM = ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
 PICTURES = ("image_url", "video_url")  # types of a part of a message
 REASONING = ("reasoning_content", "reasoning")
@@ -131,9 +131,6 @@ def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> 
             kind = next(part["type"] for part in shown[0] if part["type"] != "text")
             _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
         found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
-        same = fields.get("prompt")
-        if same in [message["content"] for message in found["messages"] if message["role"] == "user"]:
-            read.add("prompt")  # the first question once more, as UltraChat has it
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
     return Conversation(row.file, row.line, **found, **about)
 
@@ -171,22 +168,12 @@ def _pair(row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unre
     question = _question(row, prompt)
     if answers == [CONTINUATION]:
         return {"text": question["content"], "completion": _text(row, answer, CONTINUATION)}
-    if asked == "instruction":
-        for key in BESIDE_INSTRUCTION:
-            if key in fields:
-                read.add(key)
-                question["content"] += f"\n\n{extra}" if (extra := _text(row, fields[key], key)) else ""
     if answers:
         return {"messages": [question, {"role": "assistant", "content": _text(row, answer, answers[0])}]}
     return {"messages": [question]}
 
 
 def _question(row: DataRow, value: Any) -> Message:
-    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-        _refuse(
-            row, "gives token ids, not text: random ids collapse acceptance and measure nothing real",
-            "use prompts that somebody wrote",
-        )  # fmt: skip
     if not isinstance(value, str) or not value.strip():
         _refuse(row, "has an empty or non-text prompt", "a prompt or a turn is a string with something in it")
     return {"role": "user", "content": value}

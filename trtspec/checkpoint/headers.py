@@ -25,6 +25,7 @@ from trtspec.specs import check_kinds
 INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"
 MOST_SHARDS = 100_000
+PIECE = 1 << 20  # bytes read at a time; they stay in the cache while they are looked at
 DOWNLOAD_AGAIN = "download the checkpoint again, or check the disk it lies on"
 POINTER = b"version https://git-lfs"
 DOWNLOAD_SUFFIXES = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".tmp")
@@ -332,3 +333,12 @@ class ShardReader:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+
+
+def same_bytes(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:
+    """Whether two tensors are equal byte for byte, read in pieces."""
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    with ShardReader(one.path) as a, ShardReader(other.path) as b:
+        pairs = zip(a.pieces(ours, PIECE), b.pieces(theirs, PIECE), strict=True)
+        return all(bytes(mine) == bytes(their) for mine, their in pairs)

@@ -327,32 +327,29 @@ def load_target(name: str, like: str | None = None) -> Target:
     when the name is a head's, or nothing that is known."""
     absent = like is not None and not Path(name).expanduser().exists()
     resolved = resolve(like if like is not None and absent else name, weights=False)
-    must_be_target(resolved)
+    must_be(resolved, "target")
     if absent:
         resolved = replace(resolved, name=name, path=None)
     return Target(resolved, resolved.target_spec())
 
 
-def must_be_target(resolved: Resolved) -> None:
-    """As `load_target`, of what was found already."""
-    if resolved.kind != "target":
+def must_be(resolved: Resolved, kind: Literal["target", "head"]) -> None:
+    """As `load_target` and `load_head`, of what was found already."""
+    if resolved.kind == kind:
+        return
+    if kind == "target":
         message = f"{resolved.name} is a draft head, not a target"
         raise UsageError(message, "pass the target first and the head with `head`")
+    wrong = _no_head(resolved)
+    raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
     """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
     for a head in which an error is found, with `values` in a sample of its weights too."""
     resolved = resolve(name, weights=False)
-    must_be_head(resolved)
+    must_be(resolved, "head")
     return Head(resolved, resolved.head_spec(values=values))
-
-
-def must_be_head(resolved: Resolved) -> None:
-    """As `load_head`, of what was found already."""
-    if resolved.kind != "head":
-        wrong = _no_head(resolved)
-        raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
 
 
 def _no_head(resolved: Resolved) -> Problem:

@@ -23,7 +23,7 @@ from typing import Any
 from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
 from trtspec.checkpoint.identity import recorded
-from trtspec.checkpoint.writer import Journal, header_of, recorded_keys, refuse_changed
+from trtspec.checkpoint.writer import Journal, read_journal, refuse_changed
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import OutputOptions, fsync_directory, refuse_overwrite
 
@@ -120,7 +120,7 @@ class OutputDirectory:
 
     def refuse_other(self, header: dict[str, Any]) -> None:
         """Raises UsageError naming what differs between `header` and the journal's."""
-        if (begun := header_of(self.journal)) is not None:
+        if (begun := read_journal(self.journal)[0]) is not None:
             refuse_changed(self.journal, begun, header)
 
     def _refuse_foreign(self, force: bool) -> None:
@@ -141,9 +141,8 @@ class OutputDirectory:
 
     def _ours(self) -> set[str]:
         """The names that this run, and earlier ones by their journal and provenance.json, write."""
-        found = set(self.names) | (recorded_keys(self.journal) if self.journal.exists() else set())
         earlier = self._provenance()
-        return found | set(earlier.get("shards", {})) | set(earlier.get("carried", []))
+        return {*self.names, *read_journal(self.journal)[1], *earlier.get("shards", ()), *earlier.get("carried", ())}
 
     def _provenance(self) -> dict[str, Any]:
         """provenance.json of an earlier run; empty where there is none."""

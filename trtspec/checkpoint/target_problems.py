@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, missing_numbers, read_json
+from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, read_json
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, finding, tensor_problems
@@ -101,10 +101,6 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
         remedy = "wait for the download to end, or start it again"
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
-    absent = missing_numbers(checkpoint.shards)
-    if absent:
-        message = f"{len(absent)} numbers are missing in the names of the shards, first {absent[0]}; the index is whole"
-        yield Problem("TS-SHARD-NUMBERS", "info", absent[0], message)
 
 
 def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:

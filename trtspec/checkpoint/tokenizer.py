@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 import jinja2
 import tiktoken
 from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtspec import files
@@ -328,21 +327,8 @@ class ChatTemplate:
             raise TrtspecError(f"{self.where}: {error}", "check the roles and contents of the messages") from None
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks what a model wrote, for training masks; when rendering it is transparent."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

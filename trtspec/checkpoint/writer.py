@@ -8,7 +8,6 @@ before the work counts as done; a line torn by a kill is cut off on the next sta
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -207,19 +206,17 @@ class Journal:
 
     def _load(self, header: dict[str, Any]) -> None:
         data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.ftruncate(self._file, len(whole))
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
         if not whole:
             self._append({"header": header})
             fsync_directory(self.path.parent)
             return
-        try:
-            first, *records = [json.loads(line) for line in whole.splitlines()]
-            refuse_changed(self.path, first["header"], header, self.remedy)
-            self.done = {record["key"]: record for record in records}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-            raise UsageError(f"{self.path} is not a journal of this command", self.remedy) from None
+        begun, self.done = read_journal(self.path)
+        if begun is None:
+            raise UsageError(f"{self.path} is not a journal of this command", self.remedy)
+        refuse_changed(self.path, begun, header, self.remedy)
 
     def record(self, key: str, **fields: Any) -> None:
         """Appends and fsyncs; after it returns, a rerun finds `key` in `done`."""
@@ -252,23 +249,14 @@ def refuse_changed(path: Path, old: dict[str, Any], new: dict[str, Any], remedy:
         raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
 
 
-def header_of(path: Path) -> dict[str, Any] | None:
-    """What a journal was begun with, without its lock; None while its first line is not whole."""
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+    """What a journal was begun with, and its records by key, without its lock; (None, {}) of what is no journal, or
+    not yet."""
     try:
-        first, end, _ = path.read_bytes().partition(b"\n")
-        header = json.loads(first)["header"] if end else None
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return None
-    return header if isinstance(header, dict) else None
-
-
-def recorded_keys(path: Path) -> set[str]:
-    """What a journal records as finished, without its lock; lines that are not whole are passed over."""
-    found = set()
-    for line in path.read_bytes().split(b"\n")[1:-1]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.add(str(json.loads(line)["key"]))
-    return found
+        first, *records = [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+        return dict(first["header"]), {record["key"]: record for record in records}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None, {}
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:

@@ -85,12 +85,12 @@ def _command(options: ServeOptions) -> Result:
 
 def _run(options: ServeOptions) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.hub import must_be_head, must_be_target, resolve
+    from trtspec.checkpoint.hub import must_be, resolve
 
     # a head given for a target is refused before anything is fetched, and before the seconds of importing PyTorch
-    must_be_target(resolve(options.target, weights=False))
+    must_be(resolve(options.target, weights=False), "target")
     if options.head:
-        must_be_head(resolve(options.head, weights=False))
+        must_be(resolve(options.head, weights=False), "head")
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)

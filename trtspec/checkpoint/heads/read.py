@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from trtspec import files
-from trtspec.checkpoint.headers import Checkpoint, TensorInfo
+from trtspec.checkpoint.headers import Checkpoint, TensorInfo, same_bytes
 from trtspec.checkpoint.heads.config import flat_config
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.shapes import (
@@ -30,7 +29,6 @@ from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-PIECE = 1 << 20
 STORAGE = ("dialect", "layer_prefix", "has_lm_head", "has_embed_tokens", "has_d2t")  # may differ between dialects
 MAY_BE_ABSENT = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")  # rebuilt, or lent by the target
 
@@ -189,7 +187,7 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
     """Compares every tensor that both hold byte by byte, and every field of the two records."""
     ours, theirs = canonical_names(derived.tensors), canonical_names(source.tensors)
     both = [name for name in ours if name in theirs]
-    different = [name for name in both if not _same_bytes(derived, ours[name], source, theirs[name])]
+    different = [name for name in both if not same_bytes(derived, ours[name], source, theirs[name])]
     lost = [name for name in theirs if name not in ours and name not in MAY_BE_ABSENT]
     problems = [_differs(name, "its bytes are not those of the source") for name in different]
     problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
@@ -211,16 +209,3 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
 
 def _differs(where: str, what: str) -> Problem:
     return Problem("TS-HEAD-DIFFERS", "error", where, f"differs from the source: {what}")
-
-
-def _same_bytes(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    with files.open_regular(one.path / ours.shard) as a, files.open_regular(other.path / theirs.shard) as b:
-        a.seek(ours.begin)
-        b.seek(theirs.begin)
-        for begin in range(0, ours.nbytes, PIECE):
-            size = min(PIECE, ours.nbytes - begin)
-            if a.read(size) != b.read(size):
-                return False
-    return True

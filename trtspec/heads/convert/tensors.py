@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import DTYPE_BITS, Checkpoint, ShardReader, TensorInfo, read_config
+from trtspec.checkpoint.headers import DTYPE_BITS, PIECE, Checkpoint, ShardReader, TensorInfo, read_config, same_bytes
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import (
     FP8_SCALES,
@@ -40,7 +40,6 @@ Choice = Literal["auto", "target"]
 PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
 NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
 LM_HEAD, EMBED = "lm_head.weight", "embed_tokens.weight"
-PIECE = 1 << 20  # bytes in flight; they stay in the cache while they are hashed and looked at
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,11 @@ class OutputTensor:
     @staticmethod
     def copied(checkpoint: Checkpoint, info: TensorInfo) -> OutputTensor:
         return OutputTensor(info.dtype, info.shape, checkpoint, info)
+
+    def is_same(self, other: OutputTensor) -> bool:
+        """Whether two tensors on disk are equal byte for byte."""
+        assert self.checkpoint and self.info and other.checkpoint and other.info
+        return same_bytes(self.checkpoint, self.info, other.checkpoint, other.info)
 
     @staticmethod
     def made(values: np.ndarray) -> OutputTensor:
@@ -172,7 +176,7 @@ def _embedding(
     if lent is None:
         message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
         return own, [Problem(code, "warning", where, message, "pass `target` DIR to compare them")]
-    if same_bytes(own, lent):
+    if own.is_same(lent):
         return None, []
     message = f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
     remedy = "convert to vllm, which uses the head's, or accept the loss with `embed_tokens` target"
@@ -184,14 +188,6 @@ def _misfit(lent: OutputTensor, wanted: tuple[int, int], where: str, code: str) 
         return []
     message = f"the target's is {lent.dtype} {list(lent.shape)}, the head needs {list(wanted)} in BF16"
     return [Problem(code, "error", where, message, "pass the target that the head was trained for")]
-
-
-def same_bytes(one: OutputTensor, other: OutputTensor) -> bool:
-    """Whether two tensors on disk are equal byte for byte, read in pieces."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with readers(one, other) as opened:
-        return all(a == b for a, b in zip(pieces(one, opened), pieces(other, opened), strict=True))
 
 
 @contextmanager
