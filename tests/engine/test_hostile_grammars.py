@@ -178,7 +178,7 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
     process = psutil.Process(running.process.pid)
     try:
         if rounds > 1:  # what is needed for the first time is no leak
-            one_round(running.url, 0, 64)
+            one_round(running.url, 0, count)
         before = process.memory_info().rss
         found = [one_round(running.url, number + 1, count) for number in range(rounds)]
         new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}

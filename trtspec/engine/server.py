@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import resource
@@ -76,6 +77,8 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
     ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
     server = AnnouncingServer(app, worker, ready, options.grace)
+    gc.collect()
+    gc.freeze()  # a collection stops every thread, so it looks at no more than requests made
     server.run(sockets=[listener])
     if worker.failure is not None:
         raise TrtspecError(
@@ -109,13 +112,10 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
 
 def warm_up(engine: Engine) -> None:
     """One short generation, so that the first request does not pay for tables and lazy initialisation."""
-    made = engine.generate(
-        [GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1)]
-    )
-    if not all(math.isfinite(token.logprob) for token in made["warm-up"].logprobs):
-        raise TrtspecError(
-            f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}", "use `dtype` float32"
-        )
+    request = GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1)
+    if not all(math.isfinite(token.logprob) for token in engine.generate([request])[request.id].logprobs):
+        message = f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}"
+        raise TrtspecError(message, "use `dtype` float32")
     engine.reset_counters()
 
 
@@ -140,10 +140,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
         return listener
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TrtspecError(
-            f"cannot listen on {host}:{port}: {reason}", "stop what uses the port, or pass `port`"
-        ) from None
+        message = f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
+        raise TrtspecError(message, "stop what uses the port, or pass `port`") from None
 
 
 class AnnouncingServer(uvicorn.Server):
