@@ -48,7 +48,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
-    if FRONT_KEYS & set(document.value or {}):
+    if set(document.value or {}) >= FRONT_KEYS:
         message = "this is the front of disaggregated servers, which has no engine settings to judge"
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
     placed = [finding.placed(document) for finding in Doubt(document, deployment).findings()]
