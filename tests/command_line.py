@@ -1,10 +1,14 @@
-"""`trtspec ...` in this process, through its entry point: status, stdout and stderr as a shell gets them."""
+"""`trtspec ...` in this process, through its entry point, with status, stdout and stderr as a shell gets them; and in a
+process of its own."""
 
 import contextlib
 import io
 import os
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -13,6 +17,8 @@ import psutil
 from trtspec.cli.app import main
 from trtspec.cli.inspect import InspectOptions, inspect
 from trtspec.report import Result
+
+TRTSPEC = [sys.executable, "-m", "trtspec"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,19 @@ def trtspec(*words: object, **environment: str) -> Done:
         except SystemExit as stopped:
             status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def process(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own, with these additional variables."""
+    line = [*TRTSPEC, *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=900)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing happened in {seconds:g} s"
+        time.sleep(0.01)
 
 
 def inspected(path: object, against: object = None, sample: int | None = None) -> Result:

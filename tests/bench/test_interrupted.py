@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from tests.bench.conftest import STAND_IN, answering
 from tests.bench.test_malformed_metadata import WORKLOAD, mutated, pages, served
-from tests.command_line import free_port
+from tests.command_line import TRTSPEC, free_port, wait_for
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
@@ -34,15 +33,7 @@ from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 Start = Callable[..., str]
-TRTSPEC = [sys.executable, "-m", "trtspec"]
 PATIENCE = 240
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.02)
 
 
 def answered(directory: Path) -> list[dict[str, Any]]:
@@ -66,7 +57,7 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
         before = len(answered(out))
         command = bench(url, dataset, "-o", str(out), *resume)
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda enough=before + 4: len(answered(out)) >= enough)
+        wait_for(lambda enough=before + 4: len(answered(out)) >= enough, PATIENCE)
         process.send_signal(number)
         errors = process.communicate(timeout=PATIENCE)[1]
         assert process.returncode == (-9 if number is signal.SIGKILL else 130), errors
@@ -125,7 +116,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     with subprocess.Popen(command) as server:
         assert asyncio.run(wait_ready(url, 60, health, lambda: server.poll() is not None))
         process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stdout=subprocess.PIPE, text=True)
-        wait_for(lambda: len(answered(out)) >= 6)
+        wait_for(lambda: len(answered(out)) >= 6, PATIENCE)
         server.kill()
     process.communicate(timeout=PATIENCE)
     assert process.returncode == 3

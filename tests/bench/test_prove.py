@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 from tests.bench.conftest import measured
-from tests.command_line import free_port, trtspec
+from tests.command_line import TRTSPEC, free_port, trtspec
 from trtspec.bench.prove import (
     PLAIN,
     SPECULATING,
@@ -138,7 +137,7 @@ def test_the_page_and_the_bundle_hold_what_was_found(
 
 
 def prove(out: Path, port: int, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trtspec", *NANO, "-o", str(out), "--port", str(port), *SMALL, *words]
+    command = [*TRTSPEC, *NANO, "-o", str(out), "--port", str(port), *SMALL, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 

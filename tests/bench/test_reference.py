@@ -4,7 +4,6 @@ false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHEC
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,13 @@ import httpx
 import pytest
 
 from tests.bench.conftest import ci_steps, measured
-from tests.command_line import free_port
+from tests.command_line import TRTSPEC, free_port
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult
 from trtspec.client.client import wait_ready
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
-TRTSPEC = [sys.executable, "-m", "trtspec"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 

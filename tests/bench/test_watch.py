@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.conftest import results_of
 from tests.bench.test_statistics import questions
-from tests.command_line import Done, free_port, trtspec
+from tests.command_line import TRTSPEC, Done, free_port, trtspec
 from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
 from trtspec.client.servers import Counters, TurnCounts
@@ -226,7 +225,7 @@ def test_wrong_usage_names_the_next_command(server: MetricsServer, once: Once, t
 def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> None:
     ports = free_port(), free_port()
     words = [f"127.0.0.1:{ports[0]}", "--interval", "0.05", "--json", "--listen", str(ports[1])]
-    process = subprocess.Popen([sys.executable, "-m", "trtspec", "watch", *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*TRTSPEC, "watch", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
 
     def until(reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

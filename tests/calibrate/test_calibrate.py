@@ -249,27 +249,6 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, data):
     assert not (tmp_path / "s.safetensors").exists()
 
 
-def command(*arguments: object) -> dict:
-    line = [sys.executable, "-m", "trtspec", "calibrate", *map(str, arguments), "--samples", "8", "--json"]
-    run = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
-    return json.loads(run.stdout)
-
-
-def test_the_command_estimates(tmp_path, data):
-    source = make_target(tmp_path / "Kimi-K2.6", layers=2)
-    result = command(source, data, "-o", tmp_path / "s.safetensors", "--dry-run")
-    assert result["texts"] == 8 and result["policy"] == "k2.6" and result["dry_run"]
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path, data):
-    source = make_target(tmp_path / "Kimi-K2.6", layers=2)
-    result = command(source, data, "-o", tmp_path / "s.safetensors")
-    assert len(load_file(tmp_path / "s.safetensors")) == result["linears"]
-
-
 MEMORY = """
 import json, re, sys, torch
 from pathlib import Path

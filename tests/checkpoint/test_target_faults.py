@@ -6,8 +6,6 @@ The detection rate is printed by kind; each is 100 %, except for the changes of 
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.target_faults import KINDS, Draft, Fault, all_faults, make_drafts
-from tests.command_line import trtspec
+from tests.command_line import process, trtspec
 from tests.tiny import make_head
 from trtspec.calibrate import calibrate_checkpoint
 from trtspec.checkpoint.hub import resolve
@@ -237,10 +235,7 @@ def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path
                 ("serve", target, "--backend", "reference", "--dry-run"),
             )  # fmt: skip
             words = draw.choice(lines)
-            environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                [sys.executable, "-m", "trtspec", *words], capture_output=True, text=True, env=environ
-            )
+            done = process(*words, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
             good = done.returncode in (1, 2, 3) and "Traceback" not in done.stderr and "unexpected" not in done.stderr
             rates.count(words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good)
             assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))

@@ -2,16 +2,14 @@
 
 import contextlib
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.command_line import process
 from trtspec.cli.demo import STAGES, figures, prepare, question, verdict
 from trtspec.client.client import Answer
 from trtspec.errors import TrtspecError, UsageError
@@ -59,8 +57,7 @@ def lasting_ports() -> int:
 def test_the_demo_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every stage in order, to a page whose sentence is the proof's; nothing is left running."""
     out = tmp_path / "demo"
-    command = [sys.executable, "-m", "trtspec", "demo", "-o", str(out), "--port", str(lasting_ports())]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = process("demo", "-o", out, "--port", lasting_ports(), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for stage in range(1, STAGES + 1):
         assert f"[{stage}/{STAGES}]" in done.stdout

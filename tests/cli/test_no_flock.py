@@ -1,14 +1,13 @@
 """Every command that resumes, on a file system without flock: it says what the lock is, and writes the same bytes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_journal import without_flock
 from tests.cli.matrix import Recorder
+from tests.command_line import process
 from tests.tiny import make_target
 
 
@@ -25,10 +24,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(room: Path, out: Path, words: str, preload: bool) -> str:
-    environment = without_flock(room, "ENOLCK") if preload else None
     text = words.format(target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out)
-    command = [sys.executable, "-m", "trtspec", *text.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = process(*text.split(), **(without_flock(room, "ENOLCK") if preload else {}))
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -1,13 +1,11 @@
 """`trtspec quantize` as a user types it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import trtspec
+from tests.command_line import process, trtspec
 from tests.quant.test_streaming import same_bytes, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
@@ -18,9 +16,8 @@ from trtspec.quant.policy import load_policy
 
 def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
-    command = [sys.executable, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stderr == ""
+    run = process("quantize", source, "-o", tmp_path / "out", "--json")
+    assert (run.returncode, run.stderr) == (0, "")
     result = json.loads(run.stdout)
     contract = {"output", "quantized", "copied", "bytes_in", "bytes_out", "seconds", "peak_rss_bytes", "shards_resumed"}
     assert contract <= set(result)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import openai
 import pytest
 import torch
 
+from tests.command_line import wait_for
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine
@@ -160,13 +160,11 @@ def served(target: Path, head: str, *options: str) -> Iterator[Running]:
 
 
 def wait_until_idle(server: Running, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    def idle() -> bool:
         text = httpx.get(f"{server.url}/prometheus/metrics", timeout=30).text
-        if "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text:
-            return
-        time.sleep(0.05)
-    raise AssertionError("requests are still running")
+        return "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text
+
+    wait_for(idle, seconds)
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,13 @@ which a CPU without it computes in float32 and rounds.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.command_line import process
 from tests.engine.near_ties import first_divergence, rounding_at
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
@@ -44,8 +43,7 @@ Plain = Callable[[str, int], dict[str, Output]]
 def nvfp4_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """kimi-nano quantized by the command that users run."""
     output = tmp_path_factory.mktemp("quantized") / "kimi-nano-nvfp4"
-    command = [sys.executable, "-m", "trtspec", "quantize", str(kimi_nano_dir()), "-o", str(output)]
-    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    assert process("quantize", kimi_nano_dir(), "-o", output).returncode == 0
     return output
 
 

@@ -4,12 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.command_line import TRTSPEC, wait_for
 
 # a PID namespace with a /proc of its own, as a container has
 CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -28,16 +28,13 @@ def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, s
     engine, asked = tmp_path / "trtllm-serve", tmp_path / "asked"
     engine.write_text(f"#!/bin/sh\ntouch {asked}\nexec sleep 600\n")
     engine.chmod(0o755)
-    words = [sys.executable, "-m", "trtspec", "serve", "nvidia/Kimi-K2.6-NVFP4"]
+    words = [*TRTSPEC, "serve", "nvidia/Kimi-K2.6-NVFP4"]
     process = subprocess.Popen(
         [*CONTAINER, *words], env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while not asked.exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: asked.exists() or process.poll() is not None)
         (first,) = psutil.Process(process.pid).children()
         first.send_signal(number)
         assert process.wait(10) == status

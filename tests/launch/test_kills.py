@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_line import alive, free_port
+from tests.command_line import alive, free_port, wait_for
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run
@@ -45,13 +45,9 @@ def launched(log: Path) -> int:
         os._exit(status)
 
 
-def wait_for(log: Path, text: str) -> str:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if log.exists() and text in (seen := log.read_text()):
-            return seen
-        time.sleep(0.005)
-    raise AssertionError(f"no {text!r} in {log.read_text()!r}")
+def logged(log: Path, text: str) -> str:
+    wait_for(lambda: log.exists() and text in log.read_text())
+    return log.read_text()
 
 
 def kill_one(number: int, log: Path) -> str | None:
@@ -62,11 +58,11 @@ def kill_one(number: int, log: Path) -> str | None:
     phase = draw.choice(("loading", "ready", "stopping"))
     sent = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if victim == "trtspec" else
                        (signal.SIGKILL,))  # fmt: skip
-    seen = wait_for(log, "pids")
+    seen = logged(log, "pids")
     pids = [int(word) for word in next(line for line in seen.splitlines() if line.startswith("pids")).split()[1:]]
     subreaper = psutil.Process(own).children()[0].pid
     if phase != "loading":
-        wait_for(log, "ready on")
+        logged(log, "ready on")
     if phase == "stopping":
         os.kill(own, signal.SIGTERM)
     time.sleep(draw.random() * 0.3)

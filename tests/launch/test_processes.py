@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.bench.conftest import STAND_IN
-from tests.command_line import free_port
+from tests.command_line import free_port, wait_for
 from trtspec.errors import TrtspecError
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 
@@ -99,10 +99,9 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
     try:
         assert process.stdout is not None
         server = int(process.stdout.readline())
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and len(started) < 2:
-            started = children_of(process.pid)
-        assert server in started and len(started) == 2
+        wait_for(lambda: len(children_of(process.pid)) == 2, 20)
+        started = children_of(process.pid)
+        assert server in started
         time.sleep(delay)
         process.send_signal(sent)
         assert process.wait(timeout=30) != 0

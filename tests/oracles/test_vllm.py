@@ -13,9 +13,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.command_line import alive, free_port
+from tests.command_line import TRTSPEC, alive, free_port, process, wait_for
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.questions.datasets import load_dataset, spread
@@ -72,12 +70,12 @@ class Launched:
         return any(text in line for line in list(self.said))
 
     def wait_for(self, text: str) -> None:
-        ends = time.monotonic() + READY
-        while not self.has_said(text):
-            assert self.process.poll() is None and time.monotonic() < ends, "".join(self.said[-60:])
+        def said() -> bool:
+            assert self.process.poll() is None, "".join(self.said[-60:])
             self.look()
-            time.sleep(0.05)
-        self.look()
+            return self.has_said(text)
+
+        wait_for(said, READY)
 
     def look(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -85,10 +83,7 @@ class Launched:
 
     def nothing_left(self) -> None:
         """Waits until no process that was below this one is there; a zombie waits for its parent alone."""
-        ends = time.monotonic() + GONE
-        while left := [pid for pid in self.below if alive(pid)]:
-            assert time.monotonic() < ends, f"processes {left} are still there"
-            time.sleep(0.05)
+        wait_for(lambda: not any(map(alive, self.below)), GONE)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +98,7 @@ def launched(environment: dict[str, str], target: Path, head: Path | None, **var
     words += ["--head", head, "--draft-len", DRAFT_LEN] if head else []
     words += IN_VLLM
     process = subprocess.Popen(
-        [sys.executable, "-m", "trtspec", *map(str, words)], env={**environment, **variables}, text=True,
+        [*TRTSPEC, *map(str, words)], env={**environment, **variables}, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
     )  # fmt: skip
     server = Launched(process, f"http://localhost:{port}")
@@ -209,11 +204,6 @@ def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Output])
     return max(pairs)
 
 
-def command(environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "trtspec", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=READY, check=False)
-
-
 CHECK = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300, "--tokenizer", NANO)
 
 
@@ -233,17 +223,17 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
     """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM without it scores."""
     head, lines = tmp_path / "head", (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines(keepends=True)
     checks = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "1"))
-    assert command(environment, "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO).returncode == 0
+    assert process("convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment).returncode == 0
     recordings = [tmp_path / f"{number}.jsonl" for number in range(checks)]
     with serving(environment, NANO, head) as url:
         for number, recording in enumerate(recordings):
             questions = tmp_path / f"questions-{number}.jsonl"
             questions.write_text("".join(lines[number::checks]))
-            made = command(environment, "check", url, "--dataset", questions, *CHECK, "--record", recording)
+            made = process("check", url, "--dataset", questions, *CHECK, "--record", recording, **environment)
             assert recording.is_file(), made.stderr
     with serving(environment, NANO, None) as url:
         for recording in recordings:
-            done = command(environment, "check", url, "--score", recording, "--tokenizer", NANO, "--json")
+            done = process("check", url, "--score", recording, "--tokenizer", NANO, "--json", **environment)
             verdict = json.loads(done.stdout)
             print(f"\n{recording.stem}: {verdict['message']}", *(row["why"] for row in verdict["results"]), sep="\n  ")
             assert not [row for row in verdict["results"] if row["status"] == "fail"], verdict
@@ -285,14 +275,14 @@ def test_the_shipped_latent_head_takes_as_many_steps(
     environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, tmp_path: Path
 ) -> None:
     converted = tmp_path / "head"
-    assert command(environment, "convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO).returncode == 0
+    assert process("convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO, **environment).returncode == 0
     ours = reference(NANO, HEAD, prompts)
     assert not [name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids]
     with serving(environment, NANO, converted) as url:
         found = ask(url, prompts)
         steps = counters_of(url).steps
         before = own_word(url)
-        measured = command(environment, "bench", url, *BENCH, "-o", tmp_path / "bench")
+        measured = process("bench", url, *BENCH, "-o", tmp_path / "bench", **environment)
         after = own_word(url)
     print(f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
     assert not differing(found, ours.answers) and steps == ours.steps
@@ -324,7 +314,7 @@ def test_a_pruned_head_takes_as_many_steps(
 ) -> None:  # fmt: skip
     """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
     converted = tmp_path / "head"
-    made = command(environment, "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO)
+    made = process("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
     assert made.returncode == 0, made.stderr
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
         found, steps = ask(url, prompts), counters_of(url).steps
@@ -339,7 +329,7 @@ def test_nvfp4_differs_at_near_ties_only(
     """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4. Without its FP8 cache, which the
     plug-in's latent attention does not read."""
     target = tmp_path / "nvfp4"
-    made = command(environment, "quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none")
+    made = process("quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment)
     assert made.returncode == 0, made.stderr
     ours = reference(target, None, prompts)
     with serving(environment, target, None, TRTSPEC_ORACLE_NVFP4="1") as url:
@@ -359,7 +349,7 @@ def test_nvfp4_differs_at_near_ties_only(
 def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, str], tmp_path: Path) -> None:
     words = ["serve", NANO, "--backend", "reference", "--head", HEAD, "--port", 0, "--served-model-name", "nano"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "trtspec", *map(str, words)], env=environment, text=True, stdout=subprocess.DEVNULL,
+        [*TRTSPEC, *map(str, words)], env=environment, text=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, errors="replace",
     )  # fmt: skip
     reader = Launched(server, "")

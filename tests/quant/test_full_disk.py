@@ -1,15 +1,14 @@
 """A disk that is full at any write of a conversion: one message, nothing half-written, the same bytes once there is
 room. `write` and its like fail through a preloaded library, from the n-th call on files of the output on."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests.command_line import process
 from tests.tiny import make_target
 from trtspec import machine
 from trtspec.checkpoint.output import SPARE_BYTES
@@ -31,8 +30,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantize(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trtspec", "quantize", str(source), "-o", str(out), "--policy", "k2.5"]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+    return process("quantize", source, "-o", out, "--policy", "k2.5", **environment)
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.command_line import TRTSPEC
 from tests.quant.test_full_disk import files
 from tests.quant.test_modelopt_export import accepted, tensors_of
 from tests.tiny import make_target
@@ -275,7 +275,7 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
 
 
 def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "trtspec", "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
+    command = [*TRTSPEC, "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
     return subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

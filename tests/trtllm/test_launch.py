@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,10 +64,7 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 
 
 def nothing_left(tmp_path: Path, port: int) -> None:
-    ends = time.monotonic() + 10
-    while left := [pid for pid in recorded(tmp_path)["pids"] if command_line.alive(pid)]:
-        assert time.monotonic() < ends, f"processes {left} are still there"
-        time.sleep(0.1)
+    command_line.wait_for(lambda: not any(map(command_line.alive, recorded(tmp_path)["pids"])), 10)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))

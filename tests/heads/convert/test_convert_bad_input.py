@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import Done, trtspec
+from tests.command_line import TRTSPEC, Done, trtspec
 from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key, target_embedding, write_head
 from tests.tiny import make_target
 from trtspec import machine
@@ -308,7 +307,7 @@ def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None
 def test_a_killed_conversion_leaves_no_head(tmp_path: Path, target_dir: Path) -> None:
     """Nor anything in the way of the same command, which then writes what an undisturbed one writes."""
     source = write_head(tmp_path / "head", target_dir, "vllm")
-    words, out = [sys.executable, "-m", "trtspec", "convert", str(source), "--to", "trtllm", "-o"], tmp_path / "out"
+    words, out = [*TRTSPEC, "convert", str(source), "--to", "trtllm", "-o"], tmp_path / "out"
     assert subprocess.run([*words, str(tmp_path / "whole")], stdout=subprocess.DEVNULL).returncode == 0
     for delay in (0.2, 0.6, 0.9, 1.2, 1.5, 1.8):
         process = subprocess.Popen([*words, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

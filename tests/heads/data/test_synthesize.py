@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import free_port, trtspec
+from tests.command_line import TRTSPEC, free_port, trtspec, wait_for
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
@@ -270,14 +270,11 @@ def test_killed_and_run_again_asks_nothing_twice(tmp_path):
     log = tmp_path / "requests.jsonl"
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
     with serving(log, "0", "0.03") as url:
-        command = [sys.executable, "-m", "trtspec", "synthesize", str(prompts), "-o", str(tmp_path / "data.jsonl")]
+        command = [*TRTSPEC, "synthesize", str(prompts), "-o", str(tmp_path / "data.jsonl")]
         command += ["--base-url", url, "--concurrency", "2", "--max-tokens", "8"]
         process = subprocess.Popen(command, cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": "."})
         journal = tmp_path / ".data.jsonl.synthesize" / ".trtspec-synthesize.jsonl"
-        for _ in range(4000):
-            if journal.exists() and journal.read_bytes().count(b"\n") > 15:
-                break
-            time.sleep(0.005)
+        wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 15)
         process.send_signal(signal.SIGKILL)
         process.wait()
         written = journal.read_bytes().split(b"\n")[1:-1]

@@ -1,30 +1,19 @@
 """`trtspec train` as it is typed: a head on disk, measured in the engine; and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import process, trtspec
 
-ROOT = Path(__file__).parents[3]
 SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
-
-
-def process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "trtspec", *arguments]
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("trained") / "head"
     options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
-    done = process("train", str(target_dir), str(data), "-o", str(output), *options, *SMALL, "--json")
+    done = process("train", target_dir, data, "-o", output, *options, *SMALL, "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return output, json.loads(done.stdout)
 

@@ -3,12 +3,12 @@
 import json
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.command_line import wait_for
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
@@ -32,12 +32,8 @@ def curve(path: Path) -> list[dict]:
 
 
 def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
-    deadline = time.monotonic() + 180
-    while process.poll() is None and time.monotonic() < deadline:
-        log = output / "training.jsonl"
-        if log.exists() and log.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.005)
+    log = output / "training.jsonl"
+    wait_for(lambda: process.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= count), 180)
 
 
 @pytest.fixture(scope="module")
