@@ -230,8 +230,11 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
         return ("model.safetensors",)
     found = tuple(sorted(file.name for file in path.glob("*.safetensors")))
     if found:
-        if missing := missing_numbers(found):
-            raise _missing_shard(path / missing[0])
+        numbered = next(filter(None, map(NUMBERED.fullmatch, found)), None)
+        for number in range(1, min(int(numbered[3]), MOST_SHARDS) + 1) if numbered else ():
+            name = f"{numbered[1]}{number:0{len(numbered[2])}d}-of-{numbered[3]}.safetensors"  # type: ignore[index]
+            if name not in found:
+                raise _missing_shard(path / name)
         return found
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:
@@ -240,20 +243,6 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
             "convert them to safetensors where you trust them, then pass that directory",
         )
     raise TrtspecError(f"{path} has no *.safetensors file", "pass a directory that holds the weights")
-
-
-def missing_numbers(shards: tuple[str, ...]) -> list[str]:
-    """Names that `model-00001-of-000008.safetensors` and its like promise and that are not among `shards`."""
-    matches = [match for match in map(NUMBERED.fullmatch, shards) if match]
-    series: dict[tuple[str, str], tuple[int, set[int]]] = {}
-    for match in matches:
-        series.setdefault((match[1], match[3]), (len(match[2]), set()))[1].add(int(match[2]))
-    return [
-        f"{stem}{number:0{width}d}-of-{count}.safetensors"
-        for (stem, count), (width, numbers) in series.items()
-        if int(count) <= MOST_SHARDS
-        for number in sorted(set(range(1, int(count) + 1)) - numbers)
-    ]
 
 
 def _all_headers(

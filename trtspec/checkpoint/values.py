@@ -124,8 +124,10 @@ def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
 
 def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
     """d2t, t2d and the rows of lm_head against each other."""
-    wrong = [_map_dtype(name, tensors[name]) for name in MAP_DTYPES if name in tensors]
-    if problems := [problem for problem in wrong if problem is not None]:
+    maps = {name: tensors[name] for name in MAP_DTYPES if name in tensors}
+    # a map of floats is cut to integers by some loaders and refused by others
+    wrong = [name for name, info in maps.items() if info.dtype not in MAP_DTYPES[name] or len(info.shape) != 1]
+    if problems := [finding("TS-HEAD-MAP-DTYPE", name) for name in wrong]:
         return problems
     sizes = {"d2t": spec.draft_vocab_size, "t2d": spec.vocab_size, "lm_head.weight": spec.draft_vocab_size}
     if "d2t" not in tensors or any(tensors[name].shape[0] != size for name, size in sizes.items() if name in tensors):
@@ -140,15 +142,6 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
     if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
     return problems
-
-
-def _map_dtype(name: str, info: TensorInfo) -> Problem | None:
-    """A map of floats is cut to integers by some loaders and refused by others."""
-    if info.dtype in MAP_DTYPES[name] and len(info.shape) == 1:
-        return None
-    message = f"{name} is stored as {info.dtype} {list(info.shape)}; loaders expect {' or '.join(MAP_DTYPES[name])}"
-    remedy = f"store {name} as one {MAP_DTYPES[name][0]} for each token"
-    return Problem("TS-HEAD-MAP-DTYPE", "error", name, message, remedy)
 
 
 def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:

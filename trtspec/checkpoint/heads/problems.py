@@ -223,22 +223,16 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         return
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
     if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
-        message = (
-            f"no rope_theta at the top level, where TensorRT-LLM reads it; it falls to {DEFAULT_THETA:g}, not "
-            f"{rope.theta:g}"
-        )
-        remedy = f"add `rope_theta: {rope.theta:g}`"
-        yield Problem("TS-HEAD-ROPE-THETA", "error", "config.json", message, remedy)
+        remedy = f"add `rope_theta: {rope.theta:g}`; without it TensorRT-LLM takes {DEFAULT_THETA:g}"
+        yield finding("TS-HEAD-ROPE-THETA", "config.json", remedy=remedy)
     if spec.attention == "mla" and not yarn and not twice:
         yield finding("TS-HEAD-ROPE-MLA", "config.json:rope_scaling")
-    if spec.attention == "mha" and yarn and not injected:
-        yield _llama_yarn(flat, spec)
-    trainer, base = dialect.fixed_rope_base or ("", rope.theta)
-    if spec.attention == "mla" and yarn and rope.theta != base:
-        message = f"{trainer} computes an MLA head's YaRN with base {base:g} whatever rope_theta says; "
-        message += f"the file says {rope.theta:g}"
-        remedy = f"measure acceptance at both bases; `trtspec convert --rope-theta {base:g}` writes the other"
-        yield Problem("TS-HEAD-ROPE-TORCHSPEC", "info", "config.json:rope_theta", message, remedy)
+    scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    unscaled = yarn and not (scaling.get("mscale") and scaling.get("mscale_all_dim"))
+    if spec.attention == "mha" and unscaled and not injected:
+        yield finding("TS-HEAD-ROPE-MSCALE", "config.json:rope_scaling", "warning")
+    if spec.attention == "mla" and yarn and dialect.fixed_rope_base and rope.theta != dialect.fixed_rope_base[1]:
+        yield finding("TS-HEAD-ROPE-TORCHSPEC", "config.json:rope_theta", "info")
 
 
 def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
@@ -264,29 +258,12 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy)
 
 
-def _llama_yarn(flat: dict[str, Any], spec: HeadSpec) -> Problem:
-    """YaRN in a Llama head: three readers, three attention gains unless both mscale keys are present."""
-    scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    gain = 1 + 0.1 * float(np.log(spec.rope.factor))
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return finding("TS-HEAD-ROPE-MSCALE", "config.json:rope_scaling", "info", remedy="use a current vLLM")
-    message = f"YaRN in an MHA head without mscale and mscale_all_dim: engines scale its logits by {gain**2:.3f}"
-    remedy = "right only if it was trained so; else set both to 1.0"
-    return Problem("TS-HEAD-ROPE-MSCALE", "warning", "config.json:rope_scaling", message, remedy)
-
-
 def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
     """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
-    trainer = DIALECTS[spec.dialect].double_norm
     gain = tensors.get("layer.input_layernorm.weight")
-    if not trainer or gain is None or gain.dtype not in FLOATS or training_record(checkpoint.path):
+    doubled = DIALECTS[spec.dialect].double_norm and not training_record(checkpoint.path)
+    if not doubled or gain is None or gain.dtype not in FLOATS:
         return []
     gains = read_values(checkpoint, gain)
     spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `head_value_problems` names it
-    if spread < SPREAD:
-        return []
-    message = (
-        f"if {trainer} trained this head with its own layers, training normalised the state twice and no "
-        f"engine does; the input_layernorm gain spreads by {spread:.3f}, and the cost grows with it"
-    )
-    return [Problem("TS-HEAD-DOUBLE-NORM", "info", "input_layernorm.weight", message)]
+    return [finding("TS-HEAD-DOUBLE-NORM", "input_layernorm.weight", "info")] if spread >= SPREAD else []

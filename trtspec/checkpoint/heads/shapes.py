@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
-from trtspec.checkpoint.target_tensors import latent_attention
+from trtspec.checkpoint.target_tensors import finding, latent_attention
 from trtspec.errors import Problem
 from trtspec.specs import Attention, HeadSpec
 
@@ -136,18 +136,6 @@ def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
     return Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message)
 
 
-def _flag(flag: str, stored: bool, stated: bool) -> list[Problem]:
-    """A norm before fc whose weights and whose key in config.json must go together."""
-    where = f"config.json:{flag}"
-    if stored and not stated:
-        message = f"the tensors hold {flag} weights and config.json does not set {flag}, so an engine leaves them out"
-        return [Problem("TS-HEAD-FC-NORM", "error", where, message, f"set `{flag}: true`")]
-    if stated and not stored:
-        message = f"config.json says {flag} True, but the file has no weights for that norm"
-        return [Problem("TS-HEAD-FC-NORM", "error", where, message, REMEDY)]
-    return []
-
-
 def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) -> list[Problem]:
     """Tensors of another shape than the record's, in one problem: several at once point at config.json. And flags of
     `declared` that do not go with the tensors."""
@@ -160,7 +148,10 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
             stored, wanted = stored[:1], wanted[:1]  # its inputs are judged with the layer ids
         if stored != wanted:
             found.append(f"{name} is stored as {list(stored)}, where config.json asks for {list(wanted)}")
-    flags = [problem for flag in FLAGS for problem in _flag(flag, getattr(spec, flag), getattr(declared, flag))]
+    flags = []
+    for flag in (flag for flag in FLAGS if getattr(spec, flag) != getattr(declared, flag)):
+        remedy = f"set `{flag}: true`" if getattr(spec, flag) else REMEDY
+        flags.append(finding("TS-HEAD-FC-NORM", f"config.json:{flag}", remedy=remedy))
     if not found:
         return flags
     code = "TS-HEAD-TENSOR-SHAPE" if len(found) == 1 else "TS-HEAD-SHAPE"
