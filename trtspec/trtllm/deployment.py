@@ -199,7 +199,7 @@ def _nearest_flag(schema: Schema, flag: str) -> str:
     return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
 
 
-PLACEHOLDER = re.compile(r"[<>{}$\s]|\.\.\.|path/to/|://|^(~|TODO|FIXME|CHANGEME|YOUR)", re.IGNORECASE)
+PLACEHOLDER = re.compile(r"(?i)[<>{}$\s]|\.\.\.|path/to/|://|\\|\.safetensors$|^(~|TODO|FIXME|CHANGEME|YOUR)")
 
 
 def name_problem(name: str, here: bool = False) -> Problem | None:
@@ -211,7 +211,7 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
     if PLACEHOLDER.search(name):
-        return Problem("TS-NAME-PLACEHOLDER", "error", name, f"{name!r} is a placeholder", "write a checkpoint's name")
+        return Problem("TS-NAME-PLACEHOLDER", "error", name, f"{name!r} names no checkpoint", "write its id or path")
     if close := similar_ids(name):
         message = f"{name} is not a published checkpoint that is known here"
         return Problem("TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?")

@@ -147,7 +147,7 @@ def _collect(
         path = f"{prefix}{segment(pair.key_node)}"
         entry = Entry(path, (*keys, pair.key), pair.value_node.value, pair.key_node, pair.value_node)
         if path in own:
-            duplicates.append(entry)
+            duplicates.append(replace(entry, value=entries[path].value))
         if not pair.merged:
             own.add(path)
         if path in entries:

@@ -165,10 +165,10 @@ MOST_COMPARED = 100  # characters of a value that is compared with the allowed o
 def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
     for entry in document.duplicates:
         message = f"{entry.path} is written twice; YAML silently keeps the last"
-        yield Finding("TS-LINT-DUPLICATE-KEY", "error", entry.path, message, line=entry.line)
+        severity: Severity = "warning" if same(entry.value, document.get(entry.path)) else "error"
+        yield Finding("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
     yield from _missing(document, schema)
-    unknown: set[str] = set()
-    named = 0
+    unknown, named = set[str](), 0
     children = functools.cache(schema.children)
     for path, entry in document.entries.items():
         if entry.parent in unknown:
