@@ -230,11 +230,12 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
         return ("model.safetensors",)
     found = tuple(sorted(file.name for file in path.glob("*.safetensors")))
     if found:
-        numbered = next(filter(None, map(NUMBERED.fullmatch, found)), None)
-        for number in range(1, min(int(numbered[3]), MOST_SHARDS) + 1) if numbered else ():
-            name = f"{numbered[1]}{number:0{len(numbered[2])}d}-of-{numbered[3]}.safetensors"  # type: ignore[index]
-            if name not in found:
-                raise _missing_shard(path / name)
+        if numbered := next((match for name in found if (match := NUMBERED.fullmatch(name))), None):
+            stem, first, count = numbered.groups()
+            for number in range(1, min(int(count), MOST_SHARDS) + 1):
+                name = f"{stem}{number:0{len(first)}d}-of-{count}.safetensors"
+                if name not in found:
+                    raise _missing_shard(path / name)
         return found
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if pickles:

@@ -41,11 +41,8 @@ def stated_ids(config: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:
     """What every layout says alike: sizes, rope, dtype (a safetensors code), and the source's keys that are not of a
     head."""
-    carried = {
-        key: value
-        for key, value in flat_config(source).items()
-        if key not in LEFT_OUT.union(load_yaml("dialects.yaml")["made"])
-    }
+    made = {*LEFT_OUT, *load_yaml("dialects.yaml")["made"]}
+    carried = {key: value for key, value in flat_config(source).items() if key not in made}
     stored = {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
     return architecture_config(spec) | rope_config(spec.rope) | stored | carried
 
