@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import psutil
@@ -61,6 +63,30 @@ def inspected(path: object, against: object = None, sample: int | None = None) -
     """What `trtspec inspect` finds, before it is printed."""
     against = None if against is None else str(against)
     return inspect(InspectOptions(path=str(path), against=against, sample=sample))
+
+
+class FixedServer(ThreadingHTTPServer):
+    """Gives the text that `bodies` holds for a path; 404 for others."""
+
+    daemon_threads = True
+
+    def __init__(self, bodies: dict[str, str], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.bodies = bodies
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FixedServer
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in self.server.bodies else 404)
+        self.end_headers()
+        self.wfile.write(self.server.bodies.get(self.path, "").encode())
+
+    def log_message(self, format: str, *words: object) -> None:
+        pass
 
 
 def free_port() -> int:

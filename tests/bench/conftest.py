@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,17 +132,16 @@ def stand_in() -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
-def paced(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def paced() -> Iterator[Callable[..., str]]:
     """paced(ttft_s=0.1) -> base URL of a running paced server."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[str]] = []
 
     def start(**settings: Any) -> str:
-        port = tmp_path / f"port-{len(running)}"
-        running.append(subprocess.Popen([sys.executable, PACED, port, json.dumps(settings)]))
-        while not port.is_file():
-            assert running[-1].poll() is None
-            time.sleep(0.02)
-        return f"http://127.0.0.1:{port.read_text()}"
+        command = [sys.executable, str(PACED), json.dumps(settings)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        told = running[-1].stdout
+        assert told is not None
+        return f"http://127.0.0.1:{int(told.readline())}"
 
     yield start
     for process in running:

@@ -1,15 +1,14 @@
 """A server whose truth is known: it answers every request with so many tokens after so long, whatever is asked.
 
 Bytes are written at times that follow from the settings alone, on plain asyncio streams, so that nothing stands between
-the clock and the socket. Started as its own process: `python paced_server.py PORT_FILE JSON_SETTINGS`; the port is
-written to PORT_FILE. /truth gives the times at which it really wrote, for a machine that is too busy to keep them.
+the clock and the socket. Started as its own process: `python paced_server.py JSON_SETTINGS` prints its port. /truth
+gives the times at which it really wrote, for a machine that is too busy to keep them.
 """
 
 import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 SETTINGS: dict[str, Any] = {
@@ -128,15 +127,13 @@ async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         writer.close()
 
 
-async def main(port_file: str) -> None:
+async def main() -> None:
     server = await asyncio.start_server(connection, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    Path(f"{port_file}.new").write_text(str(port))
-    Path(f"{port_file}.new").rename(port_file)
+    print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await server.serve_forever()
 
 
 if __name__ == "__main__":
-    SETTINGS.update(json.loads(sys.argv[2]))
-    asyncio.run(main(sys.argv[1]))
+    SETTINGS.update(json.loads(sys.argv[1]))
+    asyncio.run(main())

@@ -4,9 +4,7 @@ import json
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.conftest import results_of
 from tests.bench.test_statistics import questions
-from tests.command_line import TRTSPEC, Done, free_port, trtspec
+from tests.command_line import TRTSPEC, Done, FixedServer, free_port, trtspec
 from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
 from trtspec.client.servers import Counters, TurnCounts
@@ -39,33 +37,9 @@ def iterations(*counts: tuple[object, object, object]) -> str:
     return json.dumps([{"iter": 0, "specDecodingStats": None}, *stats])
 
 
-class MetricsServer(ThreadingHTTPServer):
-    """Gives the text that `bodies` holds for a path; 404 for others."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int = 0, **bodies: str) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.bodies = {f"/{path}": body for path, body in bodies.items()}
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: MetricsServer
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path in self.server.bodies else 404)
-        self.end_headers()
-        self.wfile.write(self.server.bodies.get(self.path, "").encode())
-
-    def log_message(self, format: str, *words: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def server() -> Iterator[MetricsServer]:
-    with MetricsServer() as made:
+def server() -> Iterator[FixedServer]:
+    with FixedServer({}) as made:
         yield made
         made.shutdown()
 
@@ -96,7 +70,7 @@ def baseline(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def once(server: MetricsServer, baseline: Path) -> Once:
+def once(server: FixedServer, baseline: Path) -> Once:
     def run(*words: object, url: str = server.url) -> tuple[Done, dict[str, Any]]:
         done = trtspec("watch", url, "--once", "--baseline", baseline, "--json", *words)
         return done, json.loads(done.stdout)
@@ -112,7 +86,7 @@ def once(server: MetricsServer, baseline: Path) -> Once:
     ],
 )
 def test_the_counts_since_the_server_started_are_judged_at_the_first_reading(
-    server: MetricsServer, once: Once, source: str, body: str
+    server: FixedServer, once: Once, source: str, body: str
 ) -> None:
     server.bodies["/metrics"] = body
     done, found = once()
@@ -132,7 +106,7 @@ def test_a_server_that_stops_accepting_is_found_with_a_baseline_of_bench(
         assert done.status == status and json.loads(done.stdout)["status"] == ("fail" if status else "pass"), done
 
 
-def test_a_drop_is_found_where_it_is_large_and_significant(server: MetricsServer, once: Once, baseline: Path) -> None:
+def test_a_drop_is_found_where_it_is_large_and_significant(server: FixedServer, once: Once, baseline: Path) -> None:
     for accepted, words, status in (
         (4000, (), "fail"),  # 1.0 a step, a third less
         (4000, ("--max-drop", 0.4), "pass"),
@@ -165,7 +139,7 @@ def test_a_drop_is_found_where_it_is_large_and_significant(server: MetricsServer
         ("sglang:spec_accept_length 2.6\n", "sglang metrics do not count verification steps"),
     ],
 )
-def test_what_was_not_measured_does_not_pass(server: MetricsServer, once: Once, body: str, reason: str) -> None:
+def test_what_was_not_measured_does_not_pass(server: FixedServer, once: Once, body: str, reason: str) -> None:
     server.bodies["/metrics"] = body
     done, found = once()
     assert done.status == 3 and not found["ok"] and found["status"] == "unmeasured" and found["drop"] is None
@@ -194,7 +168,7 @@ def test_what_was_not_measured_does_not_pass(server: MetricsServer, once: Once, 
     ],
 )  # fmt: skip
 def test_a_server_without_readable_metrics_ends_with_the_reason(
-    server: MetricsServer, once: Once, body: str | None, reason: str
+    server: FixedServer, once: Once, body: str | None, reason: str
 ) -> None:
     server.bodies = {} if body is None else {"/metrics": body}
     for done in (once()[0], trtspec("watch", server.url, "--json")):
@@ -202,7 +176,7 @@ def test_a_server_without_readable_metrics_ends_with_the_reason(
         assert done.status == 1 and error["code"] == "TS-WATCH-NO-METRICS" and reason in error["message"], error
 
 
-def test_wrong_usage_names_the_next_command(server: MetricsServer, once: Once, tmp_path: Path) -> None:
+def test_wrong_usage_names_the_next_command(server: FixedServer, once: Once, tmp_path: Path) -> None:
     done = trtspec("watch", server.url, "--once")
     assert done.status == 2 and "--baseline is missing" in done.stderr and "trtspec bench URL" in done.stderr
     for file, reason in (
@@ -233,7 +207,7 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
 
     try:
         assert not until(lambda found: found["missed_scrapes"] == 1)["up"]  # nobody there yet
-        server = MetricsServer(ports[0], metrics=prometheus(1000, 3000, 1500))
+        server = FixedServer({"/metrics": prometheus(1000, 3000, 1500)}, ports[0])
         first = until(lambda found: found["steps"] == 1000)
         assert first["ok"] and first["acceptance_length"] == 2.5 and first["restarts"] == 0
         assert until(lambda found: found["scrapes"] > first["scrapes"])["acceptance_length"] is None  # nobody asked

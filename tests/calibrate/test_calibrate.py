@@ -227,10 +227,7 @@ def test_dry_run_tells_and_writes_nothing(tmp_path, data):
     assert plan.linears == 2 * 4 * 3 and plan.states_bytes == plan.tokens * 64 * 4
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [("{\n", "not JSON"), ('{"title": 1}\n', "has none of"), ("[1]\n", "neither"), ("\n", "holds no text")],
-)
+@pytest.mark.parametrize(("text", "match"), [('{"title": 1}\n', "has none of"), ("\n", "holds no text")])
 def test_bad_data_is_refused_by_line(tmp_path, text, match):
     source, path = make_target(tmp_path / "in", layers=2), tmp_path / "bad.jsonl"
     path.write_text(text)

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.command_line import trtspec
+from tests.command_line import Done, trtspec
 from tests.tiny import make_target
 from trtspec import errors
 from trtspec.cli import app as application
@@ -61,42 +60,31 @@ def test_every_command_is_in_the_readme() -> None:
         assert f"trtspec {command}" in readme, f"trtspec {command} is not in the README"
 
 
-def status(*arguments: str, **environment: str) -> int:
-    return CliRunner().invoke(application.app, list(arguments), env=environment).exit_code
-
-
 def test_usage_errors_exit_with_2() -> None:
-    assert status("no-such-command") == 2
-    assert status("inspect") == 2
-    assert status("inspect", "x", "--no-such-option") == 2
+    assert trtspec("no-such-command").status == 2
+    assert trtspec("inspect").status == 2
+    assert trtspec("inspect", "x", "--no-such-option").status == 2
 
 
 def test_underscores_are_accepted_everywhere() -> None:
-    assert status("build_config", "--help") == 0
-    assert status("lint", "--trtllm_version", "1.2.1", "--help") == 0
-    assert status("lint", "--trtllm+version", "1.2.1", "--help") == 2
+    assert trtspec("build_config", "--help").status == 0
+    assert trtspec("lint", "--trtllm_version", "1.2.1", "--help").status == 0
+    assert trtspec("lint", "--trtllm+version", "1.2.1", "--help").status == 2
 
 
 def test_an_option_can_come_from_the_environment() -> None:
-    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="true") == 0
-    assert status("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="perhaps") == 2
+    assert trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="true").status == 0
+    assert trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="perhaps").status == 2
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, failure: BaseException, *words: str) -> int:
-    """The status of the command `lint` if it raises this."""
+def failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException, *words: str) -> Done:
+    """The command `lint` where it raises this."""
 
     def raising(**_: object) -> None:
         raise failure
 
     monkeypatch.setattr(application, "app", raising)
-    return ended(monkeypatch, "lint", "x.yml", *words)
-
-
-def ended(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["trtspec", *words])
-    with pytest.raises(SystemExit) as stopped:
-        application.main()
-    return int(stopped.value.code or 0)
+    return trtspec("lint", "x.yml", *words)
 
 
 FAILURES: tuple[tuple[BaseException, int, str, str], ...] = (
@@ -112,37 +100,31 @@ FAILURES: tuple[tuple[BaseException, int, str, str], ...] = (
 
 @pytest.mark.parametrize(("failure", "status", "code", "says"), FAILURES)
 def test_failures_are_one_message_and_a_status_and_with_json_an_object_on_stdout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    failure: BaseException, status: int, code: str, says: str,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, failure: BaseException, status: int, code: str, says: str
+) -> None:
     monkeypatch.delenv("TRTSPEC_DEBUG", raising=False)
-    assert fail(monkeypatch, failure) == status
-    printed = capsys.readouterr()
-    assert says in printed.err and "Traceback" not in printed.err and printed.out == ""
-    assert fail(monkeypatch, failure, "--json") == status
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"ok", "problems", "error"} and found["problems"] == []
+    done = failing(monkeypatch, failure)
+    assert done.status == status and done.stdout == ""
+    assert says in done.stderr and "Traceback" not in done.stderr
+    done = failing(monkeypatch, failure, "--json")
+    found = json.loads(done.stdout)
+    assert done.status == status and set(found) == {"ok", "problems", "error"} and found["problems"] == []
     assert set(found["error"]) == {"code", "message", "remedy"} and found["error"]["code"] == code
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "demo"])
-def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    assert ended(monkeypatch, command, "--json", "--no-such-option") == 2
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["error"]["remedy"] == f"see `trtspec {command} --help`"
-    assert "--no-such-option" in printed.err
+def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(command: str) -> None:
+    done = trtspec(command, "--json", "--no-such-option")
+    assert done.status == 2 and "--no-such-option" in done.stderr
+    assert json.loads(done.stdout)["error"]["remedy"] == f"see `trtspec {command} --help`"
 
 
-def test_a_report_is_never_followed_by_a_second_object(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_report_is_never_followed_by_a_second_object(tmp_path: Path) -> None:
     """A check that fails has printed its own object already."""
     engine = tmp_path / "engine.yml"
     engine.write_text("no_such_key: 1\n")
-    assert ended(monkeypatch, "lint", str(engine), "--trtllm-version", "1.2.1", "--json") == 3
-    assert json.loads(capsys.readouterr().out)["ok"] is False
+    done = trtspec("lint", engine, "--trtllm-version", "1.2.1", "--json")
+    assert done.status == 3 and json.loads(done.stdout)["ok"] is False
 
 
 def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
@@ -156,12 +138,9 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
     assert not (tmp_path / "nvfp4").exists()
 
 
-def test_the_traceback_is_there_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_traceback_is_there_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTSPEC_DEBUG", "1")
-    fail(monkeypatch, ZeroDivisionError("division by zero"))
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in failing(monkeypatch, ZeroDivisionError("division by zero")).stderr
 
 
 def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +150,7 @@ def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trtspec.cli.doctor.examine", interrupted)
-    assert ended(monkeypatch, "doctor") == 130
+    assert trtspec("doctor").status == 130
 
 
 DRAW = """

@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.bench.test_malformed_results import RECORDING
 from tests.bench.test_statistics import run_of
+from tests.test_files_yaml import BAD, GOOD
 
 SWAPPED = ("empty", "list", "word")  # given to every command that reads a file of this kind
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -49,37 +50,21 @@ TEXTS: dict[str, bytes] = {
     "long string": json.dumps({"a": "x" * 3_000_000}).encode(),
     "many lines": b"{}\n" * 50_000,
 }
+ODD_NUMBERS = {
+    "float of a word": "!!float y",
+    "int of a word": "!!int y",
+    "no day": "2026-99-99",
+    "sexagesimal": "190:20:30",
+}
 YAMLS: dict[str, bytes] = {
-    "alias bomb": b"a: &a [x, x, x, x, x, x, x, x, x]\n"
-    + b"".join(
-        b"%s: &%s [%s]\n" % (new, new, b", ".join([b"*" + old] * 9))
-        for old, new in zip([bytes([c]) for c in b"abcdefgh"], [bytes([c]) for c in b"bcdefghi"], strict=True)
-    ),
-    "self alias": b"a: &a [*a]\n",
-    "self merge": b"a: &a\n  <<: *a\n  b: 1\n",
-    "merge of a number": b"<<: 3\nb: 1\n",
-    "unknown alias": b"a: *nowhere\n",
-    "float of a word": b"max_batch_size: !!float y\n",
-    "int of a word": b"max_batch_size: !!int y\n",
-    "timestamp": b"max_batch_size: 2026-99-99\n",
-    "binary": b"a: !!binary not/base64/???\n",
-    "python tag": b"a: !!python/object/apply:os.system ['true']\n",
+    **{name: text.encode() for name, text in (BAD | {text[:20]: text for text in GOOD}).items()},
+    **{name: f"max_batch_size: {text}\n".encode() for name, text in ODD_NUMBERS.items()},
     "own tag": b"a: !mine {b: 1}\n",
-    "set": b"a: !!set {x, y}\n",
-    "ordered map": b"a: !!omap [x: 1, y: 2]\n",
     "null key": b"null: 1\n~: 2\n: 3\n",
-    "list key": b"? [a, b]\n: 1\n",
     "mapping key": b"? {a: b}\n: 1\n",
-    "bool keys": b"true: 1\nno: 2\n",
-    "two documents": b"a: 1\n---\nb: 2\n",
-    "tab": b"a:\n\tb: 1\n",
     "deep block": b"".join(b" " * i + b"a:\n" for i in range(2_000)),
-    "deep flow mapping": b"{a: " * 20_000,
-    "many dashes": b"- " * 50_000,
     "anchor flood": b"".join(b"k%d: &a%d 1\n" % (i, i) for i in range(4_000)),
-    "comment only": b"# nothing\n",
     "directive": b"%YAML 9.9\n---\na: 1\n",
-    "sexagesimal": b"max_batch_size: 190:20:30\n",
     "nan": b"kv_cache_config: {free_gpu_memory_fraction: .nan}\n",
     "infinite": b"max_batch_size: .inf\nmax_num_tokens: -.inf\nmax_seq_len: 1e999\n",
     "wrong types": b"speculative_config: 3\nkv_cache_config: []\nmoe_config: text\ncuda_graph_config: [1]\n",

@@ -175,37 +175,30 @@ def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, att
         lengths = lengths + 1
 
 
-def test_latent_attention_equals_transformers(tmp_path, target_dir, target):
-    """The MLA head's layer against transformers' DeepSeek-V3 attention on the same 2H-wide weights."""
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+@pytest.mark.parametrize("attention", ["mla", "mha"])
+def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
+    """A head's layer against transformers' DeepSeek-V3 or Llama attention on the same 2H-wide weights."""
+    from transformers import DeepseekV3Config, LlamaConfig
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.llama import modeling_llama as llama
 
-    head, tensors, config = load(tmp_path, target_dir, target, "mla", "3")
-    keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    rope = config["rope_scaling"] | {"rope_theta": config["rope_theta"], "rope_type": "yarn"}
-    more = {key: config[key] for key in keys} | {"rope_parameters": rope, "max_position_embeddings": 2048}
-    _compare_attention(head, tensors, config, DeepseekV3Config, more, DeepseekV3Attention, DeepseekV3RotaryEmbedding)
-
-
-def test_llama_attention_equals_transformers(tmp_path, target_dir, target):
-    """The MHA head's layer against transformers' Llama attention on the same 2H-wide weights, grouped keys."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
-
-    head, tensors, config = load(tmp_path, target_dir, target, "mha", "3")
-    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    more = {"head_dim": config["head_dim"], "rope_parameters": rope}
-    _compare_attention(head, tensors, config, LlamaConfig, more, LlamaAttention, LlamaRotaryEmbedding)
-
-
-def _compare_attention(head: Eagle3Head, tensors: dict, config: dict, settings_class, more, attention, rotary) -> None:
-    """With transformers' class `attention` of these settings and the same tensors."""
     from trtspec.models.layers import AttentionStep
 
-    keys = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-    settings = settings_class(hidden_size=2 * config["hidden_size"], **{key: config[key] for key in keys}, **more)
+    head, tensors, config = load(tmp_path, target_dir, target, attention, "3")
+    kept = {key: config[key] for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")}
+    theta = {"rope_theta": config["rope_theta"]}
+    if attention == "mla":
+        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        kept |= {key: config[key] for key in ranks} | {"max_position_embeddings": 2048}
+        kept["rope_parameters"] = config["rope_scaling"] | theta | {"rope_type": "yarn"}
+        settings = DeepseekV3Config(hidden_size=2 * config["hidden_size"], **kept)
+        kinds = deepseek.DeepseekV3Attention, deepseek.DeepseekV3RotaryEmbedding
+    else:
+        kept |= {"head_dim": config["head_dim"], "rope_parameters": theta | {"rope_type": "default"}}
+        settings = LlamaConfig(hidden_size=2 * config["hidden_size"], **kept)
+        kinds = llama.LlamaAttention, llama.LlamaRotaryEmbedding
     settings._attn_implementation = "eager"
-    oracle, rope, prefix = attention(settings, 0).double(), rotary(settings), "layers.0.self_attn."
+    oracle, rope, prefix = kinds[0](settings, 0).double(), kinds[1](settings), "layers.0.self_attn."
     oracle.o_proj = torch.nn.Linear(*reversed(tensors[f"{prefix}o_proj.weight"].shape), bias=False).double()
     oracle.load_state_dict({name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)})
     for module in oracle.modules():
@@ -216,8 +209,7 @@ def _compare_attention(head: Eagle3Head, tensors: dict, config: dict, settings_c
     mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
         want = oracle(hidden_states=u, position_embeddings=rope(u, torch.arange(LENGTH)[None]), attention_mask=mask)[0]
-        mla = head.spec.attention == "mla"
-        step = AttentionStep(2, LENGTH, None, head.rope.of(LENGTH, "cpu"), mla, torch.float64)
+        step = AttentionStep(2, LENGTH, None, head.rope.of(LENGTH, "cpu"), attention == "mla", torch.float64)
         got = head.self_attn(u, step)
     assert (got - want).abs().max() < 1e-6  # both rotate by float32 angles
 

@@ -7,17 +7,15 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from tests.command_line import free_port
+from tests.command_line import FixedServer, free_port
 from tests.heads.training.test_training import curve
 from tests.tiny import make_target
 from trtspec.client.client import health, wait_ready
@@ -192,23 +190,8 @@ def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, targ
 @contextmanager
 def naming(*models: dict):
     """Servers that only answer /v1/models."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps({"data": [self.server.model]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in models]
-    for server, told in zip(servers, models, strict=True):
-        server.model = told
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield tuple(f"http://127.0.0.1:{server.server_port}" for server in servers)
+    servers = [FixedServer({"/v1/models": json.dumps({"data": [model]})}) for model in models]
+    yield tuple(server.url for server in servers)
     for server in servers:
         server.shutdown()
 

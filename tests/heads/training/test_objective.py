@@ -133,16 +133,10 @@ def test_chunked_attention_changes_nothing(target, attention, monkeypatch):
         assert all(torch.allclose(found[k], gradients[k], atol=1e-6) for k in gradients)
 
 
-RATES = [
-    ("cosine", 0.2, [0.5, 1.0, 0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602, 0.0]),
-    ("constant", 4, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-]
-
-
-@pytest.mark.parametrize(("name", "warmup", "want"), RATES)
-def test_schedules(name, warmup, want):
-    options = TrainOptions(schedule=name, warmup=warmup)
-    assert [learning_rate(step, 10, 1.0, options) for step in range(1, 11)] == pytest.approx(want, abs=1e-7)
+def test_a_constant_rate_behind_the_warm_up():
+    for warmup in (4, 0.4):
+        options = TrainOptions(schedule="constant", warmup=warmup)
+        assert [learning_rate(step, 10, 1.0, options) for step in range(1, 11)] == [0.25, 0.5, 0.75, *[1.0] * 7]
 
 
 def test_transformers_schedule_is_the_same():
