@@ -1,5 +1,6 @@
 """Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and without drafts."""
 
+import asyncio
 import json
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 from tests.engine.conftest import HeadOf, Running
 from tests.engine.test_sampled_engine import before_penalties
 from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.engine import grammars
 from trtspec.engine.bodies import Function, tool_call_grammar
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.grammars import Grammar, Grammars
+from trtspec.engine.grammars import Grammar, Grammars, GrammarsBusy
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
@@ -117,6 +119,21 @@ def test_a_grammar_that_cannot_be(tokenizer: KimiTokenizer) -> None:
         with pytest.raises(ValueError):
             grammars.compile(kind, text)
     assert grammars.compile("lark", tool_call_grammar([Function(name="get.it")], several=True)) is not None
+
+
+async def in_turn(made: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ("|".join(f"{name}{word:x}" for word in range(5000)) for name in "ab")
+    used = await made.compiled("regex", first)
+    monkeypatch.setattr(grammars, "LIVE_BYTES", used.size)
+    with pytest.raises(GrammarsBusy):
+        await made.compiled("regex", second)
+    del used
+    assert (await made.compiled("regex", second)).size > 1 << 20
+    made.close()
+
+
+def test_a_grammar_waits_for_room_among_those_in_use(tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(in_turn(Grammars(tokenizer, tokenizer.eos_ids), monkeypatch))
 
 
 ASK = [{"role": "user", "content": "hello"}]

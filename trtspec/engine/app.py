@@ -270,11 +270,8 @@ class EngineCollector(Collector):
             counters["prefix_evicted_blocks"] = (prefix.evicted_blocks, "Blocks of prefixes that made room for others.")
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"trtspec_{name}", text, value=value)
-        positions = CounterMetricFamily(
-            "trtspec_spec_decode_accepted_tokens_per_position",
-            "Steps that accepted this draft position.",
-            labels=["position"],
-        )
+        name, text = "accepted_tokens_per_position", "Steps that accepted this draft position."
+        positions = CounterMetricFamily(f"trtspec_spec_decode_{name}", text, labels=["position"])
         for position in range(1, len(totals.histogram)):
             positions.add_metric([str(position)], sum(totals.histogram[position:]))
         yield positions

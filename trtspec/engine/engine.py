@@ -126,7 +126,7 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
-        own_grammar = request.grammar is not None and request.grammar.new
+        own_grammar = request.grammar is not None and request.grammar.size > 0
         sequence.turn = self.submitted + (earlier + own_grammar) * PASSING
         self.submitted += 1
         insort(self.waiting, sequence, key=lambda one: one.turn)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token sh
 MASK_SECONDS = 0.05  # of processor time for one mask
 # Compiled grammars, and the bytes of the largest. One that was used in the last seconds is not pushed out by a flood.
 KEPT, KEPT_BYTES, KEPT_SECONDS = 8, 1 << 20, 5.0
+LIVE_BYTES = 1 << 30  # of the grammars that requests wait or run with
 # processor time of all masks of a request, its choices together
 REQUEST_SECONDS, REQUEST_SECONDS_PER_TOKEN = 0.25, 0.005
 LOW = 5  # nice(2): where processors lack, a third of what the engine gets
@@ -52,12 +54,10 @@ class GrammarsBusy(Exception):
 
 class Grammar:
     """A grammar of one request, of which each answer follows a copy. `ends`: the tokens that end an answer; `spent`:
-    [seconds, masks] of all copies; `new`: it was compiled for this request."""
+    [seconds, masks] of all copies; `size`: bytes, 0 where it was not compiled for this request alone."""
 
-    def __init__(
-        self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None, new: bool = False
-    ) -> None:
-        self.matcher, self.ends, self.new = matcher, ends, new
+    def __init__(self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None, size: int = 0) -> None:
+        self.matcher, self.ends, self.size = matcher, ends, size
         self.spent = spent if spent is not None else [0.0, 0.0]
 
     def copy(self) -> Grammar:
@@ -98,6 +98,7 @@ class Grammars:
     def __init__(self, tokenizer: KimiTokenizer, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, list(ends)
         self._kept: dict[tuple[str, str], tuple[Any, float]] = {}  # in the order of their last use
+        self._live = weakref.WeakSet[Grammar]()
         self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
         self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
@@ -112,15 +113,16 @@ class Grammars:
         it ends what it began.
         """
         matcher, _ = self._kept.pop((kind, text), (None, 0.0))
-        new = matcher is None
-        size = await self._tried(kind, text) if new else 0
+        size = 0 if matcher else await self._tried(kind, text)
         matcher = matcher or await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
         now, oldest = time.monotonic(), next(iter(self._kept), None)
         if len(self._kept) >= KEPT and oldest and now - self._kept[oldest][1] > KEPT_SECONDS:
             del self._kept[oldest]
         if len(self._kept) < KEPT and size + len(text) <= KEPT_BYTES:
             self._kept[kind, text] = matcher, now
-        return Grammar(matcher, self.ends, new=new)
+        grammar = Grammar(matcher, self.ends, size=size)
+        self._live.add(grammar)
+        return grammar
 
     async def _tried(self, kind: str, text: str) -> int:
         """Bytes that the grammar takes."""
@@ -142,6 +144,8 @@ class Grammars:
             self._waiting -= 1
         if "error" in reply:
             raise ValueError(reply["error"])
+        if reply["bytes"] + sum(grammar.size for grammar in self._live) > LIVE_BYTES:
+            raise GrammarsBusy
         return int(reply["bytes"])
 
     async def _ask(self, control: socket.socket, asked: bytes) -> dict[str, Any]:
@@ -249,7 +253,7 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
         return {"error": TOO_DEAR}
     if slowest > MASK_SECONDS:
         return {"error": "it takes too long to follow: simplify it"}
-    return {"bytes": max(0, _data_bytes() - before)}
+    return {"bytes": max(1, _data_bytes() - before)}
 
 
 def _data_bytes() -> int:

@@ -120,12 +120,7 @@ class Preparation:
             raise ApiError(reason, param="messages") from None
 
     def _choices(
-        self,
-        asked: CompletionBody | ChatBody,
-        prompt: list[int],
-        max_tokens: int,
-        grammar: Grammar | None,
-        **more: Any,
+        self, asked: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, grammar: Grammar | None, **more: Any
     ) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt, each with its own seed."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
