@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -63,6 +64,14 @@ def inspected(path: object, against: object = None, sample: int | None = None) -
     """What `trtspec inspect` finds, before it is printed."""
     against = None if against is None else str(against)
     return inspect(InspectOptions(path=str(path), against=against, sample=sample))
+
+
+def program(path: Path, script: str) -> Path:
+    """An executable file with this shell script, in a directory that is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 class FixedServer(ThreadingHTTPServer):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import free_port, trtspec
+from tests.command_line import free_port, program, trtspec
 from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, sizes_only
 from tools.pages import PAGES, ROOT, Command, commands
 from tools.pages import name as page_name
@@ -224,8 +224,7 @@ def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.Ca
     for port in re.findall(r"--port (\d+)", block):
         block = block.replace(port, str(free_port()))
     block = re.sub(r"(?<=--wait-ready )\d+", "900", block)
-    (tmp_path / "trtspec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trtspec "$@"\n')
-    (tmp_path / "trtspec").chmod(0o755)
+    program(tmp_path / "trtspec", f'exec "{sys.executable}" -m trtspec "$@"')
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
     script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{block}"

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from tests.command_line import trtspec
+from tests.command_line import program, trtspec
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.checkpoint.hub import Head, load_head, load_target
@@ -163,14 +162,9 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program called vllm that says what vLLM says to an option it does not have."""
-    program = tmp_path / "bin" / "vllm"
     (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
-    program.parent.mkdir()
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nprint('vllm: error: unrecognized arguments: -x')\nsys.exit(2)\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    vllm = program(tmp_path / "bin" / "vllm", "echo 'vllm: error: unrecognized arguments: -x'\nexit 2")
+    monkeypatch.setenv("PATH", f"{vllm.parent}:/usr/bin:/bin")
     assert PROGRAM.version() == "0.32.0"
     target = make_target(tmp_path / "target", layers=2)
     words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "21311")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.command_line import program
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput, Workload
@@ -56,10 +57,7 @@ def ci_steps(
 ) -> tuple[dict[str, Any], Callable[[str], subprocess.CompletedProcess[str]]]:
     """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in `directory`."""
     job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
-    shim = directory / "bin" / "trtspec"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m trtspec "$@"\n')
-    shim.chmod(0o755)
+    shim = program(directory / "bin" / "trtspec", f'exec {sys.executable} -m trtspec "$@"')
     path = f"{shim.parent}:{os.environ['PATH']}"
     env = {**os.environ, **job["env"], "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     steps = {step.get("name") or step["uses"]: step for step in job["steps"]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, program, trtspec
 from trtspec.cli.doctor import FORCED, package_state
 
 
@@ -89,10 +89,8 @@ def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Pa
 
 
 def test_an_engine_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
-    program = tmp_path / "trtllm-serve"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+    engine = program(tmp_path / "trtllm-serve", "")
     report = json.loads(run(PATH=str(tmp_path)).stdout)
     state = report["commands"]["serve --backend trtllm"]
     assert not state["ready"] and state["missing"] == ["an NVIDIA GPU"] and "--gpus all" in state["install"]
-    assert report["trtllm_serve"] == str(program)
+    assert report["trtllm_serve"] == str(engine)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import program
 from tests.docker.chart import CHART
 from trtspec.trtllm.serve.command import lws_hosts
 
@@ -23,12 +24,10 @@ def test_scripts_parse(name: str) -> None:
 def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_path: Path) -> None:
     """leader.sh for real, with an ssh that fails at first, and trtspec and mpirun that print what they are given."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     once = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 1; }}"
     bodies = {"ssh": once, "sleep": "true", "mpirun": "true", "trtspec": 'printf "%s\\n" "$@"'}
     for name, body in bodies.items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, body)
     (tmp_path / "id_ed25519").write_text("key\n")
     environ = {
         "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "TRTSPEC_SSH_KEYS": str(tmp_path),

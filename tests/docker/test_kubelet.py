@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.command_line import free_port
+from tests.command_line import free_port, program
 from tests.docker.chart import IMAGE, merged, objects
 from trtspec.data_files import DATA, kimi_nano_dir
 
@@ -169,10 +169,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    script = tmp_path / "bin" / "trtllm-serve"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STANDIN}" "$@"\n')
-    script.chmod(0o755)
+    script = program(tmp_path / "bin" / "trtllm-serve", f'exec "{sys.executable}" "{STANDIN}" "$@"')
     # on the pod's PATH, in a place that its own /tmp does not hide
     found = Node(tmp_path)
     shutil.copytree(script.parent, found.models / "bin")

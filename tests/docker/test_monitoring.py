@@ -15,6 +15,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.command_line import program
 from trtspec.bench.watch import Watch, start_exporter
 from trtspec.client.servers import TRTLLM, VLLM
 from trtspec.data_files import kimi_nano_dir
@@ -60,10 +61,8 @@ def promtool(*words: str | Path) -> str:
 @pytest.mark.parametrize("target", ["test-oracles", "test-all"])
 def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) -> None:
     """By an absolute path, since it runs elsewhere; nothing where none could be fetched, and the user's own first."""
-    fetched, python = tmp_path / ".oracles/promtool/usr/bin/promtool", tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "<$TRTSPEC_PROMTOOL>" "$@"\n')
-    python.chmod(0o755)
+    fetched = tmp_path / ".oracles/promtool/usr/bin/promtool"
+    program(tmp_path / ".venv/bin/python", 'echo "<$TRTSPEC_PROMTOOL>" "$@"')
     command = ["make", "-f", MONITORING.parents[1] / "Makefile", "-o", "lint", "-o", ".oracles/.made", target]
     plain = {name: value for name, value in os.environ.items() if name not in ("TRTSPEC_PROMTOOL", "MAKEFLAGS")}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tests.command_line import program
 from tools.gpu.checks import homogeneous
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +44,7 @@ def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
     """The step `test-gpu` of configs/ci/gpu.yml, all of `make test-gpu` in small and in bfloat16."""
     job = yaml.safe_load((ROOT / "configs/ci/gpu.yml").read_text())["jobs"]["gpu"]
     step = next(step for step in job["steps"] if step.get("name") == "test-gpu")
-    shim = tmp_path / "bin" / "python"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    shim.chmod(0o755)
+    shim = program(tmp_path / "bin" / "python", f'exec {sys.executable} "$@"')
     more = {"DEVICE": "cpu", "ARGS": "--tiny --dtype bfloat16", "PATH": f"{shim.parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-ec", step["run"]], cwd=tmp_path, env=environment(**job["env"] | more), capture_output=True, text=True

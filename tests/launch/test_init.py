@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_line import TRTSPEC, wait_for
+from tests.command_line import TRTSPEC, program, wait_for
 
 # a PID namespace with a /proc of its own, as a container has
 CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -25,9 +25,8 @@ pytestmark = pytest.mark.skipif(not containers_work(), reason="this machine make
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, status: int) -> None:
     """The engine is asked for its version, and does not answer."""
-    engine, asked = tmp_path / "trtllm-serve", tmp_path / "asked"
-    engine.write_text(f"#!/bin/sh\ntouch {asked}\nexec sleep 600\n")
-    engine.chmod(0o755)
+    asked = tmp_path / "asked"
+    program(tmp_path / "trtllm-serve", f"touch {asked}\nexec sleep 600")
     words = [*TRTSPEC, "serve", "nvidia/Kimi-K2.6-NVFP4"]
     process = subprocess.Popen(
         [*CONTAINER, *words], env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.command_line import TRTSPEC
 from tests.quant.test_full_disk import files
-from tests.quant.test_modelopt_export import accepted, tensors_of
+from tests.quant.test_modelopt_export import accepted, different, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
@@ -32,11 +32,6 @@ FORMATS = ["bf16", "int4", "fp8-block"]
 K25 = load_policy("k2.5")
 K26 = load_policy("k2.6")
 JOURNAL_NAME = ".trtspec-quantize.jsonl"
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = a.dtype == b.dtype and a.shape == b.shape
-    return same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def weights(path: Path) -> dict[str, bytes]:
@@ -66,7 +61,7 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
         expected[f"{name}_scale"], expected[f"{name}_scale_2"] = packed.scale, packed.scale_2
         expected[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
     assert set(got) == set(expected)
-    assert [name for name in expected if not same_bytes(got[name], expected[name])] == []
+    assert different(expected, got) == []
     assert result.quantized == sum(policy.quantizes(name) for name in plain)
     assert result.quantized + result.decoded + result.copied == len(plain)
 
@@ -75,7 +70,7 @@ def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path):
     quantize_checkpoint(make_target(tmp_path / "in", layers=3), tmp_path / "out", K25)
     expected = tensors_of(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
     got = tensors_of(tmp_path / "out")
-    assert set(got) == set(expected) and all(same_bytes(got[name], expected[name]) for name in expected)
+    assert set(got) == set(expected) and different(expected, got) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,42 +52,36 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     assert compare(tmp_path / "out", source, 10).compared == 10
 
 
-def damage(tensors: dict[str, torch.Tensor], case: str) -> None:
-    if case == "TS-QUANT-TENSOR-LOST":
-        del tensors[NORM]
-    elif case == "TS-QUANT-TENSOR-NEW":
-        tensors["language_model.model.extra.weight"] = torch.ones(2)
-    elif case == "TS-TARGET-SCALE-MISSING":
-        del tensors[f"{MODULE}.input_scale"]
-    elif case == "TS-QUANT-DTYPE":
-        tensors[NORM] = tensors[NORM].float()
-    elif case == "TS-TARGET-SCALE-SHAPE":
-        tensors[f"{MODULE}.weight_scale"] = tensors[f"{MODULE}.weight_scale"][:, :1].contiguous()
-    elif case == "TS-QUANT-CHANGED":
-        tensors[NORM][3] += 1
-    elif case == "TS-QUANT-ERROR":
-        tensors[f"{MODULE}.weight_scale_2"] *= 1.5
-    elif case == "nan scale":
-        tensors[f"{MODULE}.weight_scale"].view(torch.uint8)[5, 1] = 0xFF
-    elif case == "swapped nibbles":
-        packed = tensors[f"{MODULE}.weight"]
-        tensors[f"{MODULE}.weight"] = (packed >> 4) | (packed << 4)
+Changed = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-DAMAGES = {
-    f"TS-QUANT-{case}": f"TS-QUANT-{case}" for case in ("TENSOR-LOST", "TENSOR-NEW", "DTYPE", "CHANGED", "ERROR")
-}
-DAMAGES |= {"TS-TARGET-SCALE-MISSING": "TS-TARGET-SCALE-MISSING", "TS-TARGET-SCALE-SHAPE": "TS-TARGET-SCALE-SHAPE",
-            "nan scale": "TS-TARGET-BAD-SCALE", "swapped nibbles": "TS-QUANT-ERROR"}  # fmt: skip
+def nan_at_one_place(scale: torch.Tensor) -> torch.Tensor:
+    scale.view(torch.uint8)[5, 1] = 0xFF
+    return scale
 
 
-@pytest.mark.parametrize(("case", "code"), DAMAGES.items())
-def test_each_damage_is_found(pair, tmp_path, case, code):
+# tensor, what becomes of it (None: it is lost), and how that is named
+DAMAGES: list[tuple[str, Changed, str]] = [
+    (NORM, lambda _: None, "TS-QUANT-TENSOR-LOST"),
+    (f"{MODULE}.extra", lambda _: torch.ones(2), "TS-QUANT-TENSOR-NEW"),
+    (NORM, lambda norm: norm.float(), "TS-QUANT-DTYPE"),
+    (NORM, lambda norm: norm.index_fill(0, torch.tensor(3), 7), "TS-QUANT-CHANGED"),
+    (f"{MODULE}.input_scale", lambda _: None, "TS-TARGET-SCALE-MISSING"),
+    (f"{MODULE}.weight_scale", lambda scale: scale[:, :1].contiguous(), "TS-TARGET-SCALE-SHAPE"),
+    (f"{MODULE}.weight_scale", nan_at_one_place, "TS-TARGET-BAD-SCALE"),
+    (f"{MODULE}.weight_scale_2", lambda scale: scale * 1.5, "TS-QUANT-ERROR"),
+    (f"{MODULE}.weight", lambda packed: (packed >> 4) | (packed << 4), "TS-QUANT-ERROR"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "code"), DAMAGES, ids=lambda value: str(value)[-30:])
+def test_each_damage_is_found(pair, tmp_path, name, change, code):
     source, good = pair
-    for name in ("config.json", "hf_quant_config.json"):
-        (tmp_path / name).write_bytes((good / name).read_bytes())
+    for file in ("config.json", "hf_quant_config.json"):
+        (tmp_path / file).write_bytes((good / file).read_bytes())
     tensors = load_file(good / "model.safetensors")
-    damage(tensors, case)
+    changed = change(tensors.pop(name, torch.empty(0)))
+    tensors |= {} if changed is None else {name: changed}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert code in codes(tmp_path, source)
 

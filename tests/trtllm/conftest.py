@@ -16,10 +16,7 @@ STANDIN = Path(__file__).parent / "standin" / "trtllm-serve"
 def standin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in front of PATH that holds the stand-in, run by this interpreter."""
     directory = tmp_path / "bin"
-    directory.mkdir()
-    script = directory / "trtllm-serve"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STANDIN}" "$@"\n')
-    script.chmod(0o755)
+    command_line.program(directory / "trtllm-serve", f'exec "{sys.executable}" "{STANDIN}" "$@"')
     (directory / "trtllm-llmapi-launch").symlink_to(STANDIN.with_name("trtllm-llmapi-launch"))
     monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
     return directory

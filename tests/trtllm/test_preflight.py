@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import program
 from trtspec.checkpoint.hub import load_target, resolve
 from trtspec.launch.preflight import (
     InstalledGpu,
@@ -29,10 +30,7 @@ PATTERNS = LogPatterns.load(Path(command.__file__).with_name("log_patterns.yaml"
 
 
 def smi(directory: Path, gpus: int) -> None:
-    script = directory / "nvidia-smi"
-    lines = "".join("echo 'NVIDIA B200, 183359, 580.95.05, 10.0'\n" for _ in range(gpus))
-    script.write_text(f"#!/bin/sh\n{lines}")
-    script.chmod(0o755)
+    program(directory / "nvidia-smi", "echo 'NVIDIA B200, 183359, 580.95.05, 10.0'\n" * gpus)
 
 
 def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

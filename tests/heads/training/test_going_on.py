@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,12 @@ from tests.command_line import inspected
 from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
-from trtspec.heads.training.options import TrainOptions
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-LASTING = TrainOptions(**{**OPTIONS.__dict__, "schedule": "constant", "warmup": 2, "epochs": 1, "accumulation": 2})
-
-
-def longer(options: TrainOptions, **changes: object) -> TrainOptions:
-    return TrainOptions(**{**options.__dict__, **changes})
+LASTING = replace(OPTIONS, schedule="constant", warmup=2, epochs=1, accumulation=2)
 
 
 def assert_usable(head_dir: Path, target_dir: Path) -> None:
@@ -53,14 +49,14 @@ def same_weights(ours: Path, theirs: Path) -> bool:
 @pytest.mark.slow
 def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, data):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_once(target_dir, data, whole, longer(LASTING, epochs=3, eval_every=2))
-    first = train_once(target_dir, data, parts, longer(LASTING, eval_every=2))
+    train_once(target_dir, data, whole, replace(LASTING, epochs=3, eval_every=2))
+    first = train_once(target_dir, data, parts, replace(LASTING, eval_every=2))
     assert first["training"]["finished"]
     with pytest.raises(UsageError, match="is finished: it has had all 2 steps"):
-        train_once(target_dir, data, parts, longer(LASTING, eval_every=2))
+        train_once(target_dir, data, parts, replace(LASTING, eval_every=2))
     with pytest.raises(UsageError, match=r"options\.batch_size was 8, now 4; options\.lr was 0\.003, now 0\.001$"):
-        train_once(target_dir, data, parts, longer(LASTING, eval_every=2, batch_size=4, lr=1e-3, epochs=3))
-    train_once(target_dir, data, parts, longer(LASTING, epochs=3, eval_every=2))
+        train_once(target_dir, data, parts, replace(LASTING, eval_every=2, batch_size=4, lr=1e-3, epochs=3))
+    train_once(target_dir, data, parts, replace(LASTING, epochs=3, eval_every=2))
     assert (parts / "training.jsonl").read_bytes() == (whole / "training.jsonl").read_bytes()
     assert same_weights(parts, whole)
     rates = {row["lr"] for row in curve(whole) if row.get("step", 0) > 2 and "lr" in row}
@@ -70,7 +66,7 @@ def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, da
 @pytest.mark.slow
 def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     output = tmp_path / "head"
-    options = longer(OPTIONS, steps=9, eval_every=3)
+    options = replace(OPTIONS, steps=9, eval_every=3)
     train_once(target_dir, data, output, options, save_every=2, keep=3)
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
     record = json.loads((output / "checkpoint-6" / "provenance.json").read_text())["training"]
@@ -92,7 +88,7 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
 @pytest.mark.slow
 def test_time_runs_out_and_the_run_goes_on(tmp_path, target_dir, data):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = longer(OPTIONS, steps=6)
+    options = replace(OPTIONS, steps=6)
     train_once(target_dir, data, whole, options)
     record = train_once(target_dir, data, cut, options, deadline=time.monotonic(), save_every=100)
     assert (record["training"]["steps"], record["training"]["stopped"]) == (1, "time")
