@@ -18,7 +18,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import Head, Target, engine_name, known, load_head, load_target
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
-from trtspec.files import load_text, read_yaml_text
+from trtspec.files import load_file
 from trtspec.launch import preflight
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
@@ -110,7 +110,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
     options do not take."""
     if options.config is None:
         return options
-    values = load_text(read_yaml_text(options.config, "write it with `trtspec build-config TARGET --format vllm`"))
+    values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
     if not isinstance(values, dict):
         raise UsageError(f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines")
     own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()

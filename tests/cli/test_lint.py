@@ -132,7 +132,7 @@ def test_json_is_printed_on_every_failure(files: dict[str, str], words: tuple[st
 
 LONG = "x" * 5000
 MALFORMED = {
-    "brackets": "[" * 50_000,  # and what else is no YAML: tests/test_files_yaml.py
+    "brackets": "[" * 50_000,  # and what else is no YAML: tests/trtllm/test_nodes.py
     "beyond floats": "max_batch_size: 1.0e+400\nkv_cache_config: {free_gpu_memory_fraction: .nan}\n",
     "many digits": f"max_batch_size: {'9' * 390}\nmax_seq_len: 0x{'f' * 390}\n",
     "many unknown keys": "".join(f"key_{n}: {n}\n" for n in range(14_000)),

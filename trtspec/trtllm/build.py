@@ -17,7 +17,6 @@ from typing import Any
 
 from trtspec.checkpoint.hub import engine_name, load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.files import YamlError, load_text
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
@@ -25,6 +24,7 @@ from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import Intent, Role
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.nodes import YamlError, load_text
 from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command

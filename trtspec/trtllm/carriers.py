@@ -18,10 +18,10 @@ from pathlib import PurePath
 from typing import Any
 
 from trtspec.errors import UsageError
-from trtspec.files import Node, YamlError, compose
 from trtspec.trtllm.deployment import dynamo_releases
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.kubernetes import PARSERS, WORKER_OPTIONS
+from trtspec.trtllm.nodes import Node, YamlError, compose
 from trtspec.trtllm.schema import parse_version
 
 ENGINE_KEYS = {"speculative_config", "kv_cache_config", "moe_config", "cuda_graph_config", "cache_transceiver_config"}

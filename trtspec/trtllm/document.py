@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from trtspec.files import BLOCK, Node, YamlError, compose, read_yaml_text
+from trtspec.files import read_yaml_text
+from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
 
 INDENT = "  "
 

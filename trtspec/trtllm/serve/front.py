@@ -14,10 +14,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from trtspec.checkpoint.hub import load_target
 from trtspec.client.client import RequestFailed, ask_once, first_model, health
 from trtspec.errors import CheckFailed, Problem, UsageError
-from trtspec.files import STDIN, YamlError, first_fault, load_text, read_yaml_text
+from trtspec.files import STDIN, first_fault, read_yaml_text
 from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import ServerPlan, check_port
 from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.trtllm.nodes import YamlError, load_text
 from trtspec.trtllm.serve.command import ENVIRONMENT, PATTERNS, PROGRAM, engine_version
 
 # seconds that the front waits for one answer; upstream's 180 cut long thoughts off
