@@ -1,6 +1,7 @@
 """`trtspec ...` in this process, through its entry point, with status, stdout and stderr as a shell gets them; and in a
 process of its own."""
 
+import asyncio
 import contextlib
 import io
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,6 +52,20 @@ def process(*words: object, **environment: str) -> subprocess.CompletedProcess[s
     """Runs the command in a process of its own, with these additional variables."""
     line = [*TRTSPEC, *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=900)
+
+
+@contextlib.contextmanager
+def served(port: int, *command: object) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """URL and process of a server that this command starts on the port, from when it answers until the block ends."""
+    from trtspec.client.client import wait_ready
+
+    url, process = f"http://127.0.0.1:{port}", subprocess.Popen(list(map(str, command)))
+    try:
+        assert asyncio.run(wait_ready(url, 300, stopped=lambda: process.poll() is not None)), "the server ended"
+        yield url, process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:

@@ -36,6 +36,14 @@ def room() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BF16 target of eight layers."""
+    from tests.tiny import make_target
+
+    return make_target(tmp_path_factory.mktemp("target"), layers=8)
+
+
+@pytest.fixture(scope="session")
 def upstream_data() -> Path:
     """Files of other projects that tests may read but the project does not carry; TRTSPEC_UPSTREAM_DATA names them."""
     place = os.environ.get("TRTSPEC_UPSTREAM_DATA")

@@ -88,9 +88,8 @@ assert not {{"torch", "transformers", "modelopt"}} & set(sys.modules)
 
 
 def notebook(script: str, *words: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
 
 
 def test_every_verb_after_every_room(tmp_path: Path) -> None:

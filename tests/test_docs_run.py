@@ -6,7 +6,7 @@ ELSEWHERE, with the test that runs it or the reason why none can. Captured outpu
 stand-in, numbers and addresses apart; such a command runs in its own size. Minutes, so it is slow.
 """
 
-import asyncio
+import contextlib
 import json
 import os
 import re
@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import free_port, program, trtspec
+from tests.command_line import TRTSPEC, free_port, program, served, trtspec
 from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, sizes_only
 from tools.pages import PAGES, ROOT, Command, commands
 from tools.pages import name as page_name
 from trtspec import data_files
-from trtspec.client.client import wait_ready
 
 NANO, HEAD = data_files.kimi_nano_dir(), data_files.DATA / "kimi-nano-eagle3"
 PUBLISHED, PUBLISHED_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
@@ -68,7 +67,7 @@ class Room:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.servers: list[subprocess.Popen[bytes]] = []
+        self.servers = contextlib.ExitStack()
         self.urls: dict[str, str] = {}
         self.furniture: set[str] = set()
 
@@ -110,10 +109,8 @@ class Room:
 
     def serve(self, options: list[str]) -> str:
         port = free_port()
-        words = [sys.executable, "-m", "trtspec", "serve", str(NANO), "--backend", "reference", "--port", str(port)]
-        self.servers.append(subprocess.Popen([*words, *options], env=os.environ | {"PYTHONPATH": str(ROOT)}))
-        asyncio.run(wait_ready(f"http://127.0.0.1:{port}", 300))
-        return f"http://127.0.0.1:{port}"
+        words = (*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", port, *options)
+        return self.servers.enter_context(served(port, *words))[0]
 
     def url(self, found: re.Match[str]) -> str:
         host, port = found[1], found[2]
@@ -131,10 +128,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
         yield made
     finally:
         os.chdir(before)
-        for process in made.servers:
-            process.terminate()
-        for process in made.servers:
-            process.wait(timeout=60)
+        made.servers.close()
 
 
 def stood_in(room: Room, words: list[str]) -> list[str]:

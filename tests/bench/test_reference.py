@@ -1,9 +1,8 @@
 """bench and check against the real reference server: its counters, the best draft length, the tables of model cards, no
 false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
 
-import asyncio
+import contextlib
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ import httpx
 import pytest
 
 from tests.bench.conftest import ci_steps, measured
-from tests.command_line import TRTSPEC, free_port
+from tests.command_line import TRTSPEC, free_port, served
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult
-from trtspec.client.client import wait_ready
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -26,22 +24,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 @pytest.fixture
 def reference() -> Iterator[Callable[..., str]]:
     """reference("--head", HEAD) -> base URL of a running reference server on kimi-nano."""
-    running: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as running:
 
-    def start(*options: str) -> str:
-        port = free_port()
-        running.append(
-            subprocess.Popen([*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", str(port), *options])
-        )
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(wait_ready(url, 300))
-        return url
+        def start(*options: str) -> str:
+            port = free_port()
+            words = (*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", port, *options)
+            return running.enter_context(served(port, *words))[0]
 
-    yield start
-    for process in running:
-        process.terminate()
-    for process in running:
-        process.wait(timeout=60)
+        yield start
 
 
 def run(urls: dict[str, str], **options: Any) -> BenchResults:

@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import make_target
 from trtspec.models.weights import load_target
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import"]
-
-
-@pytest.fixture(scope="session")
-def target_dir(tmp_path_factory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), layers=8)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.tiny import make_head, make_target
+from tests.tiny import make_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -19,11 +19,6 @@ from trtspec.models.weights import load_target
 
 KINDS = [(a, e) for a in ("mha", "mla") for e in ("3", "3.1")]
 STEPS, LENGTH = 4, 20
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"), layers=7)
 
 
 @pytest.fixture(scope="module")

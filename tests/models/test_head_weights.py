@@ -7,15 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import make_head, make_target
+from tests.tiny import make_head
 from trtspec.errors import TrtspecError
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target"), layers=7)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 TRTSPEC_HONEST_CHECKS (2) checks of 8 questions and 64 tokens, each with questions of its own; a check takes minutes."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import free_port, trtspec
+from tests.command_line import free_port, served, trtspec
 from trtspec.bench.check.asking import Asker, score_answers
 from trtspec.bench.check.rows import is_sampled, judge, log_e
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.client.client import new_client, wait_ready
+from trtspec.client.client import new_client
 from trtspec.client.exchange import Exchange, read_recording
 from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
@@ -32,19 +32,14 @@ SMALL = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300)
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[..., str]]:
     """serve("fault", "--head", ...) -> URL of a running reference server on kimi-nano."""
-    running = []
+    with contextlib.ExitStack() as running:
 
-    def start(fault: str, *options: str) -> str:
-        port = str(free_port())
-        words = [sys.executable, str(FAULTY), fault, "serve", "kimi-nano", "--backend", "reference", "--port", port]
-        running.append(subprocess.Popen([*words, *options]))
-        asyncio.run(wait_ready(f"http://127.0.0.1:{port}", 300))
-        return f"http://127.0.0.1:{port}"
+        def start(fault: str, *options: str) -> str:
+            port = free_port()
+            words = (fault, "serve", "kimi-nano", "--backend", "reference", "--port", port, *options)
+            return running.enter_context(served(port, sys.executable, FAULTY, *words))[0]
 
-    yield start
-    for process in running:
-        process.terminate()
-        process.wait(timeout=60)
+        yield start
 
 
 @pytest.fixture(scope="module")

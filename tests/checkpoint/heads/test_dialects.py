@@ -11,7 +11,7 @@ import torch
 
 from tests.heads.convert import foreign_heads
 from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key
-from tests.tiny import make_head, make_target
+from tests.tiny import make_head
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems, tensor_parallel_sizes, yarn_problems
@@ -19,11 +19,6 @@ from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config, read
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.errors import TrtspecError
 from trtspec.specs import ModelSpec
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), layers=8)
 
 
 def target_model(path: Path) -> ModelSpec:
@@ -35,10 +30,10 @@ def codes(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dialect", foreign_heads.DIALECTS)
-def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target: Path, dialect: str) -> None:
+def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target_dir: Path, dialect: str) -> None:
     """The layer ids [1, 3, 4] are stored as 1,3,4 or as 2,4,5, or not at all."""
-    plain = head_spec(Checkpoint.open(make_head(tmp_path / "plain", target)))
-    spec = head_spec(Checkpoint.open(foreign_heads.write_head(tmp_path / dialect, target, dialect)))
+    plain = head_spec(Checkpoint.open(make_head(tmp_path / "plain", target_dir)))
+    spec = head_spec(Checkpoint.open(foreign_heads.write_head(tmp_path / dialect, target_dir, dialect)))
     assert spec.dialect == dialect
     assert spec.aux_layers == (None if dialect == "safeailab" else (1, 3, 4))
     storage = ("dialect", "layer_prefix", "has_embed_tokens", "has_d2t", "aux_layers")
@@ -49,9 +44,9 @@ def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target: Path, diale
 @pytest.mark.parametrize("eagle", ["3", "3.1"])
 @pytest.mark.parametrize("draft_vocab", [None, 128])
 def test_spec_says_what_the_maker_made(
-    tmp_path: Path, target: Path, attention: str, eagle: str, draft_vocab: int | None
+    tmp_path: Path, target_dir: Path, attention: str, eagle: str, draft_vocab: int | None
 ) -> None:
-    path = changed_head(tmp_path, target, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
+    path = changed_head(tmp_path, target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
     spec, problems = read_head(Checkpoint.open(path))
     pruned_mla = attention == "mla" and draft_vocab is not None  # which TensorRT-LLM, whose layout this is, cannot load
     assert [problem.code for problem in problems] == ["TS-HEAD-PRUNED-MLA"] * pruned_mla
@@ -62,8 +57,8 @@ def test_spec_says_what_the_maker_made(
     assert ranks == ((48, 32, 16, 8, 16) if attention == "mla" else (0, 0, 0, 0, 0))
 
 
-def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target: Path) -> None:
-    path = changed_head(tmp_path, target, change=drop("draft_vocab_size"), draft_vocab=128)
+def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target_dir: Path) -> None:
+    path = changed_head(tmp_path, target_dir, change=drop("draft_vocab_size"), draft_vocab=128)
     spec, problems = read_head(Checkpoint.open(path))
     assert spec.draft_vocab_size == 128
     assert [problem.code for problem in problems] == ["TS-HEAD-CONFIG"]
@@ -76,16 +71,16 @@ def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor])
     tensors["embed_tokens.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
 
 
-def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target: Path) -> None:
-    mla = changed_head(tmp_path / "mla", target, change=torchspec_for_vllm, attention="mla")
-    mha = changed_head(tmp_path / "mha", target, change=torchspec_for_vllm, attention="mha")
+def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target_dir: Path) -> None:
+    mla = changed_head(tmp_path / "mla", target_dir, change=torchspec_for_vllm, attention="mla")
+    mha = changed_head(tmp_path / "mha", target_dir, change=torchspec_for_vllm, attention="mha")
     assert head_spec(Checkpoint.open(mla)).aux_layers == (1, 3, 4)
     assert head_spec(Checkpoint.open(mha)).aux_layers == (2, 4, 5)  # it adds nothing for a Llama head
 
 
-def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target: Path) -> None:
+def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target_dir: Path) -> None:
     """[3, 4, 6] in ModelOpt's place, without its other keys, is SGLang's way of writing outputs 2, 3, 5."""
-    path = changed_head(tmp_path, target, change=set_key("eagle_config", {IDS: [3, 4, 6]}))
+    path = changed_head(tmp_path, target_dir, change=set_key("eagle_config", {IDS: [3, 4, 6]}))
     assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
     assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
@@ -137,9 +132,9 @@ NO_ERROR = {
 
 @pytest.mark.parametrize(("code", "change", "options"), TRAPS, ids=[f"{i}-{trap[0]}" for i, trap in enumerate(TRAPS)])
 def test_each_trap_is_found_and_nothing_else(
-    tmp_path: Path, target: Path, code: str, change: Change, options: dict[str, Any]
+    tmp_path: Path, target_dir: Path, code: str, change: Change, options: dict[str, Any]
 ) -> None:
-    problems = read_head(Checkpoint.open(changed_head(tmp_path, target, change=change, **options)))[1]
+    problems = read_head(Checkpoint.open(changed_head(tmp_path, target_dir, change=change, **options)))[1]
     found = {problem.code for problem in problems}
     assert code in found
     assert found <= {code, "TS-HEAD-EMBED-OWN"}
@@ -157,25 +152,25 @@ def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
      (set_key("hidden_act", "swish"), {}), (ids(1, 3, -1), MLA)],
 )  # fmt: skip
 def test_what_is_told_alike_or_does_no_harm_is_not_reported(
-    tmp_path: Path, target: Path, change: Change, options: dict[str, Any]
+    tmp_path: Path, target_dir: Path, change: Change, options: dict[str, Any]
 ) -> None:
-    assert codes(changed_head(tmp_path, target, change=change, **options)) == []
+    assert codes(changed_head(tmp_path, target_dir, change=change, **options)) == []
 
 
-def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target: Path) -> None:
+def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target_dir: Path) -> None:
     with pytest.raises(TrtspecError, match="TS-HEAD-D2T-MISSING"):
-        head_spec(Checkpoint.open(changed_head(tmp_path, target, change=drop("d2t"), draft_vocab=128)))
+        head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, change=drop("d2t"), draft_vocab=128)))
 
 
-def test_our_own_heads_have_no_double_norm(tmp_path: Path, target: Path) -> None:
-    path = changed_head(tmp_path, target, change=gain(0.8, 1.2))
+def test_our_own_heads_have_no_double_norm(tmp_path: Path, target_dir: Path) -> None:
+    path = changed_head(tmp_path, target_dir, change=gain(0.8, 1.2))
     (path / "provenance.json").write_text('{"command": "train"}')
     assert codes(path) == []
 
 
-def pair(path: Path, target: Path, **changes: Any) -> list[str]:
+def pair(path: Path, target_dir: Path, **changes: Any) -> list[str]:
     spec = replace(head_spec(Checkpoint.open(path)), **changes)
-    return [problem.code for problem in pair_problems(spec, target_model(target))]
+    return [problem.code for problem in pair_problems(spec, target_model(target_dir))]
 
 
 PAIRS: dict[str, dict[str, Any]] = {  # what is wrong with a pair -> the fields of its head that make it so
@@ -191,16 +186,19 @@ PAIRS: dict[str, dict[str, Any]] = {  # what is wrong with a pair -> the fields 
 }
 
 
-def test_pairs(tmp_path: Path, target: Path) -> None:
-    path = changed_head(tmp_path, target, attention="mla")
-    assert pair(path, target) == []
+def test_pairs(tmp_path: Path, target_dir: Path) -> None:
+    path = changed_head(tmp_path, target_dir, attention="mla")
+    assert pair(path, target_dir) == []
     for code, changes in PAIRS.items():
-        assert pair(path, target, **changes) == [f"TS-PAIR-{code}"]
+        assert pair(path, target_dir, **changes) == [f"TS-PAIR-{code}"]
 
 
-def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path) -> None:
+def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target_dir: Path) -> None:
     """A factor or base that is not the target's costs acceptance; published heads differ in beta_fast alone."""
-    spec, model = head_spec(Checkpoint.open(changed_head(tmp_path, target, attention="mla"))), target_model(target)
+    spec, model = (
+        head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, attention="mla"))),
+        target_model(target_dir),
+    )
 
     def severities(**changes: Any) -> list[str]:
         other = replace(spec, rope=replace(spec.rope, **changes))
@@ -212,11 +210,11 @@ def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target: Path)
     assert severities(theta=spec.rope.theta * 5) == ["warning"]
 
 
-def test_tensor_parallel_sizes(tmp_path: Path, target: Path) -> None:
-    spec = head_spec(Checkpoint.open(changed_head(tmp_path, target, attention="mla")))
+def test_tensor_parallel_sizes(tmp_path: Path, target_dir: Path) -> None:
+    spec = head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, attention="mla")))
     assert tensor_parallel_sizes(spec) == [1, 2, 4]
-    assert [p.code for p in pair_problems(spec, target_model(target), tp_size=8)] == ["TS-PAIR-TP"]
-    assert [p.code for p in pair_problems(spec, target_model(target), head_id="nvidia/Kimi-K2.5-Eagle3",
+    assert [p.code for p in pair_problems(spec, target_model(target_dir), tp_size=8)] == ["TS-PAIR-TP"]
+    assert [p.code for p in pair_problems(spec, target_model(target_dir), head_id="nvidia/Kimi-K2.5-Eagle3",
                                           target_id="nvidia/Kimi-K2.6-NVFP4")] == ["TS-PAIR-OTHER-TARGET"]  # fmt: skip
 
 

@@ -14,16 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import IDS, Change, target_embedding, write_head
-from tests.tiny import make_target
 
 Config = dict[str, Any]
 MLA, MHA = {"attention": "mla"}, {"attention": "mha"}
 PRUNED = {"draft_vocab": 128}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"), layers=8)
 
 
 def as_it_is(config: Config, tensors: dict[str, torch.Tensor]) -> None:
@@ -105,15 +99,17 @@ STYLES: list[tuple[str, str, Change, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "dialect", "change", "kind"), STYLES, ids=[style[0] for style in STYLES])
 def test_published_heads_have_nothing_above_info(
-    tmp_path: Path, target: Path, request: Any, name: str, dialect: str, change: Change, kind: dict[str, Any]
+    tmp_path: Path, target_dir: Path, request: Any, name: str, dialect: str, change: Change, kind: dict[str, Any]
 ) -> None:
-    path = write_head(tmp_path / "head", target, dialect, **kind)
+    path = write_head(tmp_path / "head", target_dir, dialect, **kind)
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     if change.__qualname__.startswith("upstream"):
         change.place = request.getfixturevalue("upstream_data")  # type: ignore[attr-defined]
     change(config, tensors)
-    assert "embed_tokens.weight" not in tensors or torch.equal(tensors["embed_tokens.weight"], target_embedding(target))
+    assert "embed_tokens.weight" not in tensors or torch.equal(
+        tensors["embed_tokens.weight"], target_embedding(target_dir)
+    )
     (path / "config.json").write_text(json.dumps(config))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
-    problems = inspected(str(path), str(target), sample=0).problems
+    problems = inspected(str(path), str(target_dir), sample=0).problems
     assert [(one.code, one.message) for one in problems if one.severity != "info"] == []

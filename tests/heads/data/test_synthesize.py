@@ -1,6 +1,5 @@
 """synthesize against a real server process: order, seeds, retries, resume after a kill, and what it refuses."""
 
-import asyncio
 import json
 import os
 import signal
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import TRTSPEC, free_port, trtspec, wait_for
+from tests.command_line import TRTSPEC, free_port, served, trtspec, wait_for
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.cli.synthesize import judge_answers
-from trtspec.client.client import wait_ready
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
 from trtspec.heads.training.samples import read_samples
@@ -27,14 +25,8 @@ SERVER = Path(__file__).with_name("answering_server.py")
 @contextmanager
 def serving(log: Path, *options: str):
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(log), *options])
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        asyncio.run(wait_ready(url.removesuffix("/v1"), 60))
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+    with served(port, sys.executable, SERVER, port, log, *options) as (url, _):
+        yield f"{url}/v1"
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 The client is ModelOpt's own; the states it brings are those of the target in memory.
 """
 
-import asyncio
 import json
-import subprocess
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -15,10 +13,9 @@ import httpx
 import pytest
 import torch
 
-from tests.command_line import FixedServer, free_port
+from tests.command_line import FixedServer, free_port, served
 from tests.heads.training.test_training import curve
 from tests.tiny import make_target
-from trtspec.client.client import health, wait_ready
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training import producers
@@ -38,16 +35,9 @@ OPTIONS = TrainOptions(epochs=2, batch_size=4, intermediate_size=64, seq_len=96,
 def serving(target_dir: Path, layers: str, dtype: str):
     """(URL, process) of a server that captures these layer outputs."""
     pytest.importorskip("nixl", reason="states come over NIXL: pip install nixl")
-    port = free_port()
-    words = map(str, (target_dir, port, free_port(), layers, dtype))
-    process = subprocess.Popen([sys.executable, "-m", "tests.heads.training.hidden_states_server", *words], cwd=ROOT)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        asyncio.run(wait_ready(url, 240, health, lambda: process.poll() is not None))
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
+    port, server = free_port(), (sys.executable, "-m", "tests.heads.training.hidden_states_server")
+    with served(port, *server, target_dir, port, free_port(), layers, dtype) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LASTING = replace(OPTIONS, schedule="constant", warmup=2, epochs=1, accumulation=2)
 
 
@@ -108,7 +107,7 @@ def command(target_dir: Path, data: Path, output: Path) -> list[str]:
 def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     output = tmp_path / "head"
     process = subprocess.Popen(
-        command(target_dir, data, output), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command(target_dir, data, output), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     after_steps(process, output, 12)
     process.send_signal(number)
@@ -133,7 +132,7 @@ def test_memory_of_twenty_thousand_tokens_grows_with_the_length(tmp_path):
     """Peak resident memory of one step at 5,000 and 20,000 tokens, hidden size 64, 512 words, 3 training-time-test
     steps: what 15,000 more tokens take, each. glibc gives freed buffers back at once here; otherwise the peak is what
     it kept, which differs by a third from run to run."""
-    peaks, environment = [], ENVIRONMENT | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    peaks, environment = [], os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for tokens in (5000, 20000):
         done = subprocess.run(
             [sys.executable, "-c", LONG, str(tokens), str(tmp_path / f"t{tokens}")],

@@ -1,7 +1,6 @@
 """Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do, by torchrun."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +26,8 @@ def command(launcher: str, *arguments: str) -> list[str]:
     return [sys.executable, *LAUNCHERS[launcher], "-m", "trtspec", *arguments]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
 def run(launcher: str, *arguments: str) -> None:
-    done = subprocess.run(
-        command(launcher, *arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run(command(launcher, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 
 
@@ -81,7 +74,7 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
 def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, killed, resumed):
     output = tmp_path / "head"
     arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0"]
-    group = subprocess.Popen(command(killed, *arguments), cwd=ROOT, env=environment())
+    group = subprocess.Popen(command(killed, *arguments), cwd=ROOT)
     after_steps(group, output, 7)
     launcher = psutil.Process(group.pid)  # its workers lead sessions of their own
     everybody = [*launcher.children(recursive=True), launcher]
@@ -118,7 +111,7 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
         "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
     )
     line = [sys.executable, *LAUNCHERS["replicated"], "--no-python", sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr
     assert not list(tmp_path.rglob(".shared-*"))
