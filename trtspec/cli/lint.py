@@ -194,7 +194,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     text, shift, every = document.text, 0, list[Judged]()
     try:
         parts = sorted(carried(text), key=lambda part: part.first)
-        if not parts and (text.startswith("#!") or (document.error and "{{" in text)):
+        if not parts and (text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)):
             raise UsageError(f"{file} is a script or template without engine settings", "pass the engine YAML")
         for part in parts or [Carried("", text, lines=len(text.splitlines()))]:
             inner = document if part.text == document.text else Document.parse(part.text, document.name)
