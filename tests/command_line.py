@@ -22,6 +22,7 @@ from trtspec.cli.app import main
 from trtspec.cli.inspect import InspectOptions, inspect
 from trtspec.report import Result
 
+ROOT = Path(__file__).parents[1]
 TRTSPEC = [sys.executable, "-m", "trtspec"]
 
 

@@ -104,9 +104,10 @@ def test_the_torch_free_verbs_load_no_torch_and_print_nothing(tmp_path: Path) ->
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_no_verb_is_named_like_a_module() -> None:
-    names = {path.stem for path in (ROOT / "trtspec").iterdir()}
-    assert not names & set(trtspec.__all__)
+def test_the_names_of_the_package_are_those_of_the_api_and_none_is_a_module() -> None:
+    assert set(trtspec.__all__) == {*COMMANDS, "lint", "Engine", "Result", "TrtspecError", "__version__"}
+    assert trtspec.__version__ == metadata.version("trtspec") and callable(lint)
+    assert not {path.stem for path in (ROOT / "trtspec").iterdir()} & set(trtspec.__all__)
     assert set(trtspec.__all__) <= set(dir(trtspec))
     with pytest.raises(AttributeError):
         trtspec.no_such_verb  # noqa: B018
@@ -126,12 +127,6 @@ def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) ->
     for name, parameter in parameters.items():
         if parameter.default is not inspect.Parameter.empty:
             assert parameter.default == declared[name], name
-
-
-def test_the_names_of_the_package_are_those_of_the_api() -> None:
-    assert set(trtspec.__all__) == {*COMMANDS, "lint", "Engine", "Result", "TrtspecError", "__version__"}
-    assert trtspec.__version__ == metadata.version("trtspec")
-    assert callable(lint)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.command_line import program
+from tests.command_line import ROOT, program
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput, Workload
@@ -22,7 +22,6 @@ from trtspec.client.client import RequestSampling
 from trtspec.client.servers import DetectedServer, TurnCounts
 from trtspec.client.text_quality import judge_run
 
-ROOT = Path(__file__).resolve().parents[2]
 PACED = Path(__file__).with_name("paced_server.py")
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}

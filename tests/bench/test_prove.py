@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.bench.conftest import measured
-from tests.command_line import TRTSPEC, free_port, trtspec
+from tests.command_line import ROOT, TRTSPEC, free_port, trtspec
 from trtspec.bench.prove import (
     PLAIN,
     SPECULATING,
@@ -34,7 +34,6 @@ from trtspec.bench.statistics import Ratio
 from trtspec.cli.prove import OWN_OPTIONS
 from trtspec.records import parse, record_of
 
-ROOT = Path(__file__).parents[2]
 PAIR = ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3")
 SETUP = ProveSetup(*PAIR, "trtllm", 2, "b200", 4, "nano", 8, 64, (1, 4), 8310, ("sampled",))
 NANO = ("prove", "kimi-nano", "--head", "kimi-nano-eagle3", "--backend", "reference")

@@ -2,17 +2,14 @@
 
 import re
 import typing
-from pathlib import Path
 
 import pytest
 
 from tests.cli.test_matrix import NAMES
 from tests.cli.test_matrix import record_of as record
-from tests.command_line import trtspec
+from tests.command_line import ROOT, trtspec
 from trtspec.data_files import load_yaml
 from trtspec.records import Field, fields_of, parse
-
-ROOT = Path(__file__).parents[2]
 
 
 def page(command: str) -> str:

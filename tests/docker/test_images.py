@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.command_line import trtspec
+from tests.command_line import ROOT, trtspec
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 COMPOSE = sorted((ROOT / "docker").glob("compose.*.yml"))
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import yaml
 
-from tests.command_line import program
+from tests.command_line import ROOT, program
 from tools.gpu.checks import homogeneous
 
-ROOT = Path(__file__).parents[2]
 CHECKS = ["exactness", "losslessness", "distribution", "host waits", "speed", "memory"]
 
 

@@ -2,14 +2,12 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import ROOT, trtspec
 from tests.tiny import make_head
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "train-your-own-head.md"
 TORCHRUN = "torchrun --nproc-per-node 8 -m "
 LINES = [

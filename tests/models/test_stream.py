@@ -1,10 +1,6 @@
 """The layer stream against the whole model: the same bits, from every format, with states in memory or on disk."""
 
-import gc
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ from trtspec.models.stream import LayerStream, States
 from trtspec.models.weights import load_target
 
 AUX = (0, 2, 3)
-ROOT = Path(__file__).parents[2]
 
 
 def batches(seed: int = 0) -> list[torch.Tensor]:
@@ -131,39 +126,3 @@ def test_a_missing_tensor_is_named_before_anything_runs(tmp_path):
 def test_states_beyond_the_budget_need_a_directory():
     with pytest.raises(ValueError, match="directory"):
         States(batches(), 64, torch.float32, budget=100)
-
-
-PEAK = """
-import json, re, sys, torch
-from trtspec.models.stream import LayerStream, States
-def memory(key):
-    return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
-torch.set_num_threads(1)
-stream = LayerStream(sys.argv[1])
-tokens = [torch.arange(8).view(1, 8)]
-states = States(tokens, stream.spec.hidden_size, torch.float32)
-stream.embed(tokens, states)
-before = memory("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-stream.run(tokens, states)
-print(json.dumps({"grown": memory("VmHWM") - before, "layer": stream.layer_bytes(1)}))
-"""
-
-
-def peak(path: Path) -> dict[str, int]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, env=environment, cwd=ROOT, check=True
-    )
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_memory_stays_at_two_layers_whatever_the_depth(tmp_path):
-    grown = {}
-    for layers in (4, 16):
-        path = make_target(tmp_path / str(layers), layers=layers, hidden=512, experts=24, tokenizer=False)
-        gc.collect()
-        grown[layers] = peak(path)
-    print(grown)
-    assert all(one["grown"] < 2.5 * one["layer"] for one in grown.values())  # the one that computes, the one that loads

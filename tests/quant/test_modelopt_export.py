@@ -12,14 +12,13 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import inspected
+from tests.command_line import ROOT, inspected
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 
-ROOT = Path(__file__).parents[2]
 OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
 VERSIONS = {"0.47": sys.executable, "0.48": os.environ.get(OTHER, "")}
 K25, K26, K27 = "nvfp4_mlp_only-kv_fp8_cast", "nvfp4_experts_only_mse-kv_fp8_cast", "nvfp4_experts_only_input_scale1"

@@ -28,17 +28,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.tiny import make_target
-
-    return make_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="session")
-def tiny_head(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+def tiny_head(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
     from tests.tiny import make_head
 
-    return make_head(tmp_path_factory.mktemp("head"), tiny_target, attention="mla")
+    return make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
 
 
 @pytest.fixture(scope="session")

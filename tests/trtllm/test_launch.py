@@ -24,12 +24,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(standin_path: Path, tmp_path: Path, free_port: int, tiny_target: Path, tiny_head: Path) -> Iterator[Start]:
+def start(standin_path: Path, tmp_path: Path, free_port: int, target_dir: Path, tiny_head: Path) -> Iterator[Start]:
     """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was given."""
     running: list[subprocess.Popen[str]] = []
 
     def run(
-        *words: str, target: Path = tiny_target, head: Path | None = tiny_head, log: int = subprocess.PIPE, **env: str
+        *words: str, target: Path = target_dir, head: Path | None = tiny_head, log: int = subprocess.PIPE, **env: str
     ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "trtspec", "serve", str(target)]
         if "--disaggregated" not in words:

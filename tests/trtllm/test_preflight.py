@@ -95,9 +95,9 @@ def test_host_limits(tmp_path: Path) -> None:
     assert [p.code for p in check_shared_memory(tmp_path)] in ([], ["TS-SERVE-SHARED-MEMORY"])
 
 
-def test_a_truncated_checkpoint_is_incomplete(tmp_path: Path, tiny_target: Path) -> None:
+def test_a_truncated_checkpoint_is_incomplete(tmp_path: Path, target_dir: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(tiny_target, copy)
+    shutil.copytree(target_dir, copy)
     assert list(check_files(resolve(str(copy)))) == []
     shard = sorted(copy.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-100])

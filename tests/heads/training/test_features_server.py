@@ -27,7 +27,6 @@ from trtspec.heads.training.run import run_training
 from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
 
-ROOT = Path(__file__).parents[3]
 OPTIONS = TrainOptions(epochs=2, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32")
 
 

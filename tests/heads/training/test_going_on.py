@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import inspected
+from tests.command_line import ROOT, inspected
 from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
-ROOT = Path(__file__).parents[3]
 LASTING = replace(OPTIONS, schedule="constant", warmup=2, epochs=1, accumulation=2)
 
 

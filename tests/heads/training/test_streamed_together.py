@@ -4,18 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.command_line import free_port
+from tests.command_line import ROOT, free_port
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.producers import open_stream
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import hashlib, json, sys
 from pathlib import Path
