@@ -1,7 +1,6 @@
 """The layer stream against the whole model: the same bits, from every format, with states in memory or on disk."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
