@@ -174,8 +174,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     except (SafetensorError, ValueError) as error:
         message = f"{path} is truncated, damaged or no safetensors file ({path.stat().st_size:,} bytes): {error}"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DAMAGED") from None
-    except OSError as error:
-        raise unreadable(path, error.strerror or str(error), DOWNLOAD_AGAIN) from None
+    except (OSError, MemoryError) as error:  # MemoryError: the library maps the file, however large it says it is
+        raise unreadable(path, getattr(error, "strerror", None) or str(error), DOWNLOAD_AGAIN) from None
     header.pop("__metadata__", None)
     places = ((name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items())
     return tensors_of(path.name, start, places)
