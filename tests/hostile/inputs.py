@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.bench.test_malformed_results import RECORDING
 from tests.bench.test_statistics import run_of
-from tests.test_files_yaml import BAD, GOOD
+from tests.trtllm.test_nodes import BAD, GOOD
 
 SWAPPED = ("empty", "list", "word")  # given to every command that reads a file of this kind
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
