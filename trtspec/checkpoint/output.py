@@ -25,7 +25,8 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.writer import Journal, read_journal, refuse_changed
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import OutputOptions, fsync_directory, refuse_overwrite
+from trtspec.files import MOST_JSON, read_bytes, unreadable
+from trtspec.report import OutputOptions, refuse_overwrite, write_atomic
 
 SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
 OWN_PREFIX = ".trtspec-"
@@ -150,7 +151,7 @@ class OutputDirectory:
         return found if found.get("command") == self.command else {}
 
     def _clear(self, resumes: bool) -> None:
-        patterns = (".*.partial", *(f".{name}.*.tmp" for name in WRITTEN))
+        patterns = (".*.partial", *(f".{name}.*.tmp" for name in {*WRITTEN, *self.names}))
         stale = [path for pattern in patterns for path in self.path.glob(pattern)]
         if not resumes:  # config.json first; not provenance.json, which tells the names of an earlier run
             names = ["config.json", *sorted(self._ours() - {"config.json", "provenance.json"})]
@@ -172,27 +173,25 @@ def _listed(names: list[str]) -> str:
 
 
 def carried_names(source: Path) -> list[str]:
-    """Tokenizer, template, remote code, generation config, licences: what is neither weights nor written here."""
-    return sorted(
-        path.name
-        for path in source.iterdir()
+    """Tokenizer, template, remote code, generation config, licences: what is neither weights nor written here. Raises
+    UsageError for one that is as large as weights."""
+    found = [
+        path
+        for path in sorted(source.iterdir())
         if path.is_file()
         and not path.name.startswith(".")
         and path.name not in WRITTEN
         and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
-    )
+    ]
+    for path in found:
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise unreadable(path, f"it has {size:,} bytes, and no file beside weights is as large", "move it away")
+    return [path.name for path in found]
 
 
 def carry_files(source: Path, output: Path) -> list[str]:
     """Copies them byte for byte and returns their names."""
     names = carried_names(source)
     for name in names:
-        temporary = output / f".{name}.carried.partial"
-        try:
-            shutil.copyfile(source / name, temporary)
-            temporary.replace(output / name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    fsync_directory(output)
+        write_atomic(output / name, read_bytes(source / name))
     return names
