@@ -74,7 +74,7 @@ DAMAGES: list[tuple[str, Changed, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "code"), DAMAGES, ids=lambda value: str(value)[-30:])
+@pytest.mark.parametrize(("name", "change", "code"), DAMAGES, ids=[f"{name[-30:]}-{code}" for name, _, code in DAMAGES])
 def test_each_damage_is_found(pair, tmp_path, name, change, code):
     source, good = pair
     for file in ("config.json", "hf_quant_config.json"):
