@@ -173,7 +173,7 @@ def calibrate_checkpoint(
         done = layers is not None and not again.restart
         again = replace(again, force=again.force or layers is not None)  # `restart` may replace what this request wrote
         if again.dry_run:
-            return _estimate(calibration, done or work.check(again))
+            return _what_a_run_takes(calibration, done or work.check(again))
         if layers is not None and done:
             work.finish()  # of a run killed after its last rename
             return _result(calibration, layers, len(layers), start)
@@ -406,14 +406,14 @@ def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int
     )
 
 
-def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
+def _what_a_run_takes(calibration: Calibration, resumes: bool) -> CalibrationResult:
     stream, states = calibration.stream, calibration.states()
-    layer = max(stream.layer_bytes(index) for index in {0, stream.num_layers - 1})
+    layer_bytes = max(map(stream.layer_bytes, {0, stream.num_layers - 1}))  # one that is dense, one with experts
     return calibration.result(
-        layer_bytes=layer,
+        layer_bytes=layer_bytes,
         states_bytes=states.bytes,
-        memory_bytes_estimate=(1 + stream.load_ahead) * layer + (states.bytes if states.in_memory else 0),
-        disk_bytes=2 * states.bytes,
+        memory_bytes_estimate=(1 + stream.load_ahead) * layer_bytes + (states.bytes if states.in_memory else 0),
+        disk_bytes=2 * states.bytes,  # read while those of the next layer are written
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,
         dry_run=True,

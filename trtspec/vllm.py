@@ -176,10 +176,11 @@ def vllm_command(options: ServeOptions, target: Target) -> list[str]:
 
 def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     """What vLLM is started with, by the names of its options, without address and the user's own words."""
-    chosen = passed_options(options.passed)
-    # one parser for every Kimi that thinks; the config alone does not tell that K2-Instruct does not
-    entry = known(target.resolved.name)
-    thinks = entry[1].get("reasoning_parser") if entry is not None else target.spec.name_prefix
+    passed = passed_options(options.passed)
+    # One parser for every Kimi that thinks. K2-Instruct and K2-Thinking have the same config, so a copy of either under
+    # another name gets none; every kimi_k25, whose tensors alone have a prefix, thinks.
+    _, entry = known(target.resolved.name) or ("", None)
+    thinks = entry.get("reasoning_parser") if entry is not None else target.spec.name_prefix
     tools = {"tool-call-parser": "kimi_k2", "enable-auto-tool-choice": True}
     found = {
         "tensor-parallel-size": _ranks(options),
@@ -190,8 +191,8 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
         "max-num-batched-tokens": options.max_num_tokens,
         "dtype": options.dtype if options.dtype != "auto" else None,
         "served-model-name": options.served_model_name,
-        **(tools if "tool-call-parser" not in chosen else {}),
-        "reasoning-parser": "kimi_k2" if thinks and "reasoning-parser" not in chosen else None,
+        **(tools if "tool-call-parser" not in passed else {}),
+        "reasoning-parser": "kimi_k2" if thinks and "reasoning-parser" not in passed else None,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -215,7 +215,7 @@ def main() -> None:
                 try:
                     asked = b"".join(iter(lambda: connection.recv(1 << 16), b""))
                     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-                    connection.sendall(json.dumps(_limited(grammars, *json.loads(asked))).encode())
+                    connection.sendall(json.dumps(_try_within_limits(grammars, *json.loads(asked))).encode())
                 finally:
                     os._exit(0)
 
@@ -228,8 +228,9 @@ def _end_with(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
-    """Compiles, and follows one random answer for a few tokens. SIGPROF or the lack of memory may end the process."""
+def _try_within_limits(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
+    """In a fork, whose limits stay: compiles, and follows one random answer for a few tokens. SIGPROF or the lack of
+    memory may end the process."""
     before = _data_bytes()
     signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
     resource.setrlimit(resource.RLIMIT_DATA, (before + COMPILE_BYTES, before + COMPILE_BYTES))
@@ -240,11 +241,11 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
             began = time.thread_time()
             mask = matcher.compute_bitmask()
             slowest = max(slowest, time.thread_time() - began)
-            allowed = [at for at, byte in enumerate(mask) if byte]  # bytes of eight tokens, one of which may follow
+            allowed = [place for place, byte in enumerate(mask) if byte]  # eight tokens each
             if matcher.is_error() or not allowed:
                 break
-            at = draw.choice(allowed)
-            token = draw.choice([8 * at + bit for bit in range(8) if mask[at] >> bit & 1])
+            place = draw.choice(allowed)
+            token = draw.choice([8 * place + bit for bit in range(8) if mask[place] >> bit & 1])
             if not matcher.try_consume_tokens([token]):
                 break
     except ValueError as error:
@@ -253,7 +254,7 @@ def _limited(grammars: Grammars, kind: str, text: str) -> dict[str, Any]:
         return {"error": TOO_DEAR}
     if slowest > MASK_SECONDS:
         return {"error": "it takes too long to follow: simplify it"}
-    return {"bytes": max(1, _data_bytes() - before)}
+    return {"bytes": max(1, _data_bytes() - before)}  # 0 is a grammar that was known
 
 
 def _data_bytes() -> int:

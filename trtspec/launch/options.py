@@ -77,11 +77,7 @@ class ServeOptions:
         SERVERS,
     ] = None
     draft_len: Annotated[
-        int | None,
-        option("Tokens drafted per step. Default: 3.", min=1),
-        SERVERS,
-        Excludes("config"),
-        Needs("head"),
+        int | None, option("Tokens drafted per step. Default: 3.", min=1), SERVERS, Excludes("config"), Needs("head")
     ] = None
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,

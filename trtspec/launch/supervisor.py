@@ -48,11 +48,11 @@ class ServerFailed(TrtspecError):
 
 
 def run(launch: ServerLaunch) -> int:
-    """Blocks until the server ends. Returns its status when it ended as requested: 0, or 128 + the signal that asked.
-    Raises ServerFailed with its status and the cause otherwise."""
+    """Blocks until the server ends. Returns its status: 0 once it was ready, or the one with which it ended as
+    requested, such as 128 + the signal that asked. Raises ServerFailed with its status and the cause otherwise."""
     started = time.monotonic()
-    others = set(descendants())
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts what a subreaper leaves behind that is killed itself
+    already_there = set(descendants())
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # where the reaper below is killed, its processes become ours
     with _started(launch) as process, _forwarded_signals(process) as asked:
         reader = LogReader(process.stdout, launch.patterns, started)
         reader.start()
@@ -64,20 +64,21 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)")
                 _wait_end(process, launch, asked)
         finally:
-            moment = min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
-            killed = _end(process, launch.limits.stop_grace, moment)
-            _kill_adopted(others)
+            # for one that loads and has its signal already
+            loading_grace = min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
+            reaper_killed = _end(process, launch.limits.stop_grace, loading_grace)
+            _kill_adopted(already_there)
             prctl(PR_SET_CHILD_SUBREAPER, 0)
             reader.join(timeout=5)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    if process.returncode < 0 and not killed:
+    if process.returncode < 0 and not reaper_killed:
         name = signal.Signals(-process.returncode).name
         message = f"another process ended the subreaper (process {process.pid}) with {name}; trtspec killed the server"
         raise ServerFailed(message, "find out what sent the signal, then start again", "TS-SERVE-KILLED", status)
     if len(asked) == 1 and status == KILLED and not ready:
-        announce(f"trtspec: stopped as requested; it was loading, did not end within {moment:g} s and was killed")
+        announce(f"trtspec: stopped as requested: killed while it loaded, as it did not end in {loading_grace:g} s")
         return 128 + asked[0]
-    # mpirun has statuses of their own for a server that ended by itself
+    # under mpirun, 128 + signal does not come through: all but a kill counts as the end that was asked for
     ended = status != KILLED if launch.own_statuses else status in (0, *(128 + number for number in FORWARDED))
     if asked and ended:
         announce("trtspec: stopped as requested")
@@ -86,10 +87,10 @@ def run(launch: ServerLaunch) -> int:
     return status
 
 
-def _kill_adopted(others: set[int]) -> None:
-    """Kills every process below this one that is not among `others`."""
+def _kill_adopted(already_there: set[int]) -> None:
+    """Kills every process below this one but those."""
     deadline = time.monotonic() + UNKILLABLE
-    while (left := set(descendants()) - others) and time.monotonic() < deadline:
+    while (left := set(descendants()) - already_there) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

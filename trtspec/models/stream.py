@@ -83,7 +83,7 @@ class LayerStream:
         return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
-        """Decoder layer `index` with its weights, on the CPU."""
+        """Decoder layer `index` with its weights, on the CPU. `activation`: how NVFP4 weights are computed with."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:

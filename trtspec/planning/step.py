@@ -101,17 +101,17 @@ class StepModel:
         return self._draft_attention(head, sequences, tokens) + mlp + logits + collectives
 
     def _draft_attention(self, head: HeadSpec, sequences: int, tokens: int) -> float:
-        """MLA: the target's module plus its down-projection once more, as its input is twice as wide. MHA: linear
-        layers of the same widths, and the cache at the bandwidth that kernels reach."""
+        """Microseconds. MLA: the target's module plus its down-projection once more, as its input is twice as wide.
+        MHA: the products of its own widths, and the cache at the bandwidth that kernels reach."""
         ranks, kernels = self.layout.attention_tp, self.kernels
         if head.attention == "mla":
-            wider = kernels.from_hidden(tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
-            return kernels.attention(ranks, sequences, tokens, self.context, self.cache_bytes) + wider
+            once_more = kernels.from_hidden(tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
+            return kernels.attention(ranks, sequences, tokens, self.context, self.cache_bytes) + once_more
         width = head.num_attention_heads * head.head_dim / ranks
-        cached = 2 * head.num_key_value_heads * head.head_dim / ranks
+        cached = 2 * head.num_key_value_heads * head.head_dim / ranks  # keys and values
         read = sequences * self.context * cached * self.cache_bytes
-        linear = 2 * kernels.from_hidden(tokens, width + cached) + kernels.to_hidden(tokens, width)
-        return linear + kernels.stream(read) + LAUNCH_US
+        products = 2 * kernels.from_hidden(tokens, width + cached)  # an input of twice the hidden size
+        return products + kernels.to_hidden(tokens, width) + kernels.stream(read) + LAUNCH_US
 
     def cost_ratio(self, sequences: int, length: int) -> float:
         """(verify + draft) / plain step: the acceptance length at which speculation neither wins nor loses."""

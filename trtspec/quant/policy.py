@@ -71,19 +71,19 @@ class Policy:
 
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
         """The ignore list for this model, written and ordered as the published one."""
-        dense, last = spec.first_k_dense_replace, spec.num_hidden_layers
-        layers = {"{layer}": range(last), "{dense}": range(dense), "{moe}": range(dense, last)}
+        num_dense, num_layers = spec.first_k_dense_replace, spec.num_hidden_layers
+        layers = {"{layer}": range(num_layers), "{dense}": range(num_dense), "{moe}": range(num_dense, num_layers)}
         entries = set(self.exclude_vision) if spec.has_vision else set()
         for template in self.exclude:
             text = template.replace("{prefix}", spec.name_prefix)
-            slot = next((slot for slot in layers if slot in text), None)
-            entries |= {text} if slot is None else {_numbered(text, slot, layer, last) for layer in layers[slot]}
+            slot = next((slot for slot in layers if slot in text), "")
+            entries |= {_fill_layer(text, slot, layer, num_layers) for layer in layers[slot]} if slot else {text}
         return sorted(entries)
 
 
-def _numbered(template: str, slot: str, layer: int, last: int) -> str:
+def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
     """Fills in the layer; `layers.1*` would also match layers 10 to 19, so a star right behind it becomes `.*`."""
-    ambiguous = template.endswith(f"{slot}*") and layer > 0 and layer * 10 < last
+    ambiguous = template.endswith(f"{slot}*") and layer > 0 and layer * 10 < num_layers
     return template.replace(slot + "*" if ambiguous else slot, f"{layer}.*" if ambiguous else str(layer))
 
 

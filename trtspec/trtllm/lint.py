@@ -151,8 +151,9 @@ def _signature(finding: Finding) -> tuple[str, str, str]:
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
-    """With every value as the engine converts it; what it refuses stays as it is written. A key that a release renamed
-    is there under its old name too, which is the one that rules know."""
+    """With every value as the engine converts it. One that it refuses stays as it is written, but for one of another
+    type, with which no rule could compute. A key that a release renamed is there under its old name too, which is the
+    one that rules know."""
 
     def convert(path: str, value: Any) -> Any:
         field = schema.fields.get(path)
@@ -161,8 +162,8 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
         try:
             return as_engine(field, value)
         except ValidationError:
-            verdict = check_value(field, value)
-            return None if verdict is not None and verdict[0] == "type" else value
+            kind, *_ = check_value(field, value) or ("",)
+            return None if kind == "type" else value
 
     seen = document.converted(convert)
     names = {path: gone.renamed_to for path, gone in schema.removed.items() if schema.current(path) != path}

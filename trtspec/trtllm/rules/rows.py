@@ -15,7 +15,7 @@ from trtspec.trtllm.schema import UNKNOWN, Rule
 
 
 def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
-    """What rows may ask beside settings; a fact that is not known is absent."""
+    """What the rules of the schema's files may ask beside settings; a fact that is not known is absent."""
     target, head, method = deployment.target, deployment.head, method_of(document)
     found: dict[str, Any] = {f"release.{name}": True for name in deployment.schema.behaviours}
     found["command.known"] = deployment.options is not None
@@ -27,11 +27,12 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if target is not None:
         found |= {"target.family": family(target), "target.remote_code": target.remote_code}
         found["target.fp4"] = target.quant.format.is_fp4
-        found["target.plain_attention"] = any("self_attn" in item for item in target.quant.exclude)
+        found["target.plain_attention"] = any("self_attn" in item for item in target.quant.exclude)  # not quantized
     if head is not None:
         found |= {"head.attention": head.attention, "head.eagle": head.eagle, "head.layer_prefix": head.layer_prefix}
         found["head.norm_before_residual"] = head.norm_before_residual
     if head is not None and target is not None:
+        # which the engine ignores: it shares the target's where the widths are equal
         found["head.own_embedding"] = head.has_embed_tokens and head.target_hidden_size == head.hidden_size
         found["head.pruned"] = head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
     return found
