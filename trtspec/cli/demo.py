@@ -157,7 +157,7 @@ class Demo:
         from trtspec.bench.report.page import Section
         from trtspec.report import Table
 
-        rows = [[command, f"{seconds:.1f} s"] for command, seconds in self.commands]
+        rows = [[command, f"{seconds:.1f}\u00a0s"] for command, seconds in self.commands]
         config = Path(self.path("extra-llm-api-config.yml")).read_text(encoding="utf-8")
         chain = [
             Section(title="The chain", tables=[Table("The chain", ["command", "took"], rows)]),
