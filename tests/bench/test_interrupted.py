@@ -49,20 +49,20 @@ def bench(url: str, dataset: Path, *more: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
-    """Ctrl-C, SIGTERM and a kill, each followed by --resume; in the end the figures are those of one whole run."""
+    """Ctrl-C, SIGTERM and ten kills, each followed by --resume; in the end the figures are those of one whole run."""
     url, out, whole = stand_in(step_s=0.02), tmp_path / "out", tmp_path / "whole"
     resume: tuple[str, ...] = ()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGINT, signal.SIGTERM, *[signal.SIGKILL] * 10):
         before = len(answered(out))
         command = bench(url, dataset, "-o", str(out), *resume)
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda enough=before + 4: len(answered(out)) >= enough, PATIENCE)
+        wait_for(lambda enough=before + 1: len(answered(out)) >= enough, PATIENCE)
         process.send_signal(number)
         errors = process.communicate(timeout=PATIENCE)[1]
         assert process.returncode == (-9 if number is signal.SIGKILL else 130), errors
         if number is not signal.SIGKILL:
             assert "--resume" in errors and str(out) in errors
-        assert before + 4 <= len(answered(out)) < 39 + before and not (out / "results.json").exists()
+        assert before + 1 <= len(answered(out)) < 39 and not (out / "results.json").exists()
         resume = ("--resume",)
     for wrong, says in (((), "--resume"), (("--resume", "--seed", "5"), "begun with something else")):
         refused = subprocess.run(bench(url, dataset, "-o", str(out), *wrong), capture_output=True, text=True)
@@ -70,8 +70,7 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
     again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     asked = [(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)]
-    twice = {key for key in asked if asked.count(key) > 1}
-    assert len(set(asked)) == 39 and len(twice) <= 6, "only conversations of which a turn was missing are held again"
+    assert len(set(asked)) == len(asked) == 39, "what reached the journal is not asked again"
     uninterrupted = subprocess.run(bench(url, dataset, "-o", str(whole)), capture_output=True, text=True)
     assert uninterrupted.returncode == 0
     results, expected = read_results(out), read_results(whole)
