@@ -97,9 +97,8 @@ def first_fault(error: ValidationError) -> str:
 
 
 def parse_json(text: str | bytes, nan: bool = True) -> Any:
-    """The value of a JSON text in UTF-8. Raises ValueError for any other text, also for one that is too deep, has
-    numbers of thousands of digits, lone surrogates or a key twice in one object, and without `nan` for NaN and
-    Infinity."""
+    """The value of a JSON text in UTF-8. Raises ValueError for any other text, such as one with a key twice in an
+    object, a lone surrogate or a number of thousands of digits. Without `nan`, NaN and Infinity are refused too."""
     data = text.encode() if isinstance(text, str) else text
     return jiter.from_json(data, allow_inf_nan=nan, catch_duplicate_keys=True)
 

@@ -55,7 +55,7 @@ class LintOptions:
 
     def split(self) -> tuple[list[str], list[str] | None]:
         """The files, and the words after `--` (None where there are none)."""
-        end = next((n for n, word in enumerate(self.files) if word[:1] == "-" != word), len(self.files))
+        end = next((n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"), len(self.files))
         return list(self.files[:end]), list(self.files[end:]) or None
 
 

@@ -78,7 +78,7 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
     server = AnnouncingServer(app, worker, ready, options.grace)
     gc.collect()
-    gc.freeze()  # a collection stops every thread, so it looks at no more than requests made
+    gc.freeze()  # a collection stops every thread; from here on it leaves out what was made before the first request
     server.run(sockets=[listener])
     if worker.failure is not None:
         raise TrtspecError(

@@ -193,6 +193,7 @@ def _command(line: str) -> Iterator[Carried]:
     if "--help" in rest or rest[:1] in (["disaggregated"], ["mm_embedding_serve"]):
         return
     target = rest.pop(0) if rest and not rest[0].startswith("-") and "@" not in rest[0] else None
+    # a variable behind a word that takes no value, or an array of the shell, holds further options
     hidden = [before for before, word in zip(["", *rest], rest, strict=False) if word.startswith("$")]
     partial = "@" in line or any(not before.startswith("-") or before == "--trust_remote_code" for before in hidden)
     options, config, dynamo = [], None, program != "trtllm-serve"
