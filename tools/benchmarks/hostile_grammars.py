@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--count", type=int, default=64)
     options = parser.parse_args()
+    if options.backend == "vllm" and "TRTSPEC_VLLM_PYTHON" not in os.environ:
+        parser.error("TRTSPEC_VLLM_PYTHON names no Python with vLLM; `make test-oracles` makes one")
     port, behind, environment = free_port(), (), dict(os.environ)
     with tempfile.TemporaryDirectory() as place:
         if options.backend == "vllm":
