@@ -15,7 +15,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
 from trtspec.errors import TrtspecError
-from trtspec.quant.packing import first_not_finite
+from trtspec.quant.content import first_not_finite
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint

@@ -4,9 +4,11 @@
     content.add(chunk)             # the tensor's bytes in order
     content.found()                # codes of what is wrong with it
 
-A file whose SHA-256 is known is compared with it. Where none is known, three checks remain, each with one threshold:
-runs of zero bytes (a download that left a hole), magnitudes (a scale that vanished, a flipped bit of an exponent), and
-the rounding error of each linear. A tensor that is there twice is a shard that was written twice.
+A file whose SHA-256 is known is compared with it. NaN and infinity are looked for everywhere: one in a norm or a router
+spoils every token and would be invisible until the model's first answer. Where no SHA-256 is known, three checks
+remain, each with one threshold: runs of zero bytes (a download that left a hole), magnitudes (a scale that vanished, a
+flipped bit of an exponent), and the rounding error of each linear. A tensor that is there twice is a shard that was
+written twice.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.checkpoint.headers import TensorInfo
+from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, TensorInfo
 from trtspec.checkpoint.target_tensors import grouped
 from trtspec.errors import Problem
 from trtspec.formats import SIDE_PARTS
@@ -24,6 +26,7 @@ from trtspec.formats import SIDE_PARTS
 ZERO_RUN = 1024  # bytes; whole rows of zeros are tokens or neurons that are never used
 MAGNITUDE = 60  # no weight or scale is beyond 2^60 or, unless it is 0, below 2^-60
 ERROR = 0.2  # of a linear's norm; random weights round with 0.095
+CACHED = 1 << 18  # values looked at together, so that they stay in the cache
 REPEATED = 4096  # bytes; smaller tensors may be equal by chance or by initialization
 
 Found = list[tuple[str, str]]  # code and tensor, in the order of the plan
@@ -89,12 +92,26 @@ def _out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> bool:
     shift = BIASES[dtype]
     bits = data.view(f"<u{(shift + 9) // 8}")
     least, most = ((127 + sign * MAGNITUDE) << shift for sign in (-1, 1))
-    for begin in range(0, bits.size, 1 << 18):  # stays in the cache
-        size = bits[begin : begin + (1 << 18)] & bits.dtype.type((1 << shift + 8) - 1)
+    for begin in range(0, bits.size, CACHED):
+        size = bits[begin : begin + CACHED] & bits.dtype.type((1 << shift + 8) - 1)
         # of a weight 0 is no wrong value: 0 - 1 is the largest number
         if size.max() >= most or (size.min() < least if scale else (size - bits.dtype.type(1)).min() < least - 1):
             return True
     return False
+
+
+def first_not_finite(data: np.ndarray[Any, Any], dtype: str) -> int | None:
+    """Which element of a flat array, of the bits of that safetensors dtype, is NaN or infinite first; None: none is, or
+    the dtype has neither."""
+    if dtype not in NOT_FINITE_BITS:
+        return None
+    mask, least = NOT_FINITE_BITS[dtype]
+    bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
+    for begin in range(0, bits.size, CACHED):
+        part = bits[begin : begin + CACHED] & bits.dtype.type(mask)
+        if part.max() >= least:
+            return begin + int((part >= least).argmax())
+    return None
 
 
 def repeated(digests: Iterable[tuple[str, str]]) -> Found:

@@ -24,12 +24,11 @@ import xxhash
 
 from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
-from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError
-from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
+from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found, first_not_finite
 from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, first_not_finite, prepared
+from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, prepared
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
 from trtspec.report import file_sha256
 
@@ -40,15 +39,19 @@ Record = dict[str, Any]  # of a shard, for the journal; `classes` sums errors an
 
 
 def convert_shards(
-    conversion: Conversion, plans: list[ShardPlan], threads: int, progress: Callable[[int], None]
+    conversion: Conversion,
+    plans: list[ShardPlan],
+    threads: int,
+    hashes: dict[str, str],
+    progress: Callable[[int], None],
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
 
-    `progress` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be converted; then
-    no unfinished file is left behind.
+    `hashes` are the recorded SHA-256 of source files; each is compared once, after the first shard that its file is
+    read for. `progress` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
+    converted; then no unfinished file is left behind.
     """
     source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
-    hashes = recorded_hashes(source)  # each is compared once, after the first shard that its file is read for
     converter = Converter(reader, conversion.weight_scales, conversion.options.device)
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
     pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)

@@ -1,10 +1,7 @@
-"""What a packer sees, gives and refuses: rows of a weight as stored, the scale of a group, NVFP4 bytes, NaN.
+"""What a packer sees and gives: rows of a weight as stored, the scale of a group, NVFP4 bytes.
 
 A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
 decoded where it can be translated. native has the one in C, decode the one in torch; the bytes are the same.
-
-NaN and infinity are looked for in every tensor that passes, also in copied ones: one in a norm or a router spoils
-every token and would be invisible until the model's first answer.
 """
 
 from __future__ import annotations
@@ -15,12 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS
 from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
-FINITE_CHUNK = 1 << 18  # values looked at together, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -100,17 +95,3 @@ def decoded(rows: Rows, packer: Packer) -> Rows:
 def prepared(rows: Rows, packer: Packer) -> Rows:
     """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
     return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
-
-
-def first_not_finite(data: Array, dtype: str) -> int | None:
-    """Which element of a flat array, of the bits of that safetensors dtype, is NaN or infinite first; None: none is, or
-    the dtype has neither."""
-    if dtype not in NOT_FINITE_BITS:
-        return None
-    mask, least = NOT_FINITE_BITS[dtype]
-    bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
-    for begin in range(0, bits.size, FINITE_CHUNK):
-        part = bits[begin : begin + FINITE_CHUNK] & bits.dtype.type(mask)
-        if part.max() >= least:
-            return begin + int((part >= least).argmax())
-    return None

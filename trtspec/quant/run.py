@@ -15,7 +15,7 @@ from typing import Any
 
 from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
-from trtspec.checkpoint.identity import identity
+from trtspec.checkpoint.identity import identity, recorded_hashes
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
 from trtspec.data_files import DATA
@@ -78,7 +78,8 @@ def quantize_checkpoint(
             progress(done, conversion.bytes_in)
 
         advance(0)
-        for plan, record in convert_shards(conversion, todo, thread_count(options.workers, todo), advance):
+        threads, hashes = thread_count(options.workers, todo), recorded_hashes(conversion.checkpoint.path)
+        for plan, record in convert_shards(conversion, todo, threads, hashes, advance):
             journal.record(plan.shard, **record)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         if options.by_modelopt:
