@@ -35,15 +35,12 @@ from trtspec.report import file_sha256
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
 THREAD_BYTES = 1 << 30  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
+Progress = Callable[[int], None]
 Record = dict[str, Any]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
 
 
 def convert_shards(
-    conversion: Conversion,
-    plans: list[ShardPlan],
-    threads: int,
-    hashes: dict[str, str],
-    progress: Callable[[int], None],
+    conversion: Conversion, plans: list[ShardPlan], threads: int, hashes: dict[str, str], progress: Progress
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
 
