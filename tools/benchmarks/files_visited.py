@@ -44,6 +44,8 @@ COMMANDS = {
     "convert, with a target": "convert {head} -o head --to vllm --target {nano}",
     "check --record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
     "check --record, a question to its record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
+    "prove": "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 --concurrency 1 --port 8918 "
+    "-o proof",
     "bench": "bench {url} --samples 1 --max-tokens 16 --concurrency 1 -o measured",
 }
 # The parts of a command that belong to a walk: each begins with the first call of a function and ends before that of
