@@ -34,11 +34,10 @@ from trtspec.launch.processes import duration, require_free_ports, run_trtspec, 
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-# for estimates: output tokens per second of one request, seconds until a server is ready, requests of check a question
+# for estimates: output tokens per second of one request, seconds until a server is ready
 RATE = {"reference": 50.0, "vllm": 80.0, "trtllm": 120.0}
 START = {"reference": 8.0, "vllm": 600.0, "trtllm": 900.0}
-RECORDED, SCORED = 11, 8
-CHECKED = 20  # questions of check at most
+CHECKED, RECORDED, SCORED = 20, 11, 8  # questions of check at most, and how many requests it makes of each
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 
@@ -77,29 +76,23 @@ class Step:
     launch: str = ""
     tokens: int = 0
 
-    @property
-    def prints(self) -> bool:
-        return "--json" in self.words
 
-
-def script(setup: ProveSetup, directory: Path, answers: int) -> list[Step]:
-    """All steps in their order. `answers`: how many one bench asks."""
-    levels = ",".join(map(str, setup.concurrency))
+def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
+    """All steps in their order. `tokens`: one bench asks for so many at most."""
+    levels = ("--concurrency", ",".join(map(str, setup.concurrency)))
     asked = ("--dataset", setup.dataset, "--samples", str(setup.samples), "--max-tokens", str(setup.max_tokens))
-    checked, recording = min(setup.samples, CHECKED), str(directory / "spec.jsonl")
-    judged = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", str(min(setup.max_tokens, 128)))
-    judge = ("check", setup.url, "--tokenizer", setup.target)
+    checked, most, recording = min(setup.samples, CHECKED), min(setup.max_tokens, 128), str(directory / "spec.jsonl")
+    judged = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", str(most))
     accepted = tuple(word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row))
 
     def bench_step(launch: str) -> Step:
-        where = ("--wait-ready", "7200", "-o", str(directory / launch), "--resume")
-        words = ("bench", f"{launch}={setup.url}", *asked, "--concurrency", levels, *where)
-        tokens = answers * setup.max_tokens
+        out = ("-o", str(directory / launch), "--resume")
+        words = ("bench", f"{launch}={setup.url}", *asked, *levels, "--wait-ready", "7200", *out)
         return Step(f"bench-{launch}", "acceptance and speed", words, f"{launch}/results.json", launch, tokens)
 
     def check(name: str, why: str, launch: str, requests: int, *words: str) -> Step:
-        tokens = requests * checked * min(setup.max_tokens, 128)
-        return Step(name, why, (*judge, *words, "--force", "--json"), f"{name}.json", launch, tokens)
+        words = ("check", setup.url, "--tokenizer", setup.target, *words, "--force", "--json")
+        return Step(name, why, words, f"{name}.json", launch, requests * checked * most)
 
     plain_words = ("--score", recording, "--record", str(directory / "plain.jsonl"), *accepted)
     steps = [
@@ -109,8 +102,8 @@ def script(setup: ProveSetup, directory: Path, answers: int) -> list[Step]:
         check("score", "whether the target alone says the same", PLAIN, SCORED, *plain_words),
     ]
     if setup.gpu is not None:
-        sizes = ("--gpu", setup.gpu, "--gpus", str(setup.gpus), "--concurrency", levels)
-        words = ("plan", setup.target, "--head", setup.head, *sizes, "--json")
+        gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
+        words = ("plan", setup.target, "--head", setup.head, *gpus, *levels, "--json")
         steps.insert(0, Step("plan", "how long a step should take", words, "plan.json"))
     return steps
 
@@ -141,7 +134,7 @@ def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str
             lines += ["kill $! && wait $!"] if launch else []
             lines.append(f"trtspec {shlex.join(serve_words(setup, step.launch))} &")
             launch = step.launch
-        into = f" > {shlex.quote(str(directory / step.result))}" if step.prints else ""
+        into = f" > {shlex.quote(str(directory / step.result))}" if "--json" in step.words else ""
         lines.append(f"trtspec {shlex.join(step.words)}{into}")
     return "\n".join([*lines, "kill $!"]) + "\n"
 
@@ -160,10 +153,8 @@ def prove(
     patience = LEFT_OVER if path.exists() else 0.0
     if not path.exists() and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} holds something else", "choose another -o")
-    identities = {}
-    for name in (setup.target, setup.head):
-        path_of = resolve(name, weights=False).path
-        identities[name] = identity_digest(path_of)[:16] if path_of else "not on this machine"  # only its name is known
+    paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
+    identities = {name: identity_digest(at)[:16] if at else "not on this machine" for name, at in paths.items()}
     words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[:16]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
     with Journal(path, header, restart=restart, private=True) as journal:
@@ -205,15 +196,15 @@ def _result(step: Step, directory: Path) -> dict[str, Any]:
 def _run(step: Step, journal: Journal, directory: Path) -> None:
     report.announce(f"{step.name}: {step.why}")
     began = time.monotonic()
-    status = run_trtspec(step.words, directory / (step.result if step.prints else f"logs/{step.name}.out"))
+    printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
+    status = run_trtspec(step.words, directory / printed)
     found = _result(step, directory)
     if not found or status not in ((0, 3) if step.launch else (0,)):  # a finding is a result, but for a plan
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
-    verdict = f": {found['verdict']}" if "verdict" in found else ""
-    length = f": {found['acceptance_length']:.2f} tokens per step" if found.get("drafted") else verdict
-    report.announce(f"  done in {duration(time.monotonic() - began)}{length}")
+    said = f"{found['acceptance_length']:.2f} tokens per step" if found.get("drafted") else found.get("verdict")
+    report.announce(f"  done in {duration(time.monotonic() - began)}{f': {said}' if said else ''}")
 
 
 # --- evidence and page ---
@@ -329,19 +320,15 @@ def proof_html(
     # as if bench had measured both in one run, so that its sections show them side by side
     both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]
-    rows = [
-        [row.status, row.name, f"{row.seen} of {row.of}", row.faults[0] if row.faults else row.why]
-        for row in evidence.rows
-    ]
+    rows = [[row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]] for row in evidence.rows]
     same = Table("Is the output the same?", ["", "row", "seen", "why"], rows, text_columns=frozenset({0, 1, 3}))
     figures = [
         Figure(f"{up.ratio.value:.2f}x", up.ratio.words, f"as fast as the target alone, {up.level}")
         for up in (*evidence.speedups[:1], *evidence.speedups[1:][-1:])
     ]
-    length, interval = evidence.acceptance_length, evidence.acceptance_interval
-    if length and interval:
+    if interval := evidence.acceptance_interval:
         between = f"{interval[0]:.2f} to {interval[1]:.2f}"
-        figures.append(Figure(f"{length:.2f}", between, "tokens per verification step"))
+        figures.append(Figure(bench.number(evidence.acceptance_length), between, "tokens per verification step"))
     drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
     times = [
         [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]

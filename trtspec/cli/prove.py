@@ -64,7 +64,7 @@ def prove(options: ProveOptions) -> Result:
 
     dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
     answers = sum(question.requests for question in dataset.questions) * len(options.concurrency.values)
-    steps = proving.script(setup, options.output, answers)
+    steps = proving.script(setup, options.output, answers * setup.max_tokens)
     if options.dry_run:  # the script, and what it costs
         text, tokens = proving.shell_text(setup, options.output, steps), sum(step.tokens for step in steps)
         spent = proving.seconds(setup, steps)
