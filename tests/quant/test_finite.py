@@ -14,8 +14,8 @@ from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
+from trtspec.checkpoint.values import count_not_finite
 from trtspec.errors import TrtspecError
-from trtspec.quant.content import first_not_finite
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
@@ -39,8 +39,8 @@ def test_the_bits_of_every_float(dtype):
     bad = ~torch.isfinite(values.float() if width < 8 else values)
     for index in range(values.numel()) if width != 2 else (0, 0x7F7F, 0x7F80, 0x7FFF, 0xFF80, 0x7BFF, 0x7C00, 0xFFFF):
         one = raw.view(f"u{width}")[index : index + 1].view("u1")
-        assert (first_not_finite(one, CODES[dtype]) == 0) == bool(bad[index]), index
-    assert first_not_finite(raw, CODES[dtype]) == int(bad.nonzero()[0])
+        assert count_not_finite(one, CODES[dtype]) == ((1, 0) if bad[index] else (0, None)), index
+    assert count_not_finite(raw, CODES[dtype]) == (int(bad.sum()), int(bad.nonzero()[0]))
 
 
 def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:

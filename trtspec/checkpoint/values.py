@@ -27,6 +27,7 @@ from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")
+CACHED = 1 << 16  # values looked at together, so that they stay in the cache
 PIECE = 1 << 18  # bytes
 PIECES = 64
 MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
@@ -55,18 +56,19 @@ def decode(raw: bytes, dtype: str) -> np.ndarray:
     return np.frombuffer(raw, KINDS[dtype])
 
 
-def count_not_finite(raw: bytes | memoryview, dtype: str) -> int:
-    """How many values of BF16, F16 or F32 bytes are NaN or infinite."""
-    return int(np.count_nonzero(_not_finite(_codes(raw, dtype), dtype)))
-
-
-def _codes(raw: bytes | memoryview, dtype: str) -> np.ndarray:
-    return np.frombuffer(raw, f"<u{DTYPE_BITS[dtype] // 8}")
-
-
-def _not_finite(codes: np.ndarray, dtype: str) -> np.ndarray:
-    mask, least = NOT_FINITE_BITS[dtype]
-    return (codes & codes.dtype.type(mask)) >= least
+def count_not_finite(raw: memoryview | np.ndarray, dtype: str) -> tuple[int, int | None]:
+    """How many values of a safetensors dtype are NaN or infinite, and the index of the first; 0 and None where none is,
+    or the dtype has neither."""
+    count, index = 0, None
+    if dtype in NOT_FINITE_BITS:
+        mask, least = NOT_FINITE_BITS[dtype]
+        codes = np.frombuffer(raw, f"<u{DTYPE_BITS[dtype] // 8}")
+        for begin in range(0, codes.size, CACHED):
+            part = codes[begin : begin + CACHED] & codes.dtype.type(mask)
+            if part.max() >= least:
+                index = begin + int((part >= least).argmax()) if index is None else index
+                count += int(np.count_nonzero(part >= least))
+    return count, index
 
 
 def head_value_problems(
@@ -85,7 +87,7 @@ def head_value_problems(
             whole = everything or nbytes <= WHOLE
             found, bad, seen, zero = hashlib.sha256(), 0, 0, not name.startswith("embed_tokens")
             for piece in reader.pieces(info, 4 * PIECE) if whole else _sampled(reader, info):
-                bad += count_not_finite(piece, info.dtype) if floats else 0
+                bad += count_not_finite(piece, info.dtype)[0] if floats else 0
                 zero = zero and not bytes(piece).strip(b"\x00\x80")  # 0x80: the sign of -0.0
                 seen += len(piece)
                 if digest:
@@ -269,9 +271,8 @@ def _byte_faults(info: TensorInfo, raw: memoryview) -> Iterator[Fault]:
     """NaN, infinity, scales that are none, and nothing but zeros. A zero is the scale of a group of zeros in floats."""
     if info.dtype not in (*FLOATS, "F8_E4M3"):
         return
-    suffix, codes = info.name.rpartition(".")[2], _codes(raw, info.dtype)
-    scale = suffix in SIDE_PARTS
-    bad = bool(_not_finite(codes, info.dtype).any())
+    suffix, codes = info.name.rpartition(".")[2], np.frombuffer(raw, f"<u{DTYPE_BITS[info.dtype] // 8}")
+    scale, (bad, _) = suffix in SIDE_PARTS, count_not_finite(raw, info.dtype)
     if scale:
         sign = codes.dtype.type(1 << (8 * codes.dtype.itemsize - 1))
         zero = info.dtype in FLOATS and suffix in ("weight_scale", "weight_scale_inv")

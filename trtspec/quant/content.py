@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, TensorInfo
+from trtspec.checkpoint.headers import TensorInfo
 from trtspec.checkpoint.target_tensors import grouped
+from trtspec.checkpoint.values import CACHED
 from trtspec.errors import Problem
 from trtspec.formats import SIDE_PARTS
 
 ZERO_RUN = 1024  # bytes; whole rows of zeros are tokens or neurons that are never used
 MAGNITUDE = 60  # no weight or scale is beyond 2^60 or, unless it is 0, below 2^-60
 ERROR = 0.2  # of a linear's norm; random weights round with 0.095
-CACHED = 1 << 18  # values looked at together, so that they stay in the cache
 REPEATED = 4096  # bytes; smaller tensors may be equal by chance or by initialization
 
 Found = list[tuple[str, str]]  # code and tensor, in the order of the plan
@@ -98,20 +98,6 @@ def _out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> bool:
         if size.max() >= most or (size.min() < least if scale else (size - bits.dtype.type(1)).min() < least - 1):
             return True
     return False
-
-
-def first_not_finite(data: np.ndarray[Any, Any], dtype: str) -> int | None:
-    """Which element of a flat array, of the bits of that safetensors dtype, is NaN or infinite first; None: none is, or
-    the dtype has neither."""
-    if dtype not in NOT_FINITE_BITS:
-        return None
-    mask, least = NOT_FINITE_BITS[dtype]
-    bits = data.view(f"u{DTYPE_BITS[dtype] // 8}")
-    for begin in range(0, bits.size, CACHED):
-        part = bits[begin : begin + CACHED] & bits.dtype.type(mask)
-        if part.max() >= least:
-            return begin + int((part >= least).argmax())
-    return None
 
 
 def repeated(digests: Iterable[tuple[str, str]]) -> Found:

@@ -24,9 +24,10 @@ import xxhash
 
 from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
+from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError
-from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found, first_not_finite
+from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
 from trtspec.quant.native import choose_packer
 from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, prepared
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
@@ -114,7 +115,7 @@ class Converter:
             return done
         if weight.action == "decode":
             values = decoded(self._read(weight, done), packer).values.reshape(-1)
-            if (index := first_not_finite(values, "BF16")) is not None:
+            if (index := count_not_finite(values, "BF16")[1]) is not None:
                 raise _refusal(weight, index)
             file.write_chunks(weight.name, [values.view(np.uint8).data])
             return done
@@ -134,10 +135,9 @@ class Converter:
         info, before, content = weight.parts[0], 0, Content(weight.parts[0])
         for chunk in self.reader.pieces(info, COPY_BYTES):
             done.read.update(chunk)
-            data: Array = np.frombuffer(chunk, np.uint8)
-            if (index := first_not_finite(data, info.dtype)) is not None:
+            if (index := count_not_finite(chunk, info.dtype)[1]) is not None:
                 raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
-            content.add(data)
+            content.add(np.frombuffer(chunk, np.uint8))
             yield chunk
             before += len(chunk)
         done.found += content.found()
@@ -176,7 +176,7 @@ class _OwnPacker(threading.local):
 def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     amax = packer.amax(rows)
     if not math.isfinite(amax):
-        raise _refusal(weight, first_not_finite(decoded(rows, packer).values.reshape(-1), "BF16"))
+        raise _refusal(weight, count_not_finite(decoded(rows, packer).values, "BF16")[1])
     return amax
 
 

@@ -330,7 +330,7 @@ def write_tensors(
                     nonlocal bad, done
                     for piece in pieces(entry, opened):
                         digest.update(piece)
-                        bad += count_not_finite(piece, entry.dtype) if entry.dtype in FLOATS else 0
+                        bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
                         done += len(piece)
                         yield piece
                         if progress is not None:
