@@ -44,8 +44,8 @@ from trtspec.report import note
 
 Record = TypeVar("Record")
 ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names of what a user sets
-# of the running command: its name, its record, and the origin of each option that the user set; None where none runs
-_typed: ContextVar[tuple[str, type, dict[str, str]] | None] = ContextVar("typed", default=None)
+# record of the running command -> its name, and the origin of each option that the user set
+_typed: ContextVar[Mapping[type, tuple[str, dict[str, str]]]] = ContextVar("typed")
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
@@ -73,7 +73,8 @@ JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
 RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
-OUTPUT = ("output", "dry_run", "restart", "force", "verbose", "json_")  # a panel of their own
+LAST = ("dry_run", "restart", "force", "json_")  # on a help page, also where the record inherits them
+OUTPUT = ("output", "verbose", *LAST)  # a panel of their own
 
 
 @dataclass(frozen=True)
@@ -177,21 +178,18 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-def fields_of(record: type) -> dict[str, Field]:
-    """The fields of a record by name."""
-    return _read(record)
-
-
-@functools.cache
 def _read(record: Any) -> dict[str, Field]:
-    """Once: annotations are text until then, and each calls typer."""
+    """The fields of a record by name."""
     hints = typing.get_type_hints(record, include_extras=True)
     panels, panel = getattr(record, "panels", {}), None
     found: dict[str, Field] = {}
-    for field in dataclasses.fields(record):
+    for field in sorted(dataclasses.fields(record), key=lambda field: field.name in LAST):
         panel = panels.get(field.name, panel)
         found[field.name] = _field(field, hints[field.name], panel)
     return found
+
+
+fields_of: Callable[[type], dict[str, Field]] = functools.cache(_read)  # once: annotations are text until then
 
 
 def _field(field: Any, hint: Any, panel: str | None) -> Field:
@@ -239,9 +237,8 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
     What was set and is not used raises UsageError with its name and what would use it; what comes from the
     environment gets a note, because an image sets its variables for every mode.
     """
-    record, running = type(options), _typed.get()
-    command, origins = (running[0], running[2]) if running and running[1] is record else ("", {})
-    named, fields = given(options), fields_of(record)
+    record, named, fields = type(options), given(options), fields_of(type(options))
+    command, origins = _typed.get({}).get(record, ("", {}))
     found = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
 
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
@@ -299,6 +296,12 @@ def _value(field: Field, value: Any) -> Any:
         raise UsageError(f"`{field.keyword}` {value}: {reason}", "correct the value") from None
 
 
+def fill(kind: type[Record], options: Any, **others: Any) -> Record:
+    """A record of this kind: `others`, and of the same names what `options` has; a None there leaves the default."""
+    same = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in same.items() if value is not None} | others)
+
+
 def record_of(function: Callable[..., Any]) -> type:
     """The record that a command takes."""
     return next(hint for name, hint in typing.get_type_hints(function).items() if name != "return")
@@ -308,8 +311,8 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     """A command as a Python function: its record is the signature."""
     record, parameters = record_of(function), list[inspect.Parameter]()
     for field in (field for name, field in fields_of(record).items() if name != "json_"):
-        place = "POSITIONAL_OR_KEYWORD" if field.default is field.empty else "KEYWORD_ONLY"
-        kind = getattr(inspect.Parameter, place)
+        required = field.default is field.empty
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if required else inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(field.keyword, kind, default=field.default, annotation=field.type))
     signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
@@ -329,7 +332,7 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     def filled(context: typer.Context, **values: Any) -> Any:
         sources = {key: getattr(context.get_parameter_source(key), "name", "") for key in values}
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
-        running = _typed.set((name, record, origins))
+        running = _typed.set({record: (name, origins)})
         before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
         try:
             for key in origins:
@@ -372,26 +375,26 @@ def _for_typer(command: str, field: Field) -> inspect.Parameter:
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-class RecordCommand(TyperCommand):
-    """Its help shows no type beside a switch, and at the end two examples of data/examples.yaml."""
+class WithoutTypes:
+    """A click command whose help pages show no `<bool>` beside a switch, and no range of numbers."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            parameter._get_number_range_help_str = lambda: None
+            if getattr(parameter, "is_bool_flag", parameter.param_type_name == "argument"):
+                parameter.display_type_rich = lambda ctx: None
+        return parameters
+
+
+class RecordCommand(WithoutTypes, TyperCommand):
+    """Its help shows at the end two examples of data/examples.yaml."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         examples = ["Examples:", *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ()))]
         variables = f"Options can also be set as {variable(str(self.name), '')}<OPTION>."
         self.epilog = _escaped("\n\n".join([*examples, variables]))
         super().format_help(ctx, formatter)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_types(super().get_params(ctx))
-
-
-def without_types(parameters: list[Any]) -> list[Any]:
-    """The same parameters; help pages then show no `<bool>` beside a switch, and no range of numbers."""
-    for parameter in parameters:
-        parameter._get_number_range_help_str = lambda: None
-        if getattr(parameter, "is_bool_flag", parameter.param_type_name == "argument"):
-            parameter.display_type_rich = lambda ctx: None
-    return parameters
 
 
 def _escaped(text: str) -> str:
@@ -426,9 +429,8 @@ def parsed(kind: Any, text: str, name: str) -> Any:
 def given(options: Any) -> set[str]:
     """Names of the fields that the user set: on the command line or in the environment, or, where no command runs,
     whatever differs from its default."""
-    running = _typed.get()
-    if running is not None and running[1] is type(options):
-        return set(running[2])
+    if (running := _typed.get({}).get(type(options))) is not None:
+        return set(running[1])
     return {name for name, field in fields_of(type(options)).items() if getattr(options, name) != field.default}
 
 

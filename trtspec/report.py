@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +25,6 @@ from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_dropped: list[Any] = []  # streams that failed
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
 COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
@@ -80,11 +80,12 @@ class OutputOptions:
     force: bool = False
 
 
-def refuse_overwrite(path: Path, force: bool) -> None:
-    """Raises UsageError when `path` holds something the user made and `--force` was not given."""
-    occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
-    if occupied and not force:
-        raise UsageError(f"{path} already exists and would be overwritten", "pass `force`, or choose another `output`")
+def refuse_overwrite(path: Path, force: bool, more: str = "") -> None:
+    """Raises UsageError when `path` holds something the user made and `--force` was not given. `more` ends its
+    remedy."""
+    if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
+        remedy = f"pass `force`, or choose another `output`{more}"
+        raise UsageError(f"{path} already exists and would be overwritten", remedy)
 
 
 def file_sha256(path: Path) -> str:
@@ -165,16 +166,14 @@ def write_stderr(text: str) -> None:
         drop_unwritten(sys.stderr)
 
 
+@functools.cache  # once for each stream
 def drop_unwritten(stream: Any) -> None:
     """Python flushes its streams when it ends, and a failure there would replace the exit status by 120."""
-    if stream not in _dropped:
-        _dropped.append(stream)
-        atexit.register(_to_nowhere, stream)
 
-
-def _to_nowhere(stream: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    @atexit.register
+    def to_nowhere() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass(frozen=True, repr=False)

@@ -163,17 +163,16 @@ class QuantSpec:
             block = config["text_config"].get("quantization_config")
             where = "config.json:text_config"
         if not block and hf_quant_config:
-            block = dict(hf_quant_config.get("quantization", {}))
-            block["quant_method"] = "modelopt"
-            block["ignore"] = block.get("exclude_modules", [])
-            if block.get("kv_cache_quant_algo"):
+            stated = hf_quant_config.get("quantization", {})
+            block = {**stated, "quant_method": "modelopt", "ignore": stated.get("exclude_modules", [])}
+            if stated.get("kv_cache_quant_algo"):
                 block["kv_cache_scheme"] = {"num_bits": 8}
             where = "hf_quant_config.json"
         if not block:
             return QuantSpec()
         if (known := format_of_config(block)) is None:
-            stated = ", ".join(f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo"))
-            text = f"quantization_config in {where} ({stated}) is not a format that Kimi checkpoints are published in"
+            words = ", ".join(f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo"))
+            text = f"quantization_config in {where} ({words}) is not a format that Kimi checkpoints are published in"
             supported = ", ".join(each.storage.title for each in WeightFormat)
             raise TrtspecError(text, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known

@@ -14,15 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import trtspec
 from trtspec import report
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
-from trtspec.records import (
-    CLICK_ERROR,
-    click_command,
-    ready,
-    record_of,
-    unknown_variables,
-    variable,
-    without_types,
-)
+from trtspec.records import CLICK_ERROR, WithoutTypes, click_command, ready, record_of, unknown_variables, variable
 
 COMMANDS = {
     "Start here": {
@@ -83,15 +75,12 @@ class LazyCommand(TyperCommand):
         return command.make_context(info_name, args, parent, **extra)
 
 
-class Commands(TyperGroup):
+class Commands(WithoutTypes, TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for panel, summaries in COMMANDS.items():
             for name, summary in summaries.items():
                 self.add_command(LazyCommand(name, help=summary, callback=None, rich_help_panel=panel))
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_types(super().get_params(ctx))
 
 
 app = typer.Typer(

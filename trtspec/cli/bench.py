@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec import report
-from trtspec.cli.options import GoodputLimits, IntList, JsonObject, NamedUrl, RateList, request_limits_of
+from trtspec.cli.options import ExtraBody, GoodputLimits, IntList, JsonObject, NamedUrl, RateList, request_limits_of
 from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
@@ -89,9 +89,7 @@ class BenchOptions:
         Needs("choose_draft"),
     ] = ()
     model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
-    extra_body: Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")] = (
-        JsonObject("{}", {})
-    )
+    extra_body: ExtraBody = JsonObject("{}", {})
     timeout: Annotated[float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)] = 600.0
     wait_ready: Annotated[float, option("Seconds to wait for the server to name its model.", min=0.0)] = 0.0
     resume: Annotated[
@@ -145,13 +143,9 @@ def _refuse_overwrite(options: BenchOptions) -> None:
     from trtspec.bench.load.journal import ANSWERS
 
     begun = options.output is not None and (options.output / ANSWERS).is_file()
-    if options.output is None or (options.resume and begun):
-        return
-    try:
-        report.refuse_overwrite(options.output, options.force)
-    except UsageError as error:
+    if options.output is not None and not (options.resume and begun):
         more = "; --resume continues an interrupted run" if begun else ""
-        raise UsageError(error.message, error.remedy + more) from None
+        report.refuse_overwrite(options.output, options.force, more)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, option, words
+from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, fill, option, words
 from trtspec.report import Result, refuse_overwrite, write_atomic
 from trtspec.trtllm.intent import VLLM, Intent
 
@@ -45,11 +45,8 @@ def build_config(options: BuildConfigOptions) -> Result:
     if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)
-    intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
-    intent = replace(intent, version=version, format="yaml", image=None, quantize_from=None).fitted(
-        target.max_position_embeddings
-    )
-    wanted = _wanted(intent, options)
+    intent = fill(Intent, options, version=version, format="yaml", image=None, quantize_from=None)
+    wanted = _wanted(intent.fitted(target.max_position_embeddings), options)
     files: dict[Path | None, list[EngineConfig]] = {}
     for path, parts in wanted.items():
         if path is not None and not options.dry_run:
@@ -97,8 +94,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
     problems = [problem for problem in plan_vllm(served, launching=False).problems if problem.severity == "error"]
     if problems:
         raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
-    intent = Intent(**{item.name: getattr(options, item.name) for item in fields(Intent)})
-    text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(intent))}")
+    text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(fill(Intent, options)))}")
     path = None if options.dry_run else options.output
     if path is None:
         return Result({"output": None, "text": text}, text=text)

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
-from trtspec.records import DryRunOption, ForceOption, JsonOption, RestartOption, argument, option
-from trtspec.report import OutputOptions, Result, progress_bar, value_table
+from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
+from trtspec.records import JsonOption, argument, fill, option
+from trtspec.report import Result, progress_bar, value_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateOptions:
+class CalibrateOptions(OutputFlags):
     source: SourceArgument
     data: Annotated[Path, argument("Texts: jsonl with text, messages or prompts, or plain text lines.")]
     output: Annotated[Path, option("Safetensors file for the input scales.", "-o")]
@@ -24,9 +24,6 @@ class CalibrateOptions:
         Literal["auto", "bfloat16", "float32"],
         option("Compute type. auto: bfloat16 where the device multiplies it natively, else float32."),
     ] = "auto"
-    dry_run: DryRunOption = False
-    restart: RestartOption = False
-    force: ForceOption = False
     json_: JsonOption = False
 
 
@@ -42,15 +39,10 @@ def calibrate(options: CalibrateOptions) -> Result:
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 
     policy = policy_of(options.policy, options.source, path)
-    chosen = CalibrationOptions(
-        samples=options.samples,
-        seq_len=options.seq_len,
-        device=options.device,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
-    )
-    again = OutputOptions(options.dry_run, options.restart, options.force)
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    chosen = fill(CalibrationOptions, options, dtype=dtype)
     with progress_bar("calibrating", unit="layers") as bar:
-        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, again, bar.show)
+        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, options, bar.show)
     values = {name: value for name, value in asdict(result).items() if value is not None}
     then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
     return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

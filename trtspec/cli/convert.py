@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.errors import CheckFailed, has_errors
-from trtspec.records import DryRunOption, ForceOption, JsonOption, argument, option
+from trtspec.records import DryRunOption, ForceOption, JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ def convert(options: ConvertOptions) -> Result:
     from trtspec.checkpoint.hub import load_head, resolve, unreachable
     from trtspec.heads.convert.conversion import Options, convert_head
 
-    same = ("to", "from_", "embed_tokens", "rope_theta", "dry_run", "force")
-    chosen = Options(**{name: getattr(options, name) for name in same})
     # offline, the catalogue's entry says what a published head is; whether it can be converted is not checked
     if options.dry_run and (remark := unreachable(options.head)) is not None:
         spec = load_head(options.head).spec
@@ -60,12 +58,10 @@ def convert(options: ConvertOptions) -> Result:
     # the target's config.json is enough: it fills in what the head's does not say
     target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:
-        done = convert_head(resolve(options.head), options.output, chosen, target, bar.show)
-    failure = None
-    if has_errors(done.problems):
-        message = f"{options.head} was not converted to {options.to}"
-        failure = CheckFailed(message, "follow the remedy of each error above")
-    return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failure)
+        done = convert_head(resolve(options.head), options.output, fill(Options, options), target, bar.show)
+    message = f"{options.head} was not converted to {options.to}"
+    failed = CheckFailed(message, "follow the remedy of each error above") if has_errors(done.problems) else None
+    return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failed)
 
 
 def _lines(done: HeadConversion, output: Path) -> list[str]:

@@ -61,10 +61,8 @@ def inspect(options: InspectOptions) -> Result:
     resolved = resolve(options.path, weights=False)
     read = options.sample if options.against is None else None  # what is compared with a source is read there
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
-    if report.kind == "target":
-        options = checked(options, TARGET if options.against is None else DERIVED)
-    else:
-        options = checked(options, HEAD if options.against is None else PAIR)
+    alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
+    options = checked(options, alone if options.against is None else beside)
     values = {key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")}
     problems = list(report.problems)
     if options.against is not None:

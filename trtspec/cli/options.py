@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.errors import UsageError
-from trtspec.records import argument, option
+from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, option
+from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import RequestLimits
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
 
+
 MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
 PolicyOption = Annotated[
@@ -33,6 +35,15 @@ PolicyOption = Annotated[
         default="the published policy of the model family",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class OutputFlags(OutputOptions):
+    """The options of a command that takes all three."""
+
+    dry_run: DryRunOption = False
+    restart: RestartOption = False
+    force: ForceOption = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,9 @@ class JsonObject:
 
     def __str__(self) -> str:
         return self.text
+
+
+ExtraBody = Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")]
 
 
 @dataclass(frozen=True)

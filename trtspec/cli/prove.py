@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import Gpu, IntList
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
-from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, option
+from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, fill, option
 from trtspec.report import Result, versions
 
 if TYPE_CHECKING:
@@ -85,15 +85,15 @@ def prove(options: ProveOptions) -> Result:
 def _setup(options: ProveOptions) -> ProveSetup:
     from trtspec.bench.prove import ProveSetup
 
-    same = ("backend", "draft_len", "gpus", "samples", "max_tokens", "port", "accept_unmeasured")
-    return ProveSetup(
+    return fill(
+        ProveSetup,
+        options,
         target=_absolute(options.target),
         head=_absolute(str(options.head)),
         dataset=_absolute(options.dataset),
         gpu=options.gpu or _installed_gpu(),
         concurrency=options.concurrency.values,
         serve_words=options.passed,
-        **{name: getattr(options, name) for name in same},
     )
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import PolicyOption, SourceArgument, directory_of, policy_of
+from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.formats import WeightFormat
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, RestartOption, option
-from trtspec.report import OutputOptions, Result, Table, progress_bar, value_table
+from trtspec.records import Excludes, JsonOption, fill, option
+from trtspec.report import Result, Table, progress_bar, value_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeOptions:
+class QuantizeOptions(OutputFlags):
     source: SourceArgument
     output: Annotated[Path, option("Directory for the NVFP4 checkpoint.", "-o")]
     policy: PolicyOption = None
@@ -46,9 +46,6 @@ class QuantizeOptions:
         Literal["stream", "modelopt"],
         option("stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
     ] = "stream"
-    dry_run: DryRunOption = False
-    restart: RestartOption = False
-    force: ForceOption = False
     json_: JsonOption = False
 
 
@@ -68,20 +65,17 @@ def quantize(options: QuantizeOptions) -> Result:
     # of a dry run what the headers say, which are read from the hub if need be
     source = open_headers(options.source) if options.dry_run else directory_of(options.source)
     policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
-    settings = ConversionOptions(
+    settings = fill(
+        ConversionOptions,
+        options,
         kv_cache=None if options.kv_cache == "none" else options.kv_cache,
         input_scales=None if options.input_scales == "one" else Path(options.input_scales),
-        weight_scales=options.weight_scales,
-        accept_input_scales=options.accept_input_scales,
-        workers=options.workers,
-        device=options.device,
         by_modelopt=options.engine != "stream",
     )
     if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
         raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
-    again = OutputOptions(options.dry_run, options.restart, options.force)
     with progress_bar("quantizing") as bar:
-        result = quantize_checkpoint(source, options.output, policy, settings, again, bar.show)
+        result = quantize_checkpoint(source, options.output, policy, settings, options, bar.show)
     if isinstance(result, QuantizePlan):
         return Result(to_json(result), tables=[value_table(to_json(result))])
     rows = [

@@ -6,14 +6,14 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
-from trtspec.records import words
+from trtspec.records import fill, words
 from trtspec.report import Result, print_json
 
 if TYPE_CHECKING:
@@ -95,17 +95,6 @@ def _run(options: ServeOptions) -> None:
 
     target = resolve(options.target)
     head = directory_of(options.head) if options.head else None
-    passed = ("draft_len", "draft_sampling", "max_batch_size", "max_num_tokens", "max_seq_len", "max_queue")
-    given: dict[str, Any] = {key: getattr(options, key) for key in passed if getattr(options, key) is not None}
-    if options.prefix_cache_mib is not None:
-        given["prefix_bytes"] = options.prefix_cache_mib << 20
-    settings = ServerOptions(
-        host=options.host,
-        port=options.port,
-        dtype=options.dtype,
-        device=options.device,
-        served_model_name=options.served_model_name or target.hub_id,
-        api_key=options.api_key,
-        **given,
-    )
+    more = {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
+    settings = fill(ServerOptions, options, served_model_name=options.served_model_name or target.hub_id, **more)
     run(directory_of(target), head, settings)

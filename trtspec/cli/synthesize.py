@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from trtspec.cli.options import JsonObject
+from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags
 from trtspec.errors import TrtspecError
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, RestartOption, argument, option
-from trtspec.report import OutputOptions, Result, file_sha256, progress_bar, provenance, value_table, write_json
+from trtspec.records import Excludes, JsonOption, Needs, argument, fill, option
+from trtspec.report import Result, file_sha256, progress_bar, provenance, value_table, write_json
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Prompt
@@ -19,7 +19,7 @@ REASONS = ("empty", "noise", "loop", "cut off")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesizeOptions:
+class SynthesizeOptions(OutputFlags):
     prompts: Annotated[
         str,
         argument("Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."),
@@ -46,14 +46,9 @@ class SynthesizeOptions:
         Excludes("raw"),
     ] = "keep"
     raw: Annotated[bool, option("Send prompts to /completions as plain text, without the chat template.")] = False
-    extra_body: Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")] = (
-        JsonObject("{}", {})
-    )
+    extra_body: ExtraBody = JsonObject("{}", {})
     shard: Annotated[str | None, option("i/n: process only part i of n, to share the work among machines.")] = None
     timeout: Annotated[float, option("Seconds to wait for one request.", min=1.0)] = 600.0
-    dry_run: DryRunOption = False
-    restart: RestartOption = False
-    force: ForceOption = False
     json_: JsonOption = False
 
     @property
@@ -73,18 +68,16 @@ def synthesize(options: SynthesizeOptions) -> Result:
     from trtspec.heads import synthesis
 
     endpoint = synthesis.TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
-    same = ("model", "max_tokens", "temperature", "top_p", "raw", "thinking")
-    given = {name: getattr(options, name) for name in same}
-    sampling = synthesis.AnswerSampling(**given, extra_body=options.extra_body.value)
+    sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)
-    output, again = options.output, OutputOptions(options.dry_run, options.restart, options.force)
-    resumes = synthesis.work_directory(output).check(again)
+    output, work = options.output, synthesis.work_directory(options.output)
+    resumes = work.check(options)
     if options.dry_run:
         plan = _dry_run(options, len(chosen), sampling, resumes)
         return Result(plan, tables=[value_table(plan)])
     with progress_bar("answers", len(chosen), "prompts") as bar:
-        outcome = synthesis.synthesize(chosen, output, endpoint, sampling, again, bar)
+        outcome = synthesis.synthesize(chosen, output, endpoint, sampling, options, bar)
     quality, bad = judge_answers(outcome.rows)
     summary = {
         "output": str(output),
@@ -103,7 +96,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; {name}: {reason}"
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
-        synthesis.work_directory(output).finish()
+        work.finish()
     summary["errors"] = outcome.failed
     return Result(summary, tables=[value_table(summary)], failure=failure)
 

@@ -10,36 +10,28 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from trtspec.cli.options import CountList, Gpu, directory_of
+from trtspec.cli.options import CountList, Gpu, OutputFlags, directory_of
 from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
-from trtspec.heads.training.options import (
-    TrainingRecipe,
-    TrainingRun,
-    TrainOptions,
-    dump_directory,
-    feature_source,
-)
+from trtspec.heads.training.options import TrainingRecipe, TrainingRun, TrainOptions, dump_directory, feature_source
 from trtspec.records import (
-    DryRunOption,
     Excludes,
-    ForceOption,
     JsonOption,
     Mode,
     Modes,
-    RestartOption,
     argument,
     checked,
     fields_of,
+    fill,
     given,
     made,
     option,
     uses,
     words,
 )
-from trtspec.report import OutputOptions, Result, Table, progress_bar, say
+from trtspec.report import Result, Table, progress_bar, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +57,7 @@ AuxLayersOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCommand(TrainOptions):
+class TrainCommand(TrainOptions, OutputFlags):
     """What decides the loss curve, from TrainOptions, and where a run reads and writes."""
 
     panels: ClassVar = {
@@ -100,9 +92,6 @@ class TrainCommand(TrainOptions):
         Modes(DRY_RUN, WITH_LAYERS),
     ] = 48
     gpu: Annotated[Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)] = "b200"
-    dry_run: DryRunOption = False
-    restart: RestartOption = False
-    force: ForceOption = False
     json_: JsonOption = False
 
     @property
@@ -141,9 +130,8 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
 
 def curve_options(command: TrainCommand) -> TrainOptions:
     """What decides the loss curve, checked."""
-    values = {f.name: getattr(command, f.name) for f in fields(TrainOptions)}
-    values["aux_layers"] = None if command.aux_layers is None else command.aux_layers.values
-    return TrainOptions(**values).checked()
+    layers = None if command.aux_layers is None else command.aux_layers.values
+    return fill(TrainOptions, command, aux_layers=layers).checked()
 
 
 def train(command: TrainCommand) -> Result | None:
@@ -168,9 +156,7 @@ def train(command: TrainCommand) -> Result | None:
         remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
         raise UsageError(f"{name} is missing", remedy)
     deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
-    same = {name: getattr(command, name) for name in ("output", "init", "save_every", "keep", "device")}
-    again = OutputOptions(command.dry_run, command.restart, command.force)
-    run = TrainingRun(target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=again, **same)
+    run = fill(TrainingRun, command, target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=command)
     main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
     resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
