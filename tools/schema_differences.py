@@ -86,7 +86,7 @@ def limits(schema: Schema, leaves: dict[str, Any]) -> list[str]:
 def limit(field: Field) -> str:
     parts = (("at least", field.min), ("at most", field.max), ("above", field.above), ("below", field.below))
     words = [f"{word} {value}" for word, value in parts if value is not None]
-    return ", ".join([*words, *(["not an empty list"] if field.not_empty else [])])
+    return ", ".join([*words, *(["not an empty list"] if field.not_empty else []), *filter(None, [field.items])])
 
 
 def options(manifests: Path) -> list[str]:

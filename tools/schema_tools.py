@@ -28,11 +28,12 @@ from trtspec.trtllm.schema import LINES, Entries, entries_of, files_up_to, line_
 
 Entry = dict[str, Any]
 ORDER = (
-    "flags", "type", "min", "max", "above", "below", "not_empty", "allowed", "choices", "case_insensitive", "strict",
-    "default", "required", "is_flag", "multiple", "variants", "status", "key", "open", "since", "note",
+    "flags", "type", "min", "max", "above", "below", "not_empty", "items", "allowed", "choices",
+    "case_insensitive", "strict", "default", "required", "is_flag", "multiple", "variants", "status", "key", "open",
+    "since", "note",
 )  # fmt: skip
 # what the engine's classes do not tell: written by hand, so a difference is no change of the engine
-BY_HAND = ("case_insensitive", "strict", "key", "open", "since", "note")
+BY_HAND = ("items", "case_insensitive", "strict", "key", "open", "since", "note")
 COMPARED = tuple(name for name in ORDER if name not in BY_HAND)
 HEADER = """\
 line: "{line}"

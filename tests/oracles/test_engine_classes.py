@@ -40,6 +40,8 @@ BEYOND = (
     ("TS-LINT-TWO-MODEL", "", "two-model speculation with latent attention has no class"),
     ("TS-LINT-MLA-TWO-MODEL", "", "two-model speculation with latent attention has no class"),
     ("TS-LINT-FORCED-ACCEPTANCE", "", "made-up throughput"),
+    ("TS-LINT-STOPS-AT-START", "", "the model loader raises while it reads the weights"),
+    ("TS-LINT-NO-WEIGHTS", "", "the target's weights are not loaded, and the server answers with noise"),
     ("TS-LINT-DISAGGREGATED-NO-HEAD", "", "the two sides of a disaggregated server must agree"),
     ("TS-LINT-TRANSFER-BUFFER", "", "the buffer is too small for the longest prompt"),
     ("TS-LINT-SET-TWICE", "", "which of two places wins changed between releases"),
@@ -126,6 +128,7 @@ def compare(release: str, count: int, seed: int) -> None:
     assert not alarms and agreed >= AGREE * count, "\n".join(lines[:60])
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))])
 def test_lint_agrees(release: str, count: int) -> None:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 from packaging.version import InvalidVersion, Version
@@ -70,9 +70,9 @@ _release = functools.cache(Version)
 @dataclass(frozen=True)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
-    and, like `allowed`, hold for every item of a list. Of a `strict` one the engine makes no integer from text or 8.0,
-    and no text from a number. `required` holds where the key's object is written, for the `variants` alone where they
-    are named."""
+    and, like `allowed`, hold for every item of a list, `items` for all of them together. Of a `strict` one the engine
+    makes no integer from text or 8.0, and no text from a number. `required` holds where the key's object is written,
+    for the `variants` alone where they are named."""
 
     path: str
     type: str
@@ -81,6 +81,7 @@ class Field:
     above: float | None = None
     below: float | None = None
     not_empty: bool = False
+    items: Literal["", "increasing", "shares"] = ""
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
     strict: bool = False
@@ -142,8 +143,9 @@ class Rule:
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
-    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}. A setting that is not written has its default.
-    Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`: one release, as reported.
+    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another list}. A setting that is
+    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`:
+    one release, as reported.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +26,13 @@ Verdict = tuple[Literal["type", "value", "range", "lax"], str]
 
 NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "object": "a mapping"}
 LIMITS = {"ge": "at least", "le": "at most", "gt": "above", "lt": "below"}
+ITEMS: dict[str, tuple[str, Callable[[list[float]], bool]]] = {
+    "increasing": ("increase", lambda items: all(map(operator.lt, items, items[1:]))),
+    "shares": (
+        "be above 0 and add up to 1",
+        lambda items: min(items) > 0 and math.isclose(sum(items), 1, abs_tol=1e-6),
+    ),
+}
 SHOWN = 80  # characters of a value in a message
 
 
@@ -33,6 +42,10 @@ def check_value(field: Field, value: Any) -> Verdict | None:
         made = as_engine(field, value)
     except ValidationError as error:
         return _refusal(field, value, error)
+    if isinstance(made, list) and field.items:
+        wanted, holds = ITEMS[field.items]
+        if not holds(made):
+            return "range", f"must {wanted}, not {shown(value)}"
     if _unchanged(value, made):
         return None
     return "lax", f"{shown(value)} is not {describe(field)}; the engine reads it as {shown(made)}"

@@ -80,6 +80,9 @@ def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any],
         (word, other), *_ = wanted.items()
         if word == "written":
             return written and _same(value, other)
+        if word == "unlike":  # the items of two lists, in any order
+            other = document.get(other)
+            return isinstance(value, list) and isinstance(other, list) and {*map(str, value)} != {*map(str, other)}
         if word in ("above", "below"):
             return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
         return not any(_same(value, item) for item in (other if word == "outside" else [other]))
