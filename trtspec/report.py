@@ -13,17 +13,13 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
@@ -319,28 +315,25 @@ def _draw(table: Table) -> None:
 
 
 class Bar:
-    """What a running command reports to. Without `progress` it shows nothing but the messages that are wanted."""
+    """What a running command reports to. Without `update` it shows nothing but the messages that are wanted."""
 
-    def __init__(self, progress: Progress | None = None, task: Any = None) -> None:
-        self.progress, self.task = progress, task
+    def __init__(self, update: Callable[..., None] = lambda **_: None) -> None:
+        self.update = update
 
     def advance(self, amount: float, note: str = "") -> None:
         """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
-        if self.progress is not None:
-            self.progress.note = note or self.progress.note  # type: ignore[attr-defined]
-            self.progress.update(self.task, advance=amount)
+        self.update(advance=amount, **({"note": note} if note else {}))
 
     def show(self, done: float, total: float) -> None:
         """`done` of `total` is done."""
-        if self.progress is not None:
-            self.progress.update(self.task, completed=done, total=total)
+        self.update(completed=done, total=total)
 
     def say(self, text: str) -> None:
         """A line above the bar, which rich keeps below what stderr gets."""
         say(text)
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
     """A bar of `total` in `unit`, or in bytes without one, while the block runs. `total` None: `show` gives it."""
     if not wanted():
@@ -351,16 +344,14 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     from rich.text import Text
 
     class Noted(rich.Progress):
-        note = ""
-
         def get_renderables(self) -> Iterable[RenderableType]:
             yield self.make_tasks_table(self.tasks)
-            if self.note:
-                yield Text(f"  {self.note}", no_wrap=True, overflow="ellipsis")
+            for note in (task.fields["note"] for task in self.tasks if task.fields["note"]):
+                yield Text(f"  {note}", no_wrap=True, overflow="ellipsis")
 
     counts = (rich.MofNCompleteColumn(), rich.TextColumn(unit))
     amount = counts if unit else (rich.DownloadColumn(), rich.TransferSpeedColumn())
     times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        yield Bar(progress, progress.add_task(title, total=total))
+        yield Bar(functools.partial(progress.update, progress.add_task(title, total=total, note="")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trtspec import report
 from trtspec.cli.options import request_limits_of
 from trtspec.client.addresses import server_url
-from trtspec.errors import CheckFailed, Problem, UsageError, as_typed
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
 from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
 from trtspec.report import Result
 
@@ -181,7 +181,6 @@ async def _asking(
 def _tokenizer(name: str) -> KimiTokenizer:
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.errors import TrtspecError
 
     try:
         path = resolve(name, weights=False).path
@@ -189,10 +188,8 @@ def _tokenizer(name: str) -> KimiTokenizer:
             raise UsageError(f"{name} is not in the hub cache", "")
         return KimiTokenizer(path)
     except TrtspecError as error:
-        raise UsageError(
-            f"no tokenizer of {name} is here ({error.message})",
-            "name the target with --tokenizer: a directory, or a hub id",
-        ) from None
+        remedy = "name the target with --tokenizer: a directory, or a hub id"
+        raise UsageError(f"no tokenizer of {name} is here ({error.message})", remedy) from None
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:

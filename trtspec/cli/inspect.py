@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 COMPARED = 64  # tensors that are compared with a source where nobody says how many
 
-
 TARGET = Mode("`inspect TARGET`", "`inspect TARGET`")
 HEAD = Mode("`inspect HEAD`", "`inspect HEAD`")
 PAIR = Mode("`inspect HEAD --against ...`", "`inspect HEAD --against TARGET`")

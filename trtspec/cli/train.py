@@ -41,19 +41,11 @@ if TYPE_CHECKING:
     from trtspec.heads.training.samples import Sample
     from trtspec.models.kimi import KimiModel
 
-
 ACCEPTANCE_TOKENS, DRAFTS = 64, 3  # of an answer, and per step, when acceptance is measured at the end
-RUN = TrainingRun(Path(), "", Path())  # its defaults
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
 WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
-
-
-# TrainOptions has the numbers, the command line their text
-AuxLayersOption = Annotated[
-    CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +62,9 @@ class TrainCommand(TrainOptions, OutputFlags):
         argument("Conversations answered by the target: files, or a directory of dumps."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
-    aux_layers: AuxLayersOption = None  # type: ignore[assignment]
+    aux_layers: Annotated[  # the text; TrainOptions has its numbers
+        CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
+    ] = None  # type: ignore[assignment]
     init: Annotated[Path | None, option("Start from the weights of this head, with its architecture.")] = None
     features: Annotated[
         str,
@@ -80,12 +74,12 @@ class TrainCommand(TrainOptions, OutputFlags):
     config: Annotated[
         Path | None, option("YAML file with any of these options by name; flags and variables take precedence.")
     ] = None
-    save_every: Annotated[int, option("Steps between saved states.", min=1)] = RUN.save_every
-    keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = RUN.keep
+    save_every: Annotated[int, option("Steps between saved states.", min=1)] = TrainingRun.save_every
+    keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = TrainingRun.keep
     max_time: Annotated[
         float | None, option("Hours in which the run must end; it leaves a usable head.", metavar="HOURS", min=0.01)
     ] = None
-    device: Annotated[str, option("cpu or cuda.")] = RUN.device
+    device: Annotated[str, option("cpu or cuda.")] = TrainingRun.device
     acceptance_prompts: Annotated[
         int,
         option("Held-out prompts for the final acceptance measurement; 0 skips it.", min=0),
@@ -190,9 +184,8 @@ def _needs(found: dict[str, Any]) -> Result:
         *(f"server by {engine}: {line}" for engine, line in found["server_commands"].items()),
     ]
     columns = ("--features", "GPUs", "GB each", "GB of disk", "")
-    return Result(
-        found, tables=[Table(f"Ways on {found['gpu']}", columns, rows, text_columns=frozenset({0, 4}))], lines=lines
-    )
+    table = Table(f"Ways on {found['gpu']}", columns, rows, text_columns=frozenset({0, 4}))
+    return Result(found, tables=[table], lines=lines)
 
 
 def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
