@@ -285,7 +285,7 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
     return ratio([speed.tokens for speed in speeds], [speed.seconds for speed in speeds])
 
 
-def speed_ratio(of: EndpointResult, over: EndpointResult, label: str, confidence: float = 0.95) -> Ratio | None:
+def speed_ratio(of: EndpointResult, over: EndpointResult, label: str) -> Ratio | None:
     """`user_speed` of one endpoint over another's, paired by question. None if the output of either is degenerate."""
     if any(level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))):
         return None
@@ -293,7 +293,7 @@ def speed_ratio(of: EndpointResult, over: EndpointResult, label: str, confidence
         {question: (float(speed.tokens), speed.seconds) for question, speed in side.speeds(label).items()}
         for side in (of, over)
     )
-    return paired_ratio(first, second, confidence)
+    return paired_ratio(first, second)
 
 
 def read_results(path: Path) -> BenchResults:

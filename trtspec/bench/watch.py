@@ -17,14 +17,7 @@ from prometheus_client.registry import Collector
 from trtspec.bench.results import read_results
 from trtspec.bench.statistics import acceptance_length
 from trtspec.client.client import RequestFailed, fetch, finite
-from trtspec.client.servers import (
-    Counters,
-    adapter_of,
-    counted_between,
-    counters_in,
-    read_iterations,
-    read_samples,
-)
+from trtspec.client.servers import Counters, adapter_of, counted_between, counters_in, read_iterations, read_samples
 from trtspec.errors import TrtspecError, UsageError
 
 NO_METRICS = "TS-WATCH-NO-METRICS"

@@ -77,8 +77,7 @@ class ReplyParser:
         marks = (THINK_END, SECTION) if self.state == "reasoning_content" else (THINK, SECTION)
         found = min(((self._pending.find(mark), mark) for mark in marks if mark in self._pending), default=None)
         if found is None:
-            cut = len(self._pending) - held_back(self._pending, marks)
-            self._take(cut, deltas)
+            self._take(len(self._pending) - held_back(self._pending, marks), deltas)
             return False
         position, mark = found
         self._take(position, deltas)

@@ -204,10 +204,7 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
     known = [shard for shard in shards if shard in recorded]
     with ThreadPoolExecutor(machine.cores()) as pool:
         same = list(pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known))
-    problems = []
-    for shard, whole in zip(known, same, strict=True):
-        if not whole:
-            problems.append(finding("TS-HASH-DIFFERS", shard))
+    problems = [finding("TS-HASH-DIFFERS", shard) for shard, whole in zip(known, same, strict=True) if not whole]
     unknown = [shard for shard in shards if shard not in recorded]
     if unknown:
         message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"

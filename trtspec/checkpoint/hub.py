@@ -123,12 +123,10 @@ class Resolved:
             )
         return config
 
-    def hf_quant_config(self) -> dict[str, Any] | None:
-        path = self.path / HF_QUANT_NAME if self.path else None
-        return read_config(path) if path is not None and path.is_file() else None
-
     def target_spec(self) -> ModelSpec:
-        return ModelSpec.from_config(self.config(), self.hf_quant_config())
+        path = self.path / HF_QUANT_NAME if self.path else None
+        quant = read_config(path) if path is not None and path.is_file() else None
+        return ModelSpec.from_config(self.config(), quant)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
         """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the

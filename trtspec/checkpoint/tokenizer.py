@@ -79,18 +79,15 @@ class KimiTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a generation: those of generation_config.json and of config.json, in that order."""
         found: list[int] = []
-        for config in (_read_json(self.directory / "generation_config.json"), self._model_config):
+        model = _read_json(self.directory / "config.json")
+        text = model.get("text_config")
+        inner = text if isinstance(text, dict) and "eos_token_id" in text else model
+        for config in (_read_json(self.directory / "generation_config.json"), inner):
             value = config.get("eos_token_id")
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
         if not found:
             found = [self.special_tokens["[EOS]"]] if "[EOS]" in self.special_tokens else []
         return tuple(dict.fromkeys(int(token) for token in found))
-
-    @cached_property
-    def _model_config(self) -> dict[str, Any]:
-        config = _read_json(self.directory / "config.json")
-        text = config.get("text_config")
-        return text if isinstance(text, dict) and "eos_token_id" in text else config
 
     @cached_property
     def _special_names(self) -> re.Pattern[str]:

@@ -15,9 +15,9 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from trtspec.checkpoint.headers import DTYPE_BITS
+from trtspec.checkpoint.headers import DTYPE_BITS, INDEX_NAME
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import PRIVATE, announce, fsync_directory, write_json
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from filelock import BaseFileLock
 
-INDEX_NAME = "model.safetensors.index.json"
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -42,7 +41,8 @@ class ShardFile:
     """One shard under construction. `layout` maps each name to its safetensors dtype code and shape.
 
     Wider dtypes come first, so that every tensor starts at a multiple of its item size. `finish` renames the
-    temporary file into place only when all tensors have been written; `abandon` removes it.
+    temporary file into place only when all tensors have been written; `abandon` removes it. The end of a `with` block
+    does the first, and after an error the second.
     """
 
     def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
@@ -104,6 +104,16 @@ class ShardFile:
         self._file = -1
         self.temporary.unlink(missing_ok=True)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            self.abandon()  # of a finished one nothing is left
+
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
         try:
@@ -155,14 +165,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes one safetensors file: all of it or nothing, fsynced."""
-    shard = ShardFile(path, layout_of(tensors), metadata)
-    try:
+    with ShardFile(path, layout_of(tensors), metadata) as shard:
         for name, tensor in tensors.items():
             shard.write(name, tensor)
-        shard.finish()
-    except BaseException:
-        shard.temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:

@@ -58,11 +58,7 @@ class PlanOptions:
         float | None,
         option("The engine's free_gpu_memory_fraction.", default="0.9; 0.75 with attention DP", min=0.01, max=1.0),
     ] = None
-    verbose: Annotated[
-        bool,
-        option("Also print the assumptions and the sources.", "-v"),
-        Excludes("json_"),
-    ] = False
+    verbose: Annotated[bool, option("Also print the assumptions and the sources.", "-v"), Excludes("json_")] = False
     json_: JsonOption = False
 
 

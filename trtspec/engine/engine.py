@@ -20,15 +20,7 @@ from trtspec.engine.batch import Chunk, DecodeBatch
 from trtspec.engine.drafters import Drafter, DraftSampling, Eagle3Drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PrefixCache, PrefixStats
 from trtspec.engine.request import GenerationRequest, check_request
-from trtspec.engine.sampling import (
-    BatchSampling,
-    accept_sampled,
-    draw,
-    leading,
-    on_device,
-    on_host,
-    token_logprobs,
-)
+from trtspec.engine.sampling import BatchSampling, accept_sampled, draw, leading, on_device, on_host, token_logprobs
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.errors import UsageError
 from trtspec.models.layers import TextPiece

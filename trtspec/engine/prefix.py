@@ -35,11 +35,6 @@ class PrefixStats:
     cached_tokens: int = 0
     evicted_blocks: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the looked-up prompt tokens that needed no computation."""
-        return self.cached_tokens / self.tokens if self.tokens else 0.0
-
 
 @dataclass(frozen=True)
 class Block:

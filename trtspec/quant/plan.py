@@ -14,15 +14,7 @@ from trtspec.checkpoint.target_tensors import parts_of, shared_partners
 from trtspec.checkpoint.values import target_value_problems
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
-from trtspec.formats import (
-    FP8_BLOCK_SIZE,
-    NVFP4_BLOCK,
-    PACKED,
-    PLAIN_DTYPES,
-    SIDE_PARTS,
-    WeightFormat,
-    stored_format,
-)
+from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
 from trtspec.quant.policy import INPUT_SCALES, KV_CACHES, WEIGHT_SCALES, InputScales, Policy
 from trtspec.specs import ModelSpec
 

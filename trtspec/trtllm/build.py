@@ -10,7 +10,6 @@ Throughput settings follow what was published for Kimi-K2.5-NVFP4:
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -262,17 +261,12 @@ def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: Hea
     """The rows of settings.yaml that hold, in the order in which they are written."""
     known, computed = _facts(intent, schema, target, head)
     found: dict[str, EngineSetting] = {}
-    for row in _rows():
+    for row in read_beside("settings.yaml"):
         wanted = {name: value if isinstance(value, list) else [value] for name, value in row["when"].items()}
         if row["path"] not in found and all(known[name] in values for name, values in wanted.items()):
             value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
             found[row["path"]] = EngineSetting(row["path"], value, row["reason"].format(**computed))
     return list(found.values())
-
-
-@functools.cache
-def _rows() -> list[dict[str, Any]]:
-    return read_beside("settings.yaml")
 
 
 def _facts(

@@ -22,7 +22,7 @@ from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Schema, newest_known, read_beside, releases, schema_for
+from trtspec.trtllm.schema import Schema, newest_known, read_beside, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -279,7 +279,7 @@ class Finding:
 
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
-    return releases()["dynamo"]["releases"]
+    return read_beside("releases.yaml")["dynamo"]["releases"]
 
 
 def family(target: ModelSpec) -> str:

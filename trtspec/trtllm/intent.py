@@ -24,9 +24,8 @@ Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
 COMMAND = "trtspec build-config"
 ATTENTION_DP_FROM = 8  # ranks: below, replicating attention weights costs more KV cache than it saves
-CONTEXT_ATTENTION_DP_FROM = (
-    4  # InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
-)
+# ranks of InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
+CONTEXT_ATTENTION_DP_FROM = 4
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
 SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
 NOT_FRONT = Excludes("role=front")
@@ -87,11 +86,7 @@ class Intent:
         ),
         NOT_FRONT,
     ] = None
-    role: Annotated[
-        Role | None,
-        option("One part of a disaggregated deployment."),
-        Excludes("disaggregated"),
-    ] = None
+    role: Annotated[Role | None, option("One part of a disaggregated deployment."), Excludes("disaggregated")] = None
     experts_over: Annotated[
         int | None, option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1), NOT_FRONT
     ] = None
@@ -139,7 +134,6 @@ class Intent:
         NOT_FRONT,
         Needs("format=dynamo"),
     ] = None
-
     quantize_from: Annotated[
         str | None,
         option(

@@ -60,13 +60,11 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
     intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
     if intent.role == "front":
         raise UsageError("the chart writes the front's file itself", "pass `role` context or generation, or no role")
-    model: dict[str, Any] = {"target": intent.target, "head": intent.head}
     size = checkpoint_gib(intent)
-    if size is not None:
-        model["sizeGiB"] = size
+    model = {"target": intent.target, "head": intent.head, "sizeGiB": size}
     values: dict[str, Any] = {"image": {"tag": intent.version}, "model": model}
     if quantize_from is not None:
-        values |= _quantize(quantize_from, size or 0)
+        values |= _quantize(quantize_from, size)
     if intent.gpu:
         values["gpuProduct"] = intent.gpu.upper()
     if any(_joined(config.intent) for config in configs):
@@ -95,7 +93,7 @@ def _quantize(source: str, target_gib: int) -> dict[str, Any]:
     }
 
 
-def checkpoint_gib(intent: Intent) -> int | None:
+def checkpoint_gib(intent: Intent) -> int:
     """GiB of both checkpoints, rounded up: from the shapes, and of the head with its embedding."""
     total = checkpoint_bytes(load_target(intent.target, intent.like).spec)
     if intent.head is not None:
@@ -209,10 +207,9 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
             {"name": "engine", "configMap": {"name": config_map}},
         ],
     }
+    shared = f"{checkpoint_gib(intent) * 7 // 6}Gi"  # as in our chart: loading passes through it
     service: dict[str, Any] = {"componentType": "worker", "replicas": 1, "extraPodSpec": pod}
-    size = checkpoint_gib(intent)
-    if size is not None:
-        service["sharedMemory"] = {"size": f"{size * 7 // 6}Gi"}  # as in our chart: loading passes through it
+    service["sharedMemory"] = {"size": shared}
     if intent.role is not None:
         service["subComponentType"] = part
     if intent.nodes > 1:

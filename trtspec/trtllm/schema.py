@@ -254,7 +254,11 @@ def _possibilities(version: Version) -> tuple[Schema, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _schema(version: Version, done: frozenset[Change]) -> Schema:
-    found = merged(_files().values(), lambda change: _happened(change, version, done))
+    def happened(change: Change) -> bool:
+        known = change.happened(version)
+        return change in done if known is None else known
+
+    found = merged(_files().values(), happened)
     return Schema(
         version=version,
         line=line_of(str(version)),
@@ -265,11 +269,6 @@ def _schema(version: Version, done: frozenset[Change]) -> Schema:
         behaviours=found["behaviours"],
         rules={name: Rule(**entry) for name, entry in found["rules"].items()},
     )
-
-
-def _happened(change: Change, version: Version, done: frozenset[Change]) -> bool:
-    happened = change.happened(version)
-    return change in done if happened is None else happened
 
 
 def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool] = lambda change: True) -> Entries:
@@ -370,11 +369,6 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def releases() -> dict[str, Any]:
-    """releases.yaml: drivers and images."""
-    return read_beside("releases.yaml")
-
-
 def read_beside(name: str) -> Any:
     """A data file of this directory."""
     return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=LOADER)

@@ -208,7 +208,6 @@ def _score(chosen: Any, top: Any) -> Score | None:
     if not values or not isinstance(chosen, (int, float)):
         return None
     best, last = max(values.values()), min(values.values())
-    listed = chosen > last - SAME
     near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN[1]}
     return Score(
         chosen=max(float(chosen), last - CERTAIN[1] - 1) if math.isinf(chosen) else float(chosen),
@@ -216,7 +215,7 @@ def _score(chosen: Any, top: Any) -> Score | None:
         likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
         same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME) or math.exp(chosen),
         total=min(1.0, sum(map(math.exp, values.values()))),
-        listed=listed,
+        listed=chosen > last - SAME,
         near=near if len(near) > 1 else {},
     )
 

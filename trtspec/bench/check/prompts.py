@@ -193,9 +193,8 @@ class Prompts:
                     yield Exchange(key=f"{name} {index}", kind="parameter", run="ids", path=base.path, body=body)
 
 
-def request_of(exchange: Exchange) -> Exchange:
+def request_of(asked: Exchange) -> Exchange:
     """The same without its answer."""
-    asked = exchange
     return Exchange(key=asked.key, kind=asked.kind, run=asked.run, path=asked.path, body=asked.body)
 
 

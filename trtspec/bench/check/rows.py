@@ -71,10 +71,8 @@ def judge(
         why = "" if plain else "needs the server without speculation (`score`, `against`)"
         first = greedy(got, theirs, exact, why)
         if first.faults:  # one cause, one row
-            unknown = [
-                first,
-                *(judged(name, why="greedy answers differ already") for name in ("sampled", "parameters")),
-            ]
+            why = "greedy answers differ already"
+            unknown = [first, judged("sampled", why=why), judged("parameters", why=why)]
         else:
             unknown = [first, sampled(got, theirs, why), parameters(got, theirs, why)]
     return [answers(got, theirs), prompts(got, theirs), *unknown[:2], transport(got, theirs), unknown[2],
@@ -168,7 +166,8 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
     asked = [one for one in got if is_greedy(one)]
     scored = {(one.key, one.token_ids): one for one in asked if one.scores}
     own = {(one.key, one.token_ids): regret(one) for one in plain if is_greedy(one) and one.scores}
-    limit = EXACT if exact else min(CERTAIN[1], max(CERTAIN[0], 2 * max(own.values(), default=0.0)))
+    rounding = max(own.values(), default=0.0)
+    limit = EXACT if exact else min(CERTAIN[1], max(CERTAIN[0], 2 * rounding))
     regrets = {key: regret(one) for key, one in scored.items()}
     wrong = [key for key, value in regrets.items() if value > limit]
     open_ = [key for key, value in regrets.items() if NEAR < value <= limit]
@@ -178,9 +177,7 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
     faults = tuple(_differs(scored[key]) for key in wrong)
     seen = sum(bool(one.scores) for one in asked)
     if asked and seen and not why:
-        why = (
-            f"at most {max(regrets.values()):.3f} nats behind, without speculation {max(own.values(), default=0.0):.3f}"
-        )
+        why = f"at most {max(regrets.values()):.3f} nats behind, without speculation {rounding:.3f}"
     return judged("greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
 
 
@@ -423,11 +420,8 @@ def _shows(one: Exchange, base: Exchange) -> bool:
 def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
     """Tokens per step at or above the floor, never the same in each step, and no fewer where the same text comes from a
     warm cache, in a crowd or after it."""
-    asked = [
-        one
-        for one in got
-        if one.answered and one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")
-    ]
+    streams = [one for one in got if one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")]
+    asked = [one for one in streams if one.answered]
     stepped = [one for one in asked if one.steps and _size(one) > 1]
     tokens, steps = _tokens_and_steps(stepped)
     if steps < MIN_STEPS:
@@ -435,18 +429,15 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
         why += f" (for {floor:g} tokens per step)" if floor else ""
         return judged("acceptance", of=len(asked), why=why)
     length = tokens / steps
-    faults = [f"{length:.2f} tokens per step, {floor:g} wanted"] if floor and length < floor else []
+    why = f"{length:.2f} tokens per step"
+    faults = [f"{why}, {floor:g} wanted"] if floor and length < floor else []
     if not speculates(stepped) and not faults:
-        return judged("acceptance", of=len(asked), why=f"{length:.2f} tokens per step: no draft was accepted")
+        return judged("acceptance", of=len(asked), why=f"{why}: no draft was accepted")
     sizes = Counter(b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False))
     faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
-    compared = [fall for run in ("warm", "crowd", "later") for fall in _acceptance_fell(got, run)] + _collapsed(
-        got, length
-    )
-    faults += [fault for fault in compared if fault]
-    return judged(
-        "acceptance", seen=len(stepped), of=len(asked), faults=tuple(faults), why=f"{length:.2f} tokens per step"
-    )
+    faults += [fall for run in ("warm", "crowd", "later") for fall in _acceptance_fell(got, run)]
+    faults += _collapsed(got, length)
+    return judged("acceptance", seen=len(stepped), of=len(asked), faults=faults, why=why)
 
 
 def speculates(exchanges: Sequence[Exchange]) -> bool:

@@ -25,13 +25,7 @@ from trtspec.bench.results import (
     inter_token,
     speed_ratio,
 )
-from trtspec.bench.statistics import (
-    add_histograms,
-    by_category,
-    length_ratio,
-    per_question,
-    summarize,
-)
+from trtspec.bench.statistics import add_histograms, by_category, length_ratio, per_question, summarize
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import OutputQuality, judge_run

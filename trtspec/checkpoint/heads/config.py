@@ -13,7 +13,7 @@ LEFT_OUT = {"quantization_config", "auto_map", "_name_or_path", "name_or_path"} 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # sizes of MLA alone
 LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
          "mlp_bias": False}  # fmt: skip
 SPECULATORS_VERSION = "0.9.0"  # whose config classes the written files are tested with

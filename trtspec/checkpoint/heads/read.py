@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo, same_bytes
-from trtspec.checkpoint.heads.config import flat_config
+from trtspec.checkpoint.heads.config import LATENT, flat_config
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.shapes import (
     attention_of,
@@ -105,8 +105,7 @@ def head_spec_from_config(
         **_flags(config, dialect),
     )
     if mla:
-        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        sizes: dict[str, Any] = {rank: values.whole(rank, 0) for rank in ranks}
+        sizes: dict[str, Any] = {name: values.whole(name, 0) for name in LATENT}
         sizes["head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
         spec = replace(spec, **sizes, num_key_value_heads=heads)  # latent attention shares one; engines read no number
     return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")

@@ -319,30 +319,24 @@ def write_tensors(
     Every float that passes is looked at: raises CheckFailed for NaN and infinity.
     """
     layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
-    shard = ShardFile(path, layout, {"format": "pt"})
-    total, done, record = shard.size, 0, dict[str, dict[str, Any]]()
-    try:
-        with readers(*entries.values()) as opened:
-            for name, entry in entries.items():
-                digest, bad = hashlib.sha256(), 0
+    done, record = 0, dict[str, dict[str, Any]]()
+    with ShardFile(path, layout, {"format": "pt"}) as shard, readers(*entries.values()) as opened:
+        for name, entry in entries.items():
+            digest, bad = hashlib.sha256(), 0
 
-                def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
-                    nonlocal bad, done
-                    for piece in pieces(entry, opened):
-                        digest.update(piece)
-                        bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
-                        done += len(piece)
-                        yield piece
-                        if progress is not None:
-                            progress(done, total)
+            def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
+                nonlocal bad, done
+                for piece in pieces(entry, opened):
+                    digest.update(piece)
+                    bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
+                    done += len(piece)
+                    yield piece
+                    if progress is not None:
+                        progress(done, shard.size)
 
-                shard.write_chunks(name, passing())
-                if bad:
-                    problem = not_finite(name, bad, math.prod(entry.shape))
-                    raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
-                record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
-        shard.finish()
-    except BaseException:
-        shard.abandon()
-        raise
+            shard.write_chunks(name, passing())
+            if bad:
+                problem = not_finite(name, bad, math.prod(entry.shape))
+                raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
+            record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
     return record

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -214,7 +214,12 @@ def build(
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": _eagle_architecture(spec, target),
     }
-    with _own_layers(), _silence():
+    # ModelOpt takes its decoder class from these two names; the stock MLA one downloads code from the hub
+    with (
+        patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
+        patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),
+        _silence(),
+    ):
         model = mtsp.convert(stub, [("eagle", options)])
     _finish_head(model.eagle_module, spec, lm_head, target_ids)
     model.target_rows = (lm_head if target_ids is None else lm_head[target_ids]).detach()
@@ -255,21 +260,9 @@ def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _own_layers() -> Iterator[None]:
-    """ModelOpt takes its decoder class from these two names; the stock MLA one downloads code from the hub."""
-    with (
-        patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
-        patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _silence() -> contextlib.redirect_stdout[io.StringIO]:
     """ModelOpt prints what it finds; stdout belongs to the command's data."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None) -> None:

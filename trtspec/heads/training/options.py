@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from trtspec.checkpoint.heads.config import LATENT
 from trtspec.checkpoint.heads.dialects import DEFAULT
 from trtspec.client.addresses import server_url
 from trtspec.errors import UsageError
@@ -29,7 +30,6 @@ Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
 EVALUATIONS = 10  # held-out points of the learning curve
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # sizes of MLA alone
 PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 
 

@@ -292,7 +292,6 @@ class StreamedFeatures(Features):
         batches = [padded([self.samples[index] for index in group]) for group in groups]
         names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
         kept: Layout = {f"{i}.{name}": ("BF16", (lengths[i], self.hidden_size)) for i in indices for name in names}
-        file = ShardFile(path, kept)
 
         def keep(name: str, number: int, output: Tensor) -> None:
             for row, index in enumerate(groups[number]):
@@ -305,17 +304,16 @@ class StreamedFeatures(Features):
         budget = machine.free_memory() / 2 / self.world.local_size
         where = self.directory / f"states-{self.world.rank}"
         try:
-            with States(batches, self.hidden_size, self.stream.dtype, budget=budget, directory=where) as states:
+            with (
+                ShardFile(path, kept) as file,
+                States(batches, self.hidden_size, self.stream.dtype, budget=budget, directory=where) as states,
+            ):
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
                 norm = self.stream.ends("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
                         keep("hidden", number, norm(states.get(number).to(self.stream.device)))
-            file.finish()
-        except BaseException:
-            file.abandon()
-            raise
         finally:
             shutil.rmtree(where, ignore_errors=True)
 

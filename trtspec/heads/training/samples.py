@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import compress, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,20 @@ def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
     """The `size` token ids that the target wrote most often (prompts break ties, then low ids), ascending."""
-    written, seen = [0] * vocab_size, [0] * vocab_size
-    for sample in samples:
-        for token, mine in zip(sample.tokens, sample.answer, strict=True):
-            seen[token] += 1
-            written[token] += mine
+    written, seen = _written(samples), Counter(token for sample in samples for token in sample.tokens)
     ranked = sorted(range(vocab_size), key=lambda token: (-written[token], -seen[token], token))
     return sorted(ranked[:size])
 
 
 def coverage(samples: list[Sample], ids: list[int]) -> float:
     """Share of the target's written tokens that the draft vocabulary holds."""
-    kept = set(ids)
-    total = inside = 0
-    for sample in samples:
-        for token, mine in zip(sample.tokens, sample.answer, strict=True):
-            total += mine
-            inside += mine and token in kept
-    return inside / max(total, 1)
+    written = _written(samples)
+    return sum(written[token] for token in set(ids)) / max(written.total(), 1)
+
+
+def _written(samples: list[Sample]) -> Counter[int]:
+    """How often the target wrote each token."""
+    return Counter(token for sample in samples for token in compress(sample.tokens, sample.answer))
 
 
 def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:

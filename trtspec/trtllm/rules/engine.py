@@ -24,9 +24,8 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Find
         severity: Severity = "info" if document.get(key) == option else "error"
         who = "file" if deployment.schema.behaviour("precedence")["winner"] == "yaml" else "option"
         message = f"{key} is in the file and on the command line"
-        message += (
-            f"; in {deployment.version} the {who} wins, in other versions the other" if severity == "error" else ""
-        )
+        if severity == "error":
+            message += f"; in {deployment.version} the {who} wins, in other versions the other"
         yield Finding("TS-LINT-SET-TWICE", severity, key, message, fix=partial(delete_key, path=key))
 
 

@@ -193,8 +193,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
             continue
         unknown.add(path)
         named += 1
-        finding = _unknown(schema, entry, children(entry.parent)) if named <= MOST_NAMED else None
-        if finding is not None:
+        if named <= MOST_NAMED and (finding := _unknown(schema, entry, children(entry.parent))) is not None:
             yield finding
     if named > MOST_NAMED:
         message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"

@@ -22,7 +22,7 @@ from trtspec.trtllm.deployment import Deployment, installed_version, parse_passe
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.rules.model import right_parser
-from trtspec.trtllm.schema import Schema, releases, schema_for
+from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
 CONFIG_NAME = "extra-llm-api-config.yml"
 
@@ -174,7 +174,8 @@ def check_hardware(
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     """A warning only: NVIDIA's images bring libraries that run on some older drivers of data-centre GPUs."""
-    oldest = next(entry for entry in reversed(releases()["drivers"]) if version >= Version(entry["from"]))
+    drivers = read_beside("releases.yaml")["drivers"]
+    oldest = next(entry for entry in reversed(drivers) if version >= Version(entry["from"]))
     needed, source = oldest["driver"], oldest["source"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:

@@ -15,12 +15,7 @@ from trtspec.checkpoint.hub import Head, Target, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.launch.options import ServeOptions
-from trtspec.launch.preflight import (
-    ServerPlan,
-    as_in_dry_run,
-    check_start,
-    read_gpus,
-)
+from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
 from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
