@@ -3,8 +3,9 @@
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from annotated_types import Predicate
 from pydantic import Field as Limits
+from pydantic import TypeAdapter, ValidationError
 
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import as_the_engine_sees_it
@@ -16,18 +17,8 @@ SAMPLES: list[Any] = [
     "auto", "AUTO", float("nan"), float("inf"), 10**400, [], [1], ["1"], [0.5], [[1]], {}, {"a": "b"}, {1: 2},
     {"1": "2"}, {"x": 1}, [0.5, 0.5], [0.2, 0.8], [0.0, 1.0], [0.8, 0.2], ["0.1", 0.9],
 ]  # fmt: skip
-
-
-def increasing(items: list[float]) -> list[float]:
-    assert sorted(set(items)) == items
-    return items
-
-
-def shares(items: list[float]) -> list[float]:
-    assert sum(items) == pytest.approx(1) and all(item > 0 for item in items)
-    return items
-
-
+INCREASING = Annotated[list[float], Predicate(lambda items: sorted(set(items)) == items)]
+SHARES = Annotated[list[float], Predicate(lambda items: min(items) > 0 and sum(items) == 1)]
 # (the field, the annotation that the engine's class would have)
 FIELDS: list[tuple[Field, Any]] = [
     (Field("a", "int", min=1, max=5), Annotated[int, Limits(ge=1, le=5)]),
@@ -42,8 +33,8 @@ FIELDS: list[tuple[Field, Any]] = [
     (Field("a", "list[int]|null", min=1), list[Annotated[int, Limits(ge=1)]] | None),
     (Field("a", "list[int]", not_empty=True), Annotated[list[int], Limits(min_length=1)]),
     (Field("a", "list[float]"), list[float]),
-    (Field("a", "list[float]|null", items="increasing"), Annotated[list[float], AfterValidator(increasing)] | None),
-    (Field("a", "list[float]", not_empty=True, items="shares"), Annotated[list[float], AfterValidator(shares)]),
+    (Field("a", "list[float]|null", items="increasing"), INCREASING | None),
+    (Field("a", "list[float]", not_empty=True, items="shares"), Annotated[SHARES, Limits(min_length=1)]),
     (Field("a", "list[list[int]]|str|null"), list[list[int]] | str | None),
     (Field("a", "dict[int,int]|null"), dict[int, int] | None),
     (Field("a", "dict[int,int]", not_empty=True), Annotated[dict[int, int], Limits(min_length=1)]),
