@@ -8,7 +8,8 @@ from trtspec.data_files import kimi_nano_dir
 from trtspec.models.precision import has_native_bf16
 
 NANO = str(kimi_nano_dir())
-UNUSUAL_DTYPE = "float32" if has_native_bf16() else "bfloat16"  # not the one that `auto` takes on this machine
+# not what `auto` takes on this machine
+UNUSUAL_DTYPE, PRECISION = ("float32", "fp32") if has_native_bf16() else ("bfloat16", "bf16")
 
 
 def journal(name: str) -> Any:
@@ -60,7 +61,7 @@ TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
     "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
     "--epochs 2 --steps 5 --lr 0.001 --seq-len 16 --batch-size 2 --ttt-decay 0.8 --accumulation 2 "
-    "--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision fp32 --held-out 0.3 "
+    f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} --held-out 0.3 "
     "--eval-every 3 --keep 4 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
     "--device cuda --acceptance-prompts 3"
 )

@@ -119,7 +119,7 @@ def test_lossless_with_chunks_cancels_and_eviction(kind: Kind, target: KimiModel
     assert 0 < len(cancelled) < len(expected) / 2
     assert engine.prefix.stats.cached_tokens == cached > 100
     assert engine.prefix.stats.evicted_blocks > 0
-    assert 0 < engine.prefix.stats.hit_rate < 1
+    assert engine.prefix.stats.cached_tokens < engine.prefix.stats.tokens
 
 
 @pytest.mark.parametrize("kind", [MLA, MHA])
@@ -148,4 +148,4 @@ def test_reported_tokens_and_prompt_logprobs(target: KimiModel) -> None:
     assert engine.generate([again])["again"].cached_tokens == 39
     done = engine.generate([scored])["scored"]
     assert (done.cached_tokens, len(done.prompt_logprobs)) == (0, 39)
-    assert engine.prefix is not None and engine.prefix.stats.hit_rate == pytest.approx(39 / 80)
+    assert engine.prefix is not None and (engine.prefix.stats.cached_tokens, engine.prefix.stats.tokens) == (39, 80)

@@ -105,7 +105,7 @@ def test_everything_at_once_against_serial_decoding(
     with capsys.disabled():
         print(
             f"\n{len(expected)} prompts, concurrency {rows}: {len(different) + len(cut)} different; "
-            f"{len(ended) - len(whole)} aborted; {prefix.stats.hit_rate:.0%} of {prefix.stats.tokens} prompt tokens "
+            f"{len(ended) - len(whole)} aborted; {prefix.stats.cached_tokens} of {prefix.stats.tokens} prompt tokens "
             f"reused, {prefix.stats.evicted_blocks} blocks evicted; accepted drafts per round {totals.histogram}"
         )
     assert (different, cut) == ([], [])
