@@ -1,6 +1,7 @@
 """Proofs: the script is made of commands that exist, what is refused before a launch, what verdict and bundle hold; and
 whole ones of kimi-nano, killed and resumed."""
 
+import itertools
 import json
 import os
 import shlex
@@ -149,15 +150,15 @@ def keys_of(journal: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_proof_killed_at_five_points_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The kills come before the first server is ready, then in each of the four steps."""
+def test_a_proof_killed_at_ten_points_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kills come before the first server is ready, then in each of the four steps, early and later."""
     out, port, seen = tmp_path / "proof", free_port(), ""
     journal, passed = out / "journal.jsonl", ("--", "--max-queue", "77")
-    for entries in (0, 1, 2, 4, 5):
+    for entries, later in itertools.product((0, 1, 2, 4, 5), (0.5, 2.0)):
         process = prove(out, port, *passed)
         while process.poll() is None and (not journal.exists() or len(keys_of(journal)) < entries):
             time.sleep(0.05)
-        time.sleep(2.0)
+        time.sleep(later)
         assert process.poll() is None, process.communicate()
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
@@ -165,8 +166,7 @@ def test_a_proof_killed_at_five_points_is_resumed(tmp_path: Path, capsys: pytest
         _, alive = psutil.wait_procs(family, timeout=90)
         assert not alive, "what it started outlives it"
         assert journal.read_text().startswith(seen), "what was done was done again"
-        seen = journal.read_text()
-        seen = seen[: seen.rfind("\n") + 1]
+        seen = journal.read_text().rpartition("\n")[0]
     done = prove(out, port, "--json", *passed)
     said, errors = done.communicate()
     assert done.returncode in (0, 3), errors
