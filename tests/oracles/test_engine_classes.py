@@ -41,7 +41,7 @@ BEYOND = (
     ("TS-LINT-FORCED-ACCEPTANCE", "", "made-up throughput"),
     ("TS-LINT-(STOPS-AT-START|NO-WEIGHTS)", "", "the model loader raises, or loads nothing"),
     ("TS-LINT-DISAGGREGATED-NO-HEAD", "", "the two sides of a disaggregated server must agree"),
-    ("TS-LINT-TRANSFER-BUFFER", "", "the buffer is too small for the longest prompt"),
+    ("TS-LINT-(TRANSFER-BUFFER|POOL|NO-SIZE)", "", "too small for the longest prompt, or for a server"),
     ("TS-LINT-SET-TWICE", "", "which of two places wins changed between releases"),
     ("TS-LINT-MTP-KIMI", "", "Kimi-K2 has no MTP layers"),
     ("TS-LINT-BACKEND", "", "the attention backend does not run Eagle3 heads"),
@@ -53,7 +53,7 @@ BEYOND = (
     ("TS-LINT-BAD-VALUE", r"sparse_attention_config\.kt_cache_dtype", "looked up when the cache is made"),
     ("TS-LINT-WRONG-TYPE", "telemetry_config$", "anything but a mapping is dropped without a word"),
     ("TS-LINT-WRONG-TYPE", "load_format$", "the class takes the number of an enumeration, which nobody publishes"),
-    ("TS-LINT-NO-DRAFT-MODEL", "", "an empty name is taken, and the engine stops when it looks for the model"),
+    ("TS-LINT-NO-DRAFT-MODEL|TS-NAME-PLACEHOLDER", "", "the engine stops when it looks for the model"),
     ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
     ("TS-LINT-(BAD-VALUE|WRONG-TYPE)", r"telemetry_config\.usage_context", "trtllm-serve overwrites it"),
     (

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trtspec.errors import Severity
 from trtspec.formats import KV_ELEMENT_BYTES
@@ -13,6 +14,12 @@ from trtspec.planning.layout import kernel_refusal
 from trtspec.trtllm.deployment import Deployment, Finding, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
+# of CUDA graphs: the object, its list and the key that must be the largest of the list
+LISTED_SIZES = (
+    ("cuda_graph_config", "batch_sizes", "max_batch_size"),
+    *((graphs, *names) for graphs in ("cuda_graph_config", "encoder_cuda_graph_config")
+      for names in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len"))),
+)  # fmt: skip
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -70,13 +77,15 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    for parent, listed, most in LISTED_SIZES:
+        place, sizes = f"{parent}.{most}", document.get(f"{parent}.{listed}")
+        largest = deployment.size(document, place)
+        if _whole(sizes) and largest and largest != max(sizes):
+            message = f"{most} {largest} and the largest of {listed}, {max(sizes)}, must be equal"
+            yield Finding("TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place))
     key = "cuda_graph_config"
     sizes, largest = document.get(f"{key}.batch_sizes"), deployment.size(document, f"{key}.max_batch_size")
-    whole = isinstance(sizes, list) and bool(sizes) and all(isinstance(size, int) for size in sizes)
-    if whole and largest and largest != max(sizes):
-        message = f"max_batch_size {largest} and the largest of batch_sizes, {max(sizes)}, must be equal"
-        place = f"{key}.max_batch_size"
-        yield Finding("TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place))
+    whole = _whole(sizes)
     batch = deployment.size(document, "max_batch_size")
     off = document.has(key) and document.get(key) is None
     covered = max(sizes) if whole else largest or 128
@@ -86,6 +95,10 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]
         value = [*sizes, batch] if whole else batch
         fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
         yield Finding("TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, fix=fix)
+
+
+def _whole(sizes: Any) -> bool:
+    return isinstance(sizes, list) and bool(sizes) and all(isinstance(size, int) for size in sizes)
 
 
 def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
