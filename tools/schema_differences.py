@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from trtspec.trtllm.rules.keys import ITEMS
 from trtspec.trtllm.schema import Field, Schema, schema_for
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schema-differences.md"
@@ -86,7 +87,8 @@ def limits(schema: Schema, leaves: dict[str, Any]) -> list[str]:
 def limit(field: Field) -> str:
     parts = (("at least", field.min), ("at most", field.max), ("above", field.above), ("below", field.below))
     words = [f"{word} {value}" for word, value in parts if value is not None]
-    return ", ".join([*words, *(["not an empty list"] if field.not_empty else []), *filter(None, [field.items])])
+    words += ["not an empty list"] if field.not_empty else []
+    return ", ".join([*words, *([f"must {ITEMS[field.items][0]}"] if field.items else [])])
 
 
 def options(manifests: Path) -> list[str]:

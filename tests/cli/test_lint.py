@@ -149,6 +149,6 @@ def test_no_file_ends_in_a_traceback_or_takes_long(tmp_path: Path, text: str) ->
     file.write_text(text)
     began = time.process_time()
     done = lint(str(file), *VERSION, "--json")
-    assert time.process_time() - began < 20  # minutes, if the time grew with the square of the keys
+    assert time.process_time() - began < 5
     assert done.status in (0, 2, 3), done.stderr[:200]
     assert "unexpected" not in done.stderr and isinstance(json.loads(done.stdout)["ok"], bool)

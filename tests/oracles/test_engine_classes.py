@@ -46,7 +46,7 @@ BEYOND = (
     ("TS-LINT-MTP-KIMI", "", "Kimi-K2 has no MTP layers"),
     ("TS-LINT-BACKEND", "", "the attention backend does not run Eagle3 heads"),
     ("TS-LINT-COMBINATION", "moe_.*parallel_size", "Mapping asserts it when the ranks start"),
-    ("TS-LINT-COMBINATION", "enable_iter_req_stats|(return_)?perf_metrics", "nothing is collected"),
+    ("TS-LINT-COMBINATION", "enable_iter_req_stats|return_perf_metrics|perf_metrics_max_.*", "nothing is collected"),
     ("TS-LINT-BAD-VALUE", "reasoning_parser|dtype", "looked up when the first answer is parsed, or the model is read"),
     ("TS-LINT-WRONG-TYPE", r"moe_config\.load_balancer$", "MoeLoadBalancer takes a mapping or a path"),
     ("TS-LINT-WRONG-TYPE", r"speculative_config\.num_nextn_predict_layers", "dropped beside max_draft_len"),

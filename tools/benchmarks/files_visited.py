@@ -95,6 +95,8 @@ def serving() -> Iterator[None]:
             with suppress(OSError), urlopen(f"{NAMES['url']}/health"):
                 break
             time.sleep(1)
+        else:
+            sys.exit("the server did not start: run `trtspec serve kimi-nano --backend reference` to see why")
         yield
     finally:
         process.terminate()

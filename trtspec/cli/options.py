@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
 
-
 MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
 PolicyOption = Annotated[

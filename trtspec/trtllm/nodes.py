@@ -7,6 +7,7 @@ built from them. Composing a deep file overflows the C stack; a few aliases of a
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -74,6 +75,7 @@ def load_text(text: str) -> Any:
     return None if root is None else root.value
 
 
+@functools.lru_cache(maxsize=1)  # a file is composed to see what it carries, and as itself
 def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
     """The root of one YAML document, each node with its value as `yaml.safe_load` gives it, and the offsets (start,
     end) in which a `#` begins no comment. None for an empty text. Raises YamlError."""

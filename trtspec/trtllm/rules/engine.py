@@ -17,9 +17,11 @@ from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 # of CUDA graphs: the object, its list and the key that must be the largest of the list
 LISTED_SIZES = (
     ("cuda_graph_config", "batch_sizes", "max_batch_size"),
-    *((graphs, *names) for graphs in ("cuda_graph_config", "encoder_cuda_graph_config")
-      for names in (("num_tokens", "max_num_token"), ("seq_lens", "max_seq_len"))),
-)  # fmt: skip
+    ("cuda_graph_config", "num_tokens", "max_num_token"),
+    ("cuda_graph_config", "seq_lens", "max_seq_len"),
+    ("encoder_cuda_graph_config", "num_tokens", "max_num_token"),
+    ("encoder_cuda_graph_config", "seq_lens", "max_seq_len"),
+)
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -80,12 +82,12 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]
     for parent, listed, most in LISTED_SIZES:
         place, sizes = f"{parent}.{most}", document.get(f"{parent}.{listed}")
         largest = deployment.size(document, place)
-        if _whole(sizes) and largest and largest != max(sizes):
+        if _whole_numbers(sizes) and largest and largest != max(sizes):
             message = f"{most} {largest} and the largest of {listed}, {max(sizes)}, must be equal"
             yield Finding("TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place))
     key = "cuda_graph_config"
     sizes, largest = document.get(f"{key}.batch_sizes"), deployment.size(document, f"{key}.max_batch_size")
-    whole = _whole(sizes)
+    whole = _whole_numbers(sizes)
     batch = deployment.size(document, "max_batch_size")
     off = document.has(key) and document.get(key) is None
     covered = max(sizes) if whole else largest or 128
@@ -97,7 +99,7 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]
         yield Finding("TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, fix=fix)
 
 
-def _whole(sizes: Any) -> bool:
+def _whole_numbers(sizes: Any) -> bool:
     return isinstance(sizes, list) and bool(sizes) and all(isinstance(size, int) for size in sizes)
 
 

@@ -252,7 +252,15 @@ def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, s
 def _example(field: Field) -> str:
     if field.allowed:
         return f"`{field.path.rpartition('.')[2]}: {field.allowed[0]}`"
-    samples: dict[str, Any] = {"int": 8, "float": 0.5, "bool": True, "str": "text", "object": {}, "list[int]": [1, 2]}
+    samples: dict[str, Any] = {
+        "int": 8,
+        "float": 0.5,
+        "bool": True,
+        "str": "text",
+        "object": {},
+        "list[int]": [1, 2],
+        "list[float]": [0.25, 0.75],
+    }
     sample = next((samples[kind] for kind in field.types if kind in samples), None)
     return f"`{field.path.rpartition('.')[2]}: {scalar(sample)}`"
 
