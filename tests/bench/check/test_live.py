@@ -41,8 +41,8 @@ def serve() -> Iterator[Callable[..., str]]:
 
         def start(fault: str, *options: str) -> str:
             port = free_port()
-            words = (fault, "serve", "kimi-nano", "--backend", "reference", "--port", port, *options)
-            return running.enter_context(served(port, sys.executable, FAULTY, *words))[0]
+            words = (fault, "serve", "kimi-nano", "--backend", "reference", "--dtype", "bfloat16", "--port", port)
+            return running.enter_context(served(port, sys.executable, FAULTY, *words, *options))[0]
 
         yield start
 
