@@ -26,7 +26,7 @@ LEVEL = {
     "checkpoint": 3, "client": 3, "records": 3,
     "specs": 1, "report": 1,
     "files": 0, "machine": 0,
-    "formats": -1, "errors": -1,
+    "formats": 0, "errors": -1,
     "data_files": -2,
 }  # fmt: skip
 TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from trtspec.errors import TrtspecError
+
 PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -20,6 +22,8 @@ NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2
 TINIEST_AMAX = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
 FP8_BLOCK_SIZE = (128, 128)  # rows and columns that share one scale, where config.json names no weight_block_size
 INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
+# Modules that read the same input share a scale: the larger amax of the group serves all of it.
+SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 
 
@@ -161,6 +165,23 @@ def stored_format(names: Container[str], module: str) -> WeightFormat:
         if f"{module}.{suffix}" in names:
             return format
     return WeightFormat.BF16
+
+
+def parts_of(names: Container[str], name: str) -> list[str]:
+    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
+    stem = name.removesuffix(".weight")
+    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
+    for part in parts:
+        if part not in names:
+            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
+    return parts
+
+
+def shared_partners(module: str) -> list[str]:
+    """The other modules that read the same input as `module`, whose scales are the same therefore."""
+    stem, _, leaf = module.rpartition(".")
+    group = next((group for group in SHARED_INPUT if leaf in group), ())
+    return [f"{stem}.{other}" for other in group if other != leaf]
 
 
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:

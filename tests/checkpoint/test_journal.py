@@ -168,7 +168,7 @@ def test_a_shard_has_no_name_until_it_is_whole(tmp_path):
     tensors = {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64)}
     shard = ShardFile(tmp_path / "model.safetensors", layout_of(tensors))
     shard.write("a", tensors["a"])
-    with pytest.raises(ValueError, match="1 tensors were not written, first b"):
+    with pytest.raises(ValueError, match="1 tensors were not written whole, first b"):
         shard.finish()
     with pytest.raises(ValueError, match="the layout says I64"):
         shard.write("b", tensors["a"])

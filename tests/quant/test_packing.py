@@ -16,9 +16,9 @@ from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.quant import native, nvfp4
+from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
-from trtspec.quant.native import NativePacker, choose_packer
-from trtspec.quant.packing import Packer, Rows, Scaling, prepared
+from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, prepared
 
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
 
@@ -42,17 +42,17 @@ def narrow_mse(tmp_path_factory) -> NativePacker:
     """As a processor with AVX2 and without AVX-512 gets it."""
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")
-    return NativePacker(kernel_for(["-mavx2"], tmp_path_factory.mktemp("kernel")), "mse")
+    return NativePacker(kernel_for(["-mavx2"], tmp_path_factory.mktemp("kernel")), "mse", lambda: TorchPacker("mse"))
 
 
 @pytest.fixture(scope="module")
 def portable(kernel) -> NativePacker:
-    return NativePacker(kernel)
+    return NativePacker(kernel, "max", TorchPacker)
 
 
 @pytest.fixture(scope="module")
 def portable_mse(kernel) -> NativePacker:
-    return NativePacker(kernel, "mse")
+    return NativePacker(kernel, "mse", lambda: TorchPacker("mse"))
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import pytest
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.errors import UsageError
+from trtspec.formats import shared_partners
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy
 from trtspec.quant.run import quantize_checkpoint

@@ -16,7 +16,7 @@ from tests.quant.test_loaders import modules_of, ours
 from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from tools.benchmarks.full_size_layer import make_layer
-from trtspec.checkpoint.target_tensors import shared_partners
+from trtspec.formats import shared_partners
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint

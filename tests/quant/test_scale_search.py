@@ -11,9 +11,9 @@ from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
 from tests.quant.modelopt_oracle import static_block_quantize
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
+from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, rows_of
-from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import Scaling
+from trtspec.quant.native import Scaling
 
 
 def modelopts_codes(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:

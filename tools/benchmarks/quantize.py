@@ -31,9 +31,9 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from tests.tiny_formats import pack_int4
 from tools.benchmarks import full_size_layer
 from trtspec.formats import WeightFormat
+from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, rows_of
-from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import Packer, Rows, Scaling
+from trtspec.quant.native import Packer, Rows, Scaling
 
 Contest = dict[str, Callable[[], object]]
 

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -270,6 +270,7 @@ def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Tens
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-UNLISTED")
 
 
+@dataclass
 class ShardReader:
     """Shard files are opened once and kept.
 
@@ -277,9 +278,8 @@ class ShardReader:
     file that shrank meanwhile is an error message, not a bus error.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._files: dict[str, int] = {}
+    directory: Path
+    _files: dict[str, int] = field(default_factory=dict, init=False)
 
     def read_bytes(self, info: TensorInfo, begin: int, target: memoryview) -> None:
         """Fills `target` with the tensor's bytes from `begin` on, counted from the file's start as `info.begin` is."""
@@ -298,10 +298,9 @@ class ShardReader:
 
     def pieces(self, info: TensorInfo, size: int) -> Iterator[memoryview]:
         """The tensor's bytes in order, `size` at a time, through one reused buffer."""
-        begin, end = info.begin, info.end
-        buffer = memoryview(bytearray(min(size, max(end - begin, 1))))
-        for first in range(begin, end, size):
-            part = buffer[: min(size, end - first)]
+        buffer = memoryview(bytearray(min(size, info.nbytes)))
+        for first in range(info.begin, info.end, size):
+            part = buffer[: info.end - first]
             self.read_bytes(info, first, part)
             yield part
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_config import quantization_blocks
 from trtspec.data_files import documented
-from trtspec.errors import Problem, Severity, TrtspecError
-from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
+from trtspec.errors import Problem, Severity
+from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat
 from trtspec.specs import HeadSpec, ModelSpec
 
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
@@ -141,16 +141,7 @@ def _missing_in_tower(config: dict[str, object], names: Iterable[str]) -> list[s
 
 
 LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
-# Modules that read the same input share a scale: the larger amax of the group serves all of it.
-SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
-
-
-def shared_partners(module: str) -> list[str]:
-    """The other modules that read the same input as `module`, whose scales are the same therefore."""
-    stem, _, leaf = module.rpartition(".")
-    group = next((group for group in SHARED_INPUT if leaf in group), ())
-    return [f"{stem}.{other}" for other in group if other != leaf]
 
 
 def logical_parameters(info: TensorInfo) -> int:
@@ -237,13 +228,3 @@ def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
     block = next(iter(quantization_blocks(checkpoint)), ("", {}))[1]
     lists = [entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)]
     return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))
-
-
-def parts_of(names: Container[str], name: str) -> list[str]:
-    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
-    stem = name.removesuffix(".weight")
-    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
-    for part in parts:
-        if part not in names:
-            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
-    return parts

@@ -21,9 +21,9 @@ from trtspec import files
 from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
-from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, finding, grouped, shared_partners
+from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, finding, grouped
 from trtspec.errors import Problem, Severity
-from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat
+from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat, shared_partners
 from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")

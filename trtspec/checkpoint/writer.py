@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,9 +48,8 @@ class ShardFile:
     def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
         # the process id keeps a killed run's straggler out of the file that its successor is writing
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._layout = layout
-        self._missing = {name: byte_count(code, shape) for name, (code, shape) in layout.items()}
-        header, self._offsets, self.size = _header(layout, metadata)
+        self._layout, self._missing = layout, {name: byte_count(*entry) for name, entry in layout.items()}
+        header, self._ends, self.size = _header(layout, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -71,30 +70,25 @@ class ShardFile:
         code, shape = self._layout[name]
         if CODES.get(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._write(data.numpy().data, self._offsets[name])
-        self._missing.pop(name, None)
+        self.append(name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def write_chunks(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Writes a tensor from its bytes in order; their number must be the layout's."""
-        code, shape = self._layout[name]
-        begin = offset = self._offsets[name]
-        for chunk in chunks:
-            self._write(chunk, offset)
-            offset += len(chunk)
-        if offset - begin != byte_count(code, shape):
-            raise ValueError(f"{name} came as {offset - begin} bytes, the layout says {code} {list(shape)}")
-        self._missing.pop(name, None)
+    def append(self, name: str, chunk: memoryview) -> None:
+        """Writes the next bytes of a tensor."""
+        if len(chunk) > self._missing[name]:
+            code, shape = self._layout[name]
+            raise ValueError(f"{name} has more bytes than the layout says: {code} {list(shape)}")
+        self._write(chunk, self._ends[name] - self._missing[name])
+        self._missing[name] -= len(chunk)
 
     def close(self) -> None:
-        """Ends writing; the name stays temporary until `publish`. Raises ValueError when a tensor is missing."""
-        if self._missing:
-            raise ValueError(f"{len(self._missing)} tensors were not written, first {sorted(self._missing)[0]}")
+        """Ends writing; the name stays temporary until `publish`. Raises ValueError when bytes are missing."""
+        if missing := sorted(name for name, count in self._missing.items() if count):
+            raise ValueError(f"{len(missing)} tensors were not written whole, first {missing[0]}")
         os.close(self._file)
         self._file = -1
 
     def finish(self) -> None:
-        """Makes the shard durable and gives it its name. Raises ValueError when a tensor was never written."""
+        """Makes the shard durable and gives it its name. Raises ValueError when bytes are missing."""
         self.close()
         publish(self.temporary, self.path)
 
@@ -142,18 +136,18 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:
-    """The file's head, absolute offsets by name, and the file's size."""
+    """The file's head, where in the file each tensor ends, and the file's size."""
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    relative, offset = {}, 0
+    ends, offset = {}, 0
     for name in sorted(layout, key=lambda key: -DTYPE_BITS[layout[key][0]]):
         code, shape = layout[name]
         end = offset + byte_count(code, shape)
         entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        relative[name], offset = offset, end
+        ends[name] = offset = end
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {name: start + at for name, at in relative.items()}, start + offset
+    return struct.pack("<Q", len(text)) + text, {name: start + end for name, end in ends.items()}, start + offset
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:

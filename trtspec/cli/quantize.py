@@ -75,7 +75,7 @@ def quantize(options: QuantizeOptions) -> Result:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
         raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
     with progress_bar("quantizing") as bar:
-        result = quantize_checkpoint(source, options.output, policy, settings, options, bar.show)
+        result = quantize_checkpoint(source, options.output, policy, settings, options, bar)
     if isinstance(result, QuantizePlan):
         return Result(to_json(result), tables=[value_table(to_json(result))])
     rows = [

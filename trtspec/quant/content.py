@@ -14,6 +14,7 @@ written twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,27 +46,36 @@ WHAT = {
 BIASES = {"BF16": 7, "F32": 23}  # bits of the mantissa; both have eight bits of exponent
 
 
+@dataclass
 class Content:
     """What one tensor's bytes show; they may come in chunks."""
 
-    def __init__(self, info: TensorInfo) -> None:
-        self._info, self._seen = info, 0
-        suffix = info.name.rpartition(".")[2]
-        self._scale = suffix in SIDE_PARTS and suffix != "weight_shape"
-        self._zero, self._hole, self._range = not suffix.endswith("bias"), False, False
+    info: TensorInfo
+    seen: int = 0
+    zero: bool = True
+    hole: bool = False
+    out_of_range: bool = False
+
+    @property
+    def may_be_nan(self) -> bool:
+        """False where no value is out of range, as NaN and infinity are."""
+        return self.out_of_range or self.info.dtype not in BIASES
 
     def add(self, chunk: np.ndarray[Any, Any]) -> None:
         """`chunk` is uint8, and begins where the last one ended."""
-        self._zero = self._zero and not chunk[:64].any() and not chunk.any()
-        if len(self._info.shape) == 2 and not self._hole:
-            self._hole = _has_hole(chunk, self._seen, self._info.nbytes // self._info.shape[0])
-        if self._info.dtype in BIASES and not self._range:
-            self._range = _out_of_range(chunk, self._info.dtype, self._scale)
-        self._seen += len(chunk)
+        self.zero = self.zero and not chunk[:64].any() and not chunk.any()
+        if len(self.info.shape) == 2 and not self.hole:
+            self.hole = _has_hole(chunk, self.seen, self.info.nbytes // self.info.shape[0])
+        if self.info.dtype in BIASES and not self.out_of_range:
+            scale = self.info.name.rpartition(".")[2] in SIDE_PARTS
+            self.out_of_range = _is_out_of_range(chunk, self.info.dtype, scale)
+        self.seen += len(chunk)
 
     def found(self) -> Found:
-        codes = [ZERO] if self._zero else [HOLE] * self._hole + [RANGE] * self._range
-        return [(code, self._info.name) for code in codes]
+        if self.zero:
+            return [] if self.info.name.endswith("bias") else [(ZERO, self.info.name)]
+        codes = [HOLE] * self.hole + [RANGE] * self.out_of_range
+        return [(code, self.info.name) for code in codes]
 
 
 def _has_hole(data: np.ndarray[Any, Any], begin: int, row: int) -> bool:
@@ -88,7 +98,7 @@ def _has_hole(data: np.ndarray[Any, Any], begin: int, row: int) -> bool:
     return False
 
 
-def _out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> bool:
+def _is_out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> bool:
     shift = BIASES[dtype]
     bits = data.view(f"<u{(shift + 9) // 8}")
     least, most = ((127 + sign * MAGNITUDE) << shift for sign in (-1, 1))

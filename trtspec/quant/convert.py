@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,41 +26,39 @@ from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
-from trtspec.errors import TrtspecError
+from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
-from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, prepared
-from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight, weight_class
-from trtspec.report import file_sha256
+from trtspec.quant.native import BLOCK, Array, Packer, Rows, Scaling, decoded, native_packer, prepared
+from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight
+from trtspec.report import Bar, file_sha256
 
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
 THREAD_BYTES = 1 << 30  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
-Progress = Callable[[int], None]
 Record = dict[str, Any]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
 
 
 def convert_shards(
-    conversion: Conversion, plans: list[ShardPlan], threads: int, hashes: dict[str, str], progress: Progress
+    conversion: Conversion, plans: list[ShardPlan], threads: int, hashes: dict[str, str], bar: Bar
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
 
     `hashes` are the recorded SHA-256 of source files; each is compared once, after the first shard that its file is
-    read for. `progress` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
+    read for. `bar` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
     converted; then no unfinished file is left behind.
     """
     source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
-    converter = Converter(reader, conversion.weight_scales, conversion.options.device)
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
     pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)
     try:
+        converter = Converter(reader, conversion.weight_scales, conversion.options.device)
         for plan in plans:
+            times, results = plan.source_times(source), []
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
-            times, results = plan.source_times(source), []
             for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
                 results.append(result)
-                progress(sum(weight.bytes_in for weight in group.weights))
+                bar.advance(sum(weight.bytes_in for weight in group.weights))
                 while publishing and publishing[0][1].done():
                     yield publishing[0][0], publishing.popleft()[1].result()
             file.close()
@@ -111,34 +109,34 @@ class Converter:
         """Writes what becomes of the group's weights into `file`."""
         done, packer, weight = Converted(), self._own.packer, group.weights[0]
         if weight.action == "copy":
-            file.write_chunks(weight.name, self._chunks(weight, done))
+            self._copy(file, weight, done)
             return done
         if weight.action == "decode":
             values = decoded(self._read(weight, done), packer).values.reshape(-1)
             if (index := count_not_finite(values, "BF16")[1]) is not None:
                 raise _refusal(weight, index)
-            file.write_chunks(weight.name, [values.view(np.uint8).data])
+            file.append(weight.name, values.view(np.uint8).data)
             return done
         rows = [prepared(self._read(weight, done), packer) for weight in group.weights]
         amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
         amax += [_amax(partner, prepared(self._read(partner, done), packer), packer) for partner in group.partners]
         scaling = Scaling.of(max(amax))
         for weight, each in zip(group.weights, rows, strict=True):
-            errors = _pack(file, weight, each, packer, scaling, group.input_scale)
-            done.errors.append((weight_class(weight.module), errors))
+            name, errors = weight_class(weight.name), _pack(file, weight, each, packer, scaling, group.input_scale)
+            done.errors.append((name, errors))
             if errors["error"] > ERROR**2 * errors["norm"]:
                 done.found.append((ROUNDING, weight.module))
         return done
 
-    def _chunks(self, weight: Weight, done: Converted) -> Iterator[memoryview]:
-        """The bytes of a copied tensor, looked at for NaN while they are in memory; embeddings are large."""
+    def _copy(self, file: ShardFile, weight: Weight, done: Converted) -> None:
+        """A tensor as it is, looked at a chunk at a time; embeddings are large."""
         info, before, content = weight.parts[0], 0, Content(weight.parts[0])
         for chunk in self.reader.pieces(info, COPY_BYTES):
             done.read.update(chunk)
-            if (index := count_not_finite(chunk, info.dtype)[1]) is not None:
-                raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
             content.add(np.frombuffer(chunk, np.uint8))
-            yield chunk
+            if content.may_be_nan and (index := count_not_finite(chunk, info.dtype)[1]) is not None:
+                raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
+            file.append(weight.name, chunk)
             before += len(chunk)
         done.found += content.found()
 
@@ -166,6 +164,24 @@ class Converter:
         return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype, weight.block)
 
 
+def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
+    """C where it is compiled and proves itself, else torch; a GPU where `device` names one.
+
+    Raises MissingDependency when the device is not there.
+    """
+
+    def in_torch() -> Packer:
+        import torch  # only now: it takes seconds
+
+        from trtspec.quant.decode import TorchPacker
+
+        if device != "cpu" and not torch.cuda.is_available():
+            raise MissingDependency(f"`device` {device}: torch sees no CUDA device", "use `device` cpu")
+        return TorchPacker(weight_scales, device)
+
+    return (native_packer(weight_scales, in_torch) if device == "cpu" else None) or in_torch()
+
+
 class _OwnPacker(threading.local):
     """A packer for each thread: a call uses its tables."""
 
@@ -180,6 +196,17 @@ def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     return amax
 
 
+def weight_class(name: str) -> str:
+    """The kind of linear, for figures by class: `routed experts down_proj`, `shared experts up_proj`, `dense ...`."""
+    module = name.removesuffix(".weight")
+    leaf = module.rpartition(".")[2]
+    if ".mlp.experts." in module:
+        return f"routed experts {leaf}"
+    if ".mlp.shared_experts." in module:
+        return f"shared experts {leaf}"
+    return f"dense MLP {leaf}" if ".mlp." in module else f"attention {leaf}" if ".self_attn." in module else leaf
+
+
 def _pack(file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: Scaling, input_scale: float) -> Errors:
     count, columns = rows.shape
     packed, scale = np.empty((count, columns // 2), np.uint8), np.empty((count, columns // BLOCK), np.uint8)
@@ -191,7 +218,7 @@ def _pack(file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: 
         ("weight_scale_2", memoryview(struct.pack("<f", scaling.scale_2))),
         ("input_scale", memoryview(struct.pack("<f", input_scale))),
     ):
-        file.write_chunks(f"{weight.module}.{suffix}", [data])
+        file.append(f"{weight.module}.{suffix}", data)
     return {"tensors": 1, "error": error, "norm": norm, "zero_blocks": zeros}
 
 

@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from trtspec.checkpoint.target_tensors import parts_of
 from trtspec.checkpoint.tensors import CODES, DTYPES, LazyTensors
 from trtspec.errors import TrtspecError
-from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_format
+from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, parts_of, stored_format
 from trtspec.quant import nvfp4
-from trtspec.quant.packing import BLOCK, Array, Rows, Scaling
+from trtspec.quant.native import BLOCK, Array, Rows, Scaling
 from trtspec.specs import ModelSpec
 
 Decoder = Callable[[Sequence[torch.Tensor], tuple[int, int]], torch.Tensor]

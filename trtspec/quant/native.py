@@ -1,7 +1,9 @@
-"""The packer in C, compiled once where a compiler is found and loaded through ctypes.
+"""What a packer sees and gives (rows of a weight as stored, the scale of a group, NVFP4 bytes), and the one in C.
 
-Its calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
-a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from torch, 30 to 1,000 times slower.
+A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
+decoded where it can be translated. The one here is compiled once where a compiler is found and loaded through ctypes;
+its calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
+a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from the one in decode, 30 to 1,000 times slower.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
-from trtspec.formats import TINIEST_AMAX, WeightFormat
-from trtspec.quant.packing import BLOCK, Array, Packer, Rows, Scaling, decoded, float32
+from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX, WeightFormat
+
+Array = np.ndarray[Any, np.dtype[Any]]
+BLOCK = NVFP4_BLOCK
 
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 # contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
@@ -47,6 +54,85 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tables_bytes": (SIZE, ()),
     "searches_bytes": (SIZE, ()),
 }
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a weight as stored: `values` [n, K] plain, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
+    width of `dtype`, the safetensors code.
+
+    `scale` is [n, K/group] for INT4, [ceil(n/height), ceil(K/width)] for FP8 in blocks of `block`.
+    """
+
+    format: WeightFormat
+    dtype: str
+    values: Array
+    scale: Array | None = None
+    scale_dtype: str = ""
+    block: tuple[int, int] = FP8_BLOCK_SIZE
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns * self.format.values_per_element
+
+    def head(self, rows: int) -> Rows:
+        """The first `rows` of prepared ones."""
+        scale = None if self.scale is None else self.scale[:rows]
+        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
+
+
+class Scaling(NamedTuple):
+    """What a group of linears shares: their largest magnitude and `scale_2`, both exact in float32."""
+
+    amax: float
+    scale_2: float
+
+    @staticmethod
+    def of(amax: float) -> Scaling:
+        """As `nvfp4.scale_2_of`."""
+        return Scaling(amax, float32(amax / NVFP4_RANGE) or float32(1.0 / NVFP4_RANGE))
+
+
+def float32(value: float) -> float:
+    """Rounded to float32; for one operation on float32 values in double this is the float32 result."""
+    return ctypes.c_float(value).value
+
+
+class Packer(Protocol):
+    """`weight_scales` is max or mse; `name` is c or torch. `amax`, `pack` and `errors` take prepared rows."""
+
+    name: str
+    weight_scales: str
+
+    def translates(self, rows: Rows) -> bool:
+        """Whether it packs these quantized rows as they are stored."""
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        """Fills uint16 `result` [n, K] with BF16 values."""
+
+    def amax(self, rows: Rows) -> float:
+        """max|w|; NaN or infinity where the weight is not finite."""
+
+    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
+
+    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
+        """Squared error of the packed rows and squared norm of the source's."""
+
+
+def decoded(rows: Rows, packer: Packer) -> Rows:
+    """The rows as BF16."""
+    if rows.scale is None and rows.dtype == "BF16":
+        return rows
+    values: Array = np.empty(rows.shape, np.uint16)
+    packer.decode(rows, values)
+    return Rows(WeightFormat.BF16, "BF16", values)
+
+
+def prepared(rows: Rows, packer: Packer) -> Rows:
+    """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
+    return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
 
 
 @functools.cache
@@ -113,24 +199,22 @@ def _cache_directory() -> Path:
 
 
 class NativePacker:
-    """What C does not know (FP16 and FP32 weights, odd groups) goes to torch, which is imported only then.
+    """What C does not know (FP16 and FP32 weights, odd groups) is left to `other`, which is made only then.
 
     One thread at a time: the tables are the scratch space of a call.
     """
 
     name = "c"
 
-    def __init__(self, kernel: ctypes.CDLL, weight_scales: str = "max") -> None:
-        self.kernel, self.weight_scales = kernel, weight_scales
+    def __init__(self, kernel: ctypes.CDLL, weight_scales: str, other: Callable[[], Packer]) -> None:
+        self.kernel, self.weight_scales, self._make_other = kernel, weight_scales, other
         # zero pages of an anonymous map: resident only where classes occur
         size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
         self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
 
     @functools.cached_property
-    def _torch(self) -> Packer:
-        from trtspec.quant.decode import TorchPacker
-
-        return TorchPacker(self.weight_scales)
+    def _other(self) -> Packer:
+        return self._make_other()
 
     def translates(self, rows: Rows) -> bool:
         return rows.format.is_grouped_integer and rows.scale_dtype == "BF16" and _pairs(rows) > 0
@@ -145,7 +229,7 @@ class NativePacker:
                 source = (_at(rows.values[start]), _at(rows.scale[band]), part, columns, width)
                 self.kernel.fp8_decode(*source, _at(result[start]))
         else:
-            self._torch.decode(rows, result)
+            self._other.decode(rows, result)
 
     def amax(self, rows: Rows) -> float:
         if rows.scale is not None:
@@ -153,14 +237,14 @@ class NativePacker:
         elif rows.dtype == "BF16":
             bits = self.kernel.bf16_amax(_at(rows.values), rows.values.size)
         else:
-            return self._torch.amax(rows)
+            return self._other.amax(rows)
         return float(np.uint32(bits << 16).view(np.float32))
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         searches, targets = self.weight_scales == "mse", (_at(packed), _at(scale))
         scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
         if (rows.scale is None and rows.dtype != "BF16") or (searches and 0 < scaling.amax < TINIEST_AMAX):
-            return self._torch.pack(rows, scaling, packed, scale)
+            return self._other.pack(rows, scaling, packed, scale)
         if rows.scale is not None:
             function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
             return int(function(*_grouped(rows), *scales, _at(self._tables), *targets))
@@ -169,7 +253,7 @@ class NativePacker:
 
     def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
         if rows.scale is None and rows.dtype != "BF16":
-            return self._torch.errors(rows, scaling, packed, scale)
+            return self._other.errors(rows, scaling, packed, scale)
         weight, sums = decoded(rows, self).values, (ctypes.c_double * 2)()
         arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
         self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))
@@ -202,28 +286,18 @@ def _search_unit(amax: float) -> float:
     return float32(1.0 / float32(reciprocal * 448.0))
 
 
-def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
-    """C where it is compiled and proves itself, else torch; a GPU where `device` names one.
-
-    Raises MissingDependency when the device is not there.
-    """
+def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePacker | None:
+    """The packer in C, once it has proved itself; None where C cannot be used."""
+    kernel = load_kernel()
     # the kernel's arithmetic does not survive torch.set_flush_denormal(True), which is of a thread
-    flushed = sys.float_info.min / 2 == 0.0
-    kernel = load_kernel() if device == "cpu" and not flushed else None
-    if kernel is not None:
-        packer = NativePacker(kernel, weight_scales)
-        # a compiler that rounds differently must not decide anybody's weights
-        if proof_of(packer) != PROOFS[weight_scales]:
-            text = "the C kernel computes other bytes than torch on this machine"
-            raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
-        return packer
-    import torch
-
-    from trtspec.quant.decode import TorchPacker
-
-    if device != "cpu" and not torch.cuda.is_available():
-        raise MissingDependency(f"`device` {device}: torch sees no CUDA device", "use `device` cpu")
-    return TorchPacker(weight_scales, device)
+    if kernel is None or sys.float_info.min / 2 == 0.0:
+        return None
+    packer = NativePacker(kernel, weight_scales, other)
+    # a compiler that rounds differently must not decide anybody's weights
+    if proof_of(packer) != PROOFS[weight_scales]:
+        text = "the C kernel computes other bytes than torch on this machine"
+        raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
+    return packer
 
 
 def proof_of(packer: Packer) -> str:

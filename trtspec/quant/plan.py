@@ -10,11 +10,20 @@ from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.target_problems import read_target, refusal
-from trtspec.checkpoint.target_tensors import parts_of, shared_partners
 from trtspec.checkpoint.values import target_value_problems
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
-from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat, stored_format
+from trtspec.formats import (
+    FP8_BLOCK_SIZE,
+    NVFP4_BLOCK,
+    PACKED,
+    PLAIN_DTYPES,
+    SIDE_PARTS,
+    WeightFormat,
+    parts_of,
+    shared_partners,
+    stored_format,
+)
 from trtspec.quant.policy import INPUT_SCALES, KV_CACHES, WEIGHT_SCALES, InputScales, Policy
 from trtspec.specs import ModelSpec
 
@@ -236,16 +245,16 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
 
 
 def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: Block) -> Weight:
-    chosen = name.endswith(".weight") and policy.quantizes(name)
     format = stored_format(stored, name.removesuffix(".weight"))
-    if format.is_plain and not chosen:
-        return Weight(name, "copy", (stored[name],), stored[name].shape)
     parts = tuple(stored[part] for part in parts_of(stored, name))
     shape = parts[0].shape
     if len(shape) == 2:
         shape = (shape[0], shape[1] * format.values_per_element)
     if not format.is_plain:
         _check_parts(parts, format, shape, block)
+    chosen = name.endswith(".weight") and policy.quantizes(name)
+    if format.is_plain and not chosen:
+        return Weight(name, "copy", parts, shape)
     if chosen:
         _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
     return Weight(name, "quantize" if chosen else "decode", parts, shape, format, block)
@@ -270,14 +279,3 @@ def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
     if dtype not in PLAIN_DTYPES:
         text = f"{name} has dtype {dtype} and no scales beside it, so its values are unknown"
         raise TrtspecError(text, "download the checkpoint again, or use a policy that leaves it out")
-
-
-def weight_class(name: str) -> str:
-    """The kind of linear, for figures by class: `routed experts down_proj`, `shared experts up_proj`, `dense ...`."""
-    module = name.removesuffix(".weight")
-    leaf = module.rpartition(".")[2]
-    if ".mlp.experts." in module:
-        return f"routed experts {leaf}"
-    if ".mlp.shared_experts." in module:
-        return f"shared experts {leaf}"
-    return f"dense MLP {leaf}" if ".mlp." in module else f"attention {leaf}" if ".self_attn." in module else leaf

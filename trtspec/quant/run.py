@@ -7,7 +7,6 @@ import copy
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +21,11 @@ from trtspec.data_files import DATA
 from trtspec.errors import Problem, UsageError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
-from trtspec.quant.convert import ERROR_ROWS, Record, convert_shards, summed, thread_count
-from trtspec.quant.native import choose_packer
-from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare, weight_class
+from trtspec.quant.convert import ERROR_ROWS, Record, choose_packer, convert_shards, summed, thread_count, weight_class
+from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare
 from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy, source_name
-from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, write_atomic, write_json
+from trtspec.report import Bar, OutputOptions, file_sha256, peak_rss, provenance, write_atomic, write_json
 
-Progress = Callable[[int, int], None]
 # The layout is ModelOpt's, version for version; loaders look for this name. provenance.json says who wrote the file.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
@@ -39,13 +36,13 @@ def quantize_checkpoint(
     policy: Policy,
     options: ConversionOptions | None = None,
     again: OutputOptions | None = None,
-    progress: Progress = lambda done, total: None,
+    bar: Bar = Bar(),
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
 
     Run again after a kill it continues: shards are kept whose checksum is in the journal, and whose sources have the
     times at which they were read.
-    `progress` is called with source bytes done and in all. Raises TrtspecError or UsageError before the first byte for
+    `bar` gets source bytes. Raises TrtspecError or UsageError before the first byte for
     everything that headers, options, disk and permissions can tell.
     """
     start = time.monotonic()
@@ -70,16 +67,9 @@ def quantize_checkpoint(
     with directory.claim(header, again) as journal:
         kept = _kept(conversion, journal)
         todo = [plan for plan in conversion.plans if plan.shard not in kept]
-        done = conversion.bytes_in - sum(plan.bytes_in for plan in todo)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, conversion.bytes_in)
-
-        advance(0)
+        bar.show(conversion.bytes_in - sum(plan.bytes_in for plan in todo), conversion.bytes_in)
         threads, hashes = thread_count(options.workers, todo), recorded_hashes(conversion.checkpoint.path)
-        for plan, record in convert_shards(conversion, todo, threads, hashes, advance):
+        for plan, record in convert_shards(conversion, todo, threads, hashes, bar):
             journal.record(plan.shard, **record)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         if options.by_modelopt:

@@ -15,15 +15,14 @@ import torch
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
 from trtspec.checkpoint.target_problems import read_target, target_spec
-from trtspec.checkpoint.target_tensors import shared_partners
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import Problem, has_errors
-from trtspec.formats import WeightFormat, stored_format
+from trtspec.formats import WeightFormat, shared_partners, stored_format
 from trtspec.quant import nvfp4
+from trtspec.quant.convert import choose_packer, weight_class
 from trtspec.quant.decode import decoded, rows_of
-from trtspec.quant.native import choose_packer
-from trtspec.quant.packing import Scaling
-from trtspec.quant.plan import plain_names, weight_class
+from trtspec.quant.native import Scaling
+from trtspec.quant.plan import plain_names
 from trtspec.quant.policy import WEIGHT_SCALES
 
 AGAIN = "convert the source again with `trtspec quantize`"

@@ -103,7 +103,7 @@ def convert_head(
     output: Path,
     options: Options,
     target: Resolved | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> HeadConversion:
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
     run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output

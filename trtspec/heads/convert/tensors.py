@@ -312,7 +312,7 @@ def _pickles(path: Path) -> list[Path]:
 
 
 def write_tensors(
-    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None] | None = None
+    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None]
 ) -> dict[str, dict[str, Any]]:
     """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
 
@@ -323,18 +323,12 @@ def write_tensors(
     with ShardFile(path, layout, {"format": "pt"}) as shard, readers(*entries.values()) as opened:
         for name, entry in entries.items():
             digest, bad = hashlib.sha256(), 0
-
-            def passing(entry: OutputTensor = entry, digest: Any = digest) -> Iterator[memoryview]:
-                nonlocal bad, done
-                for piece in pieces(entry, opened):
-                    digest.update(piece)
-                    bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
-                    done += len(piece)
-                    yield piece
-                    if progress is not None:
-                        progress(done, shard.size)
-
-            shard.write_chunks(name, passing())
+            for piece in pieces(entry, opened):
+                digest.update(piece)
+                bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
+                shard.append(name, piece)
+                done += len(piece)
+                progress(done, shard.size)
             if bad:
                 problem = not_finite(name, bad, math.prod(entry.shape))
                 raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
