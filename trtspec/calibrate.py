@@ -36,12 +36,11 @@ from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, source_name
-from trtspec.report import OutputOptions, file_sha256, peak_rss, provenance, versions, write_json
+from trtspec.report import Bar, OutputOptions, file_sha256, peak_rss, provenance, versions, write_json
 
 MIN_TOKENS = 2
 FORMAT_VERSION = 2  # raised when the same options would give other scales
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -157,12 +156,12 @@ def calibrate_checkpoint(
     policy: Policy,
     options: CalibrationOptions | None = None,
     again: OutputOptions | None = None,
-    progress: Progress = lambda done, total: None,
+    bar: Bar = Bar(),
 ) -> CalibrationResult:
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
 
     Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
-    run writes. `progress` gets layers done and in all. Raises TrtspecError or UsageError before the first layer for
+    run writes. `bar` gets layers. Raises TrtspecError or UsageError before the first layer for
     what the source's headers, the data, the options, disk and permissions can tell.
     """
     start, again = time.monotonic(), again or OutputOptions()
@@ -178,7 +177,7 @@ def calibrate_checkpoint(
             work.finish()  # of a run killed after its last rename
             return _result(calibration, layers, len(layers), start)
         with work.claim(calibration.header, again) as journal:
-            resumed = _measure(calibration, journal, progress)
+            resumed = _measure(calibration, journal, bar)
             layers = list(journal.done.values())
             _finish(calibration, layers)
         return _result(calibration, layers, resumed, start)
@@ -311,14 +310,14 @@ class LayerObserver:
         return {"scales": scales, "dead": dead, "unreached": [e for e, count in enumerate(tokens) if not count]}
 
 
-def _measure(calibration: Calibration, journal: Journal, progress: Progress) -> int:
+def _measure(calibration: Calibration, journal: Journal, bar: Bar) -> int:
     """Runs the layers that the journal lacks; returns how many it had."""
     stream, total = calibration.stream, calibration.stream.num_layers
     with calibration.states() as states:
         first = len(journal.done)
         if 0 < first < total and not states.restore(journal.done[f"layer {first - 1}"]["states"]):
             first = 0  # what the last recorded layer left is damaged
-        progress(first, total)
+        bar.show(first, total)
         if first == 0:
             stream.embed(calibration.batches, states)
         observers: dict[int, LayerObserver] = {}  # of the layer that runs, whose experts it holds
@@ -329,7 +328,7 @@ def _measure(calibration: Calibration, journal: Journal, progress: Progress) -> 
         def after_layer(index: int) -> None:
             journal.record(f"layer {index}", **observers.pop(index).record(), states=states.record)
             states.drop_older()
-            progress(index + 1, total)
+            bar.show(index + 1, total)
 
         stream.run(calibration.batches, states, first=first, on_layer=on_layer, after_layer=after_layer)
     return first

@@ -22,7 +22,7 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
-from trtspec.report import OutputOptions
+from trtspec.report import Bar, OutputOptions
 
 ROOT = Path(__file__).parents[2]
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
@@ -175,12 +175,12 @@ def test_states_on_disk_give_the_same_file(tmp_path, data):
 
 
 def interrupted(source: Path, data: Path, output: Path) -> None:
-    def stop(done: int, _: int) -> None:
-        if done == 2:
+    def stop(completed: int, **_: int) -> None:
+        if completed == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(source, data, output, K26, FLOAT32, progress=stop)
+        calibrate_checkpoint(source, data, output, K26, FLOAT32, bar=Bar(stop))
 
 
 def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
@@ -246,25 +246,25 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, data):
 
 
 MEMORY = """
-import json, re, sys, torch
-from pathlib import Path
+import json, pathlib, re, sys, torch
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.models.stream import LayerStream
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import load_policy
+from trtspec.report import Bar
 def memory(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 torch.set_num_threads(1)
-source, data, output = map(Path, sys.argv[1:4])
+source, data, output = map(pathlib.Path, sys.argv[1:4])
 InputObserver()  # imports ModelOpt
 layer = LayerStream(source).layer_bytes(1)
 before = []
-def progress(done, total):
-    if done == 0:
+def update(completed, **_):
+    if completed == 0:
         before.append(memory("VmRSS"))
         open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
 options = CalibrationOptions(samples=8, seq_len=32, dtype=torch.float32, load_ahead=sys.argv[4] == "ahead")
-calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, progress=progress)
+calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, bar=Bar(update))
 print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 """
 

@@ -42,7 +42,7 @@ def calibrate(options: CalibrateOptions) -> Result:
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     chosen = fill(CalibrationOptions, options, dtype=dtype)
     with progress_bar("calibrating", unit="layers") as bar:
-        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, options, bar.show)
+        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, options, bar)
     values = {name: value for name, value in asdict(result).items() if value is not None}
     then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
     return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

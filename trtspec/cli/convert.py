@@ -58,7 +58,7 @@ def convert(options: ConvertOptions) -> Result:
     # the target's config.json is enough: it fills in what the head's does not say
     target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:
-        done = convert_head(resolve(options.head), options.output, fill(Options, options), target, bar.show)
+        done = convert_head(resolve(options.head), options.output, fill(Options, options), target, bar)
     message = f"{options.head} was not converted to {options.to}"
     failed = CheckFailed(message, "follow the remedy of each error above") if has_errors(done.problems) else None
     return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failed)

@@ -8,7 +8,6 @@ What a dialect cannot express of a head is in `LIMITS`, each with its reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from trtspec.heads.convert.tensors import (
     with_ownership,
     write_tensors,
 )
-from trtspec.report import OutputOptions, peak_rss, provenance, write_atomic, write_json
+from trtspec.report import Bar, OutputOptions, peak_rss, provenance, write_atomic, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -103,7 +102,7 @@ def convert_head(
     output: Path,
     options: Options,
     target: Resolved | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    bar: Bar = Bar(),
 ) -> HeadConversion:
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
     run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output
@@ -131,7 +130,7 @@ def convert_head(
             return replace(found, seconds=round(time.monotonic() - begun, 3))
         done = replace(found, output=output)
         with directory.claim({}, again):
-            tensors = write_tensors(output / "model.safetensors", entries, progress)
+            tensors = write_tensors(output / "model.safetensors", entries, bar)
             for licence in licences:
                 write_atomic(output / licence.name, licence.read_bytes())
             origin = {

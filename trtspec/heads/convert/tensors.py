@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_
 from trtspec.checkpoint.writer import ShardFile, write_shard
 from trtspec.errors import CheckFailed, Problem, TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE
-from trtspec.report import write_json
+from trtspec.report import Bar, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "target"]
@@ -311,9 +311,7 @@ def _pickles(path: Path) -> list[Path]:
     return [file for file in found if not file.name.startswith(other)]
 
 
-def write_tensors(
-    path: Path, entries: dict[str, OutputTensor], progress: Callable[[int, int], None]
-) -> dict[str, dict[str, Any]]:
+def write_tensors(path: Path, entries: dict[str, OutputTensor], bar: Bar) -> dict[str, dict[str, Any]]:
     """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
 
     Every float that passes is looked at: raises CheckFailed for NaN and infinity.
@@ -328,7 +326,7 @@ def write_tensors(
                 bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
                 shard.append(name, piece)
                 done += len(piece)
-                progress(done, shard.size)
+                bar.show(done, shard.size)
             if bad:
                 problem = not_finite(name, bad, math.prod(entry.shape))
                 raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
