@@ -91,12 +91,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return vllm_environment(Path(PYTHON), tmp_path_factory.mktemp("plugin") / "vllm", os.environ)
 
 
-def launched(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Launched:
+def launched(
+    environment: dict[str, str], target: Path, head: Path | None, dtype: str = "float32", **variables: str
+) -> Launched:
     port = free_port()
-    words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", "float32", "--port", port]
+    words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", dtype, "--port", port]
     words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
-    words += ["--head", head, "--draft-len", DRAFT_LEN] if head else []
-    words += IN_VLLM
+    words += [*(("--head", head, "--draft-len", DRAFT_LEN) if head else ()), *IN_VLLM]
     process = subprocess.Popen(
         [*TRTSPEC, *map(str, words)], env={**environment, **variables}, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
@@ -196,12 +197,11 @@ def differing(found: dict[str, Any], wanted: dict[str, Output]) -> list[str]:
 
 def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Output]) -> float:
     """Of the chosen tokens, over answers whose tokens agree."""
-    pairs = [
+    return max(
         abs(theirs - ours.logprob)
         for name, answer in wanted.items()
         for theirs, ours in zip(found[name]["logprobs"]["token_logprobs"], answer.logprobs, strict=True)
-    ]
-    return max(pairs)
+    )
 
 
 CHECK = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 300, "--tokenizer", NANO)
@@ -225,13 +225,13 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
     checks = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "1"))
     assert process("convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment).returncode == 0
     recordings = [tmp_path / f"{number}.jsonl" for number in range(checks)]
-    with serving(environment, NANO, head) as url:
+    with serving(environment, NANO, head, dtype="bfloat16") as url:
         for number, recording in enumerate(recordings):
             questions = tmp_path / f"questions-{number}.jsonl"
             questions.write_text("".join(lines[number::checks]))
             made = process("check", url, "--dataset", questions, *CHECK, "--record", recording, **environment)
             assert recording.is_file(), made.stderr
-    with serving(environment, NANO, None) as url:
+    with serving(environment, NANO, None, dtype="bfloat16") as url:
         for recording in recordings:
             done = process("check", url, "--score", recording, "--tokenizer", NANO, "--json", **environment)
             verdict = json.loads(done.stdout)
