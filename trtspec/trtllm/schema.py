@@ -143,7 +143,7 @@ class Rule:
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
-    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another list}. A setting that is
+    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another}. A setting that is
     not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`:
     one release, as reported.
     """

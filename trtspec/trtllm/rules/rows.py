@@ -69,7 +69,7 @@ def _fix(document: Document, rule: Rule) -> Fix | None:
 
 def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any], path: str, wanted: Any) -> bool:
     written = document.has(path) or path in deployment.argv
-    value = known.get(path, deployment.setting(document, path, _default(document, deployment, path)))
+    value = known.get(path, _setting(document, deployment, path))
     if wanted in ("given", "absent"):
         return written == (wanted == "given")
     if wanted in ("filled", "empty"):
@@ -80,21 +80,22 @@ def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any],
         (word, other), *_ = wanted.items()
         if word == "written":
             return written and _same(value, other)
-        if word == "unlike":  # the items of two lists, in any order
-            other = document.get(other)
-            return isinstance(value, list) and isinstance(other, list) and {*map(str, value)} != {*map(str, other)}
+        if word == "unlike":  # of lists the items, in any order
+            both = [value, _setting(document, deployment, other)]
+            one, other = ({*map(str, each)} if isinstance(each, list) else each for each in both)
+            return None not in both and not _same(one, other)
         if word in ("above", "below"):
             return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
         return not any(_same(value, item) for item in (other if word == "outside" else [other]))
     return any(_same(value, item) for item in (wanted if isinstance(wanted, list) else [wanted]))
 
 
-def _default(document: Document, deployment: Deployment, path: str) -> Any:
-    """What the engine takes where the file says nothing; an object that is not written has no settings."""
+def _setting(document: Document, deployment: Deployment, path: str) -> Any:
+    """What the engine takes; where the file says nothing a default, but an object that is not written has none."""
     parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
     if field is None or field.default is UNKNOWN or field.is_object or (parent and not document.has(parent)):
-        return None
-    return field.default
+        return deployment.setting(document, path, None)
+    return deployment.setting(document, path, field.default)
 
 
 def _same(value: Any, wanted: Any) -> bool:
