@@ -306,8 +306,11 @@ class ShardReader:
 
     def _open(self, shard: str) -> int:
         if shard not in self._files:
-            with files.open_regular(self.directory / shard) as stream:
-                file = os.dup(stream.fileno())
+            try:
+                with open_regular(self.directory / shard, DOWNLOAD_AGAIN) as stream:
+                    file = os.dup(stream.fileno())  # the `with` closes the other one
+            except FileNotFoundError:
+                raise _missing_shard(self.directory / shard) from None
             if self._files.setdefault(shard, file) != file:  # another thread was first
                 os.close(file)
         return self._files[shard]

@@ -34,12 +34,13 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     nested = bool(config.get("text_config"))
     text = config["text_config"] if nested else config
     return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
-            *_contradictions(config, text, spec), *_tokens(config, text, spec)]  # fmt: skip
+            *_contradictions(config, text, spec), *_token_ids(config, text, spec)]  # fmt: skip
 
 
 @cache
 def _published(nested: bool) -> dict[str, list[Any]]:
-    """Key -> the values of it in the family's published text configs; YaRN's words by their own names."""
+    """Key -> its values in the family's published text configs, those of a nested rope_scaling among them. `nested`: of
+    the configs that have a text_config."""
     found: dict[str, list[Any]] = {}
     for entry in load_yaml("models.yaml")["targets"].values():
         if ("text_config" in entry["config"]) == nested:
@@ -132,17 +133,19 @@ def _contradictions(config: dict[str, Any], text: dict[str, Any], spec: ModelSpe
         yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
 
 
-def _tokens(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    """Ids that are no token's, or differ between the two levels of a config; no end of an answer."""
     for key, listed in zip(TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True):
         beyond = [number for number in listed if number is not None and not 0 <= number < spec.vocab_size]
         if beyond:
-            yield _problem("TS-TARGET-CONFIG", key, f"{beyond} is not below vocab_size {spec.vocab_size}")
-        outer, inner = config.get(key), text.get(key)
+            yield _problem("TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}")
+        outer, inner = ([one] if isinstance(one := each.get(key), int) else one for each in (config, text))
         if outer is not None and inner is not None and outer != inner:
             message = f"{outer} at the top level and {inner} in text_config"
             yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
     if not spec.eos_token_ids:
-        yield _problem("TS-TARGET-TOKEN-IDS", "eos_token_id", "is absent: answers end only at their limit", "warning")
+        message = "is absent: unless generation_config.json has it, answers end only at their limit"
+        yield _problem("TS-TARGET-TOKEN-IDS", "eos_token_id", message, "warning")
 
 
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:

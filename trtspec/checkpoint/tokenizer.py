@@ -129,16 +129,17 @@ class KimiTokenizer:
         thinking: bool | None = False,
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """The rendered conversation, with the assistant's turn opened, and its token ids, for texts from strangers.
+        """The rendered conversation, with the assistant's turn opened, and its token ids. Anybody may have written it.
 
         A special token's name is the token only where the template wrote it. In the texts of users, systems and
         tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
-        are still their tokens, so that an answer can be sent back as it came.
+        are still their tokens, so that an answer can be sent back as it came. A message's content is one text: a name
+        that is spread over parts is not found.
 
         Raises TrtspecError where the template refuses the conversation, or no character is left to mark names with.
         """
         given = json.dumps([*messages, tools, variables], ensure_ascii=False)
-        if not self._special_names.search(given):
+        if not self._special_names.search(given):  # every name in the rendered text is the template's own
             text = self.template.render(messages, tools, thinking=thinking, **variables)
             return text, self.encode(text, allow_special=True)
         used = set(given)

@@ -176,7 +176,7 @@ class Grammars:
             return self._control
 
     def compile(self, kind: str, text: str) -> Any:
-        """A matcher, here and now. Raises ValueError."""
+        """A matcher, compiled in this process. Raises ValueError for a text that is no grammar, or a too large one."""
         if self._vocabulary is None:
             self._vocabulary = llguidance.tiktoken.lltokenizer_from_encoding(
                 self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
@@ -187,10 +187,10 @@ class Grammars:
             step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=5_000, verbose_errors=False
         )
         matcher = LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # the first is the dearest, and shows what compiling does not
+        matcher.compute_bitmask()  # the first mask builds most of the lexer, and fails where that is too large
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
-        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)  # what earlier grammars took goes back to the system
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)  # glibc keeps freed memory; nothing to do elsewhere
         return matcher
 
     def close(self) -> None:

@@ -122,12 +122,13 @@ class Preparation:
     def _choices(
         self, asked: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, grammar: Grammar | None, **more: Any
     ) -> list[GenerationRequest]:
-        """The checked requests behind the choices for one prompt, each with its own seed."""
+        """The checked requests behind the choices for one prompt; a seed that is given is moved on for each."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
-        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)
+        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)  # 0 alternatives: the chosen token's alone
         common = GenerationRequest("", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields)
         self.engine.check(common)
+        # after the check of what the client asked: an answer ends where its grammar does, also with ignore_eos
         stops = [*common.stop_token_ids, *(grammar.ends if grammar is not None else [])]
         requests = []
         for choice in range(asked.n):

@@ -101,10 +101,10 @@ def refusals(
     tokens: int | None = None,
     draft_len: int = 0,
 ) -> list[Problem]:
-    """Why a server cannot exist, every reason as an error; empty if there is none.
+    """Why a server cannot run, or its drafts cannot pay: every reason as an error; empty if there is none.
 
     `gpu` None: not known, so formats are judged for any GPU. `ep_size` None or 1: every expert is split over all ranks.
-    `tokens` is the longest request, prompt and answer together. Memory is the business of `memory`.
+    `tokens` is the longest request, prompt and answer together. Whether it fits: memory.py.
     """
     limit = model.max_position_embeddings
     refused = format_refusal(model, gpu.compute_capability if gpu else None, gpu.name.upper() if gpu else "")

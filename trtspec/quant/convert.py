@@ -43,8 +43,8 @@ def convert_shards(
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
 
-    `hashes` are the recorded SHA-256 of source files; each is compared once, after the first shard that its file is
-    read for. `bar` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
+    `hashes` are the recorded SHA-256 of source files; each is taken out and compared after the first shard that its
+    file is read for. `bar` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
     converted; then no unfinished file is left behind.
     """
     source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
@@ -53,7 +53,7 @@ def convert_shards(
     try:
         converter = Converter(reader, conversion.weight_scales, conversion.options.device)
         for plan in plans:
-            times, results = plan.source_times(source), []
+            times, results = plan.source_times(source), []  # before the first read: a resumed run sees later writes
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
             for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
@@ -75,7 +75,7 @@ def convert_shards(
     finally:
         pool.shutdown(cancel_futures=True)
         for file in files:
-            file.abandon()
+            file.abandon()  # of a published one nothing is left
         reader.close()
         _set_torch_threads(torch_threads)
 

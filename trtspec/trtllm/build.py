@@ -94,9 +94,8 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 
 
 def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str) -> tuple[Finding, ...]:
-    """What lint says. Raises CheckFailed for errors, and for warnings, such as a release of which nobody knows whether
-    it runs this. Only reported: what the user's own settings bring, a head that was published for another target, and a
-    release newer than any known one."""
+    """What lint says of the file. Raises CheckFailed for an error, and for a warning about what we wrote ourselves
+    (nobody knows whether this release runs it). Warnings that the user's settings bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = lint(engine_yaml(replace(intent, settings=()), target, head), deployment) if intent.settings else findings

@@ -115,8 +115,8 @@ class Doubt:
     def _in_doubt(self, old: Finding | None, new: Finding | None) -> Finding:
         """One finding where the two possibilities differ, naming the change of the release that decides."""
         change, version = self._change(old, new), self.schema.version
-        words = {change.after or "an earlier release": old, change.by or "a later release": new}
-        said = [f"{finding.message}, if {version} is like {end}" for end, finding in words.items() if finding]
+        ends = {change.after or "an earlier release": old, change.by or "a later release": new}
+        said = [f"{finding.message}, if {version} is like {end}" for end, finding in ends.items() if finding]
         message = "; ".join(said)
         message += "" if change.interval in message else f" (changed {change.interval})"
         finding = new or old
@@ -126,6 +126,7 @@ class Doubt:
         severity: Severity = "info" if finding.severity == "info" else "warning"
         if finding.code not in ABOUT_KEYS or finding.severity != "error":
             return replace(finding, message=message, severity=severity)
+        # the key is right for one of the two: nothing that could be written or removed suits both
         return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", finding.key, message)
 
     def _change(self, old: Finding | None, new: Finding | None) -> Change:

@@ -89,16 +89,16 @@ def needs(
     parallel = 2 ** max(0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9))))  # GPUs that hold the target
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    whole, per_engine = stored + peak, max(stored / parallel, peak)
-    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+    per_engine, chunks = max(stored / parallel, peak), max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
 
-    def way(gpus: int, disk: float, peak: float) -> dict[str, Any]:
-        return {"possible": True, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(peak)}
+    def way(gpus: int, disk: float, most: float, what: str) -> dict[str, Any]:
+        way = {"possible": most <= memory, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(most)}
+        reason = f"one GPU would have to hold {what}, and has {memory / 1e9:,.0f} GB to use"
+        return way if most <= memory else way | {"why": reason}
 
-    online = way(trainers, 0, whole)
-    if whole > memory:
-        reason = f"one GPU would have to hold target and head, and has {memory / 1e9:,.0f} GB to use"
-        online |= {"possible": False, "why": reason}
+    part = "its part of the target, or the head and one sequence"
+    peak_streamed, layers = max(2 * layer, peak), "two layers, or the head and one sequence"
+    streamed = way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), peak_streamed, layers)
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
@@ -113,11 +113,10 @@ def needs(
         },
         "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
         "ways": {
-            "online": online,
-            "stream": way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), max(2 * layer, peak))
-            | {"chunks": chunks, "read_bytes": chunks * stored},
-            "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine),
-            "server": way(parallel + trainers, 0, per_engine),
+            "online": way(trainers, 0, stored + peak, "target and head"),
+            "stream": streamed | {"chunks": chunks, "read_bytes": chunks * stored},
+            "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine, part),
+            "server": way(parallel + trainers, 0, per_engine, part),
         },
         "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
@@ -135,7 +134,7 @@ def decoded_layer_bytes(target: ModelSpec) -> int:
 
 
 def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float) -> tuple[int, float]:
-    """(processes, peak bytes of each): the fewest, doubling, over which a batch fits; at most one sequence each."""
+    """(processes, peak bytes of each): doubled until a process's share of a batch fits, or is one sequence."""
     processes = 1
     while True:
         rows = math.ceil(options.batch_size / processes)

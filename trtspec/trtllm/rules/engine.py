@@ -39,10 +39,12 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Find
 
 
 def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """max_num_tokens against a step of a full batch and the longest prompt, max_seq_len against the model."""
     batch, tokens = (deployment.size(document, name) for name in ("max_batch_size", "max_num_tokens"))
-    tokens, step = tokens or 8192, step_tokens(document)
+    tokens, step = tokens or 8192, step_tokens(document)  # 8192: what the engine takes for null
     if tokens < batch * step:
         message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
+        # without drafts the batch is as likely what is wrong
         fixable = draft_length(document) and document.has("max_num_tokens")
         fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
         yield Finding("TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, fix=fix)
