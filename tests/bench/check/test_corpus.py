@@ -142,7 +142,7 @@ def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
 def test_exact_takes_no_tie() -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
-    tied = (replace(one.scores[0], chosen=one.scores[0].best - 0.1), *one.scores[1:])
+    tied = (replace(one.scores[0], chosen=one.scores[0].best - 1.5), *one.scores[1:])
     near = [replace(each, scores=tied) if each.key == one.key else each for each in got]
     assert not failed(judge(near, plain)) and failed(judge(near, plain, exact=True)).keys() == {"greedy"}
 

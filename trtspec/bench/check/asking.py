@@ -208,9 +208,9 @@ def _score(chosen: Any, top: Any) -> Score | None:
     if not values or not isinstance(chosen, (int, float)):
         return None
     best, last = max(values.values()), min(values.values())
-    near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN[1]}
+    near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN}
     return Score(
-        chosen=max(float(chosen), last - CERTAIN[1] - 1) if math.isinf(chosen) else float(chosen),
+        chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
         best=best,
         likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
         same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME) or math.exp(chosen),
