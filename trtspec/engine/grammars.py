@@ -36,8 +36,9 @@ from trtspec.engine.request import RequestRefused
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
-# On the clock, before a client is asked to come again: that a grammar waits for its turn, and that its try takes
-TURN_SECONDS, ANSWER_SECONDS = 0.5, 1.25
+# On the clock, before a client is asked to come again: that a grammar waits for its turn, and that its try takes where
+# others compute (it gets a tenth of a busy core, and a try that is given up has to begin again)
+TURN_SECONDS, ANSWER_SECONDS = 0.5, 10.0
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask
 # Compiled grammars, and the bytes of the largest. One that was used in the last seconds is not pushed out by a flood.
