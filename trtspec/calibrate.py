@@ -161,7 +161,7 @@ def calibrate_checkpoint(
     """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
 
     Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
-    run writes. `bar` gets layers. Raises TrtspecError or UsageError before the first layer for
+    run writes. `bar` shows the layers that are done. Raises TrtspecError or UsageError before the first layer for
     what the source's headers, the data, the options, disk and permissions can tell.
     """
     start, again = time.monotonic(), again or OutputOptions()

@@ -36,8 +36,8 @@ from trtspec.engine.request import RequestRefused
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
 TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
-# On the clock, before a client is asked to come again: that a grammar waits for its turn, and that its try takes where
-# others compute (it gets a tenth of a busy core, and a try that is given up has to begin again)
+# On the clock, before a client is asked to come again: for its turn, and for its try. On a busy machine a try gets a
+# tenth of a core, and one that is given up begins again: given up too early, it would never end.
 TURN_SECONDS, ANSWER_SECONDS = 0.5, 10.0
 TRIED_TOKENS = 16  # of an answer, so that what is slow after its first token shows
 MASK_SECONDS = 0.05  # of processor time for one mask

@@ -122,8 +122,8 @@ class Converter:
         amax += [_amax(partner, prepared(self._read(partner, done), packer), packer) for partner in group.partners]
         scaling = Scaling.of(max(amax))
         for weight, each in zip(group.weights, rows, strict=True):
-            name, errors = weight_class(weight.name), _pack(file, weight, each, packer, scaling, group.input_scale)
-            done.errors.append((name, errors))
+            kind, errors = weight_class(weight.name), _pack(file, weight, each, packer, scaling, group.input_scale)
+            done.errors.append((kind, errors))
             if errors["error"] > ERROR**2 * errors["norm"]:
                 done.found.append((ROUNDING, weight.module))
         return done

@@ -42,7 +42,7 @@ def quantize_checkpoint(
 
     Run again after a kill it continues: shards are kept whose checksum is in the journal, and whose sources have the
     times at which they were read.
-    `bar` gets source bytes. Raises TrtspecError or UsageError before the first byte for
+    `bar` shows the source bytes that are done. Raises TrtspecError or UsageError before the first byte for
     everything that headers, options, disk and permissions can tell.
     """
     start = time.monotonic()

@@ -92,9 +92,9 @@ def needs(
     per_engine, chunks = max(stored / parallel, peak), max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
 
     def way(gpus: int, disk: float, most: float, what: str) -> dict[str, Any]:
-        way = {"possible": most <= memory, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(most)}
+        found = {"possible": most <= memory, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(most)}
         reason = f"one GPU would have to hold {what}, and has {memory / 1e9:,.0f} GB to use"
-        return way if most <= memory else way | {"why": reason}
+        return found if most <= memory else found | {"why": reason}
 
     part = "its part of the target, or the head and one sequence"
     peak_streamed, layers = max(2 * layer, peak), "two layers, or the head and one sequence"
