@@ -91,15 +91,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return vllm_environment(Path(PYTHON), tmp_path_factory.mktemp("plugin") / "vllm", os.environ)
 
 
-def launched(
-    environment: dict[str, str], target: Path, head: Path | None, dtype: str = "float32", **variables: str
-) -> Launched:
+def launched(environ: dict[str, str], target: Path, head: Path | None, dtype: str = "float32", **more: str) -> Launched:
     port = free_port()
     words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", dtype, "--port", port]
     words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
     words += [*(("--head", head, "--draft-len", DRAFT_LEN) if head else ()), *IN_VLLM]
     process = subprocess.Popen(
-        [*TRTSPEC, *map(str, words)], env={**environment, **variables}, text=True,
+        [*TRTSPEC, *map(str, words)], env={**environ, **more}, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace",
     )  # fmt: skip
     server = Launched(process, f"http://localhost:{port}")

@@ -139,12 +139,13 @@ def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
     assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
 
 
-def test_exact_takes_no_tie() -> None:
+@pytest.mark.parametrize(("behind", "exact", "row"), [(1.5, False, ""), (2.5, False, "greedy"), (0.1, True, "greedy")])
+def test_one_answer_fails_beyond_two_nats_and_exact_takes_no_tie(behind: float, exact: bool, row: str) -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
-    tied = (replace(one.scores[0], chosen=one.scores[0].best - 1.5), *one.scores[1:])
-    near = [replace(each, scores=tied) if each.key == one.key else each for each in got]
-    assert not failed(judge(near, plain)) and failed(judge(near, plain, exact=True)).keys() == {"greedy"}
+    off = (replace(one.scores[0], chosen=one.scores[0].best - behind), *one.scores[1:])
+    one_off = [replace(each, scores=off) if each.key == one.key else each for each in got]
+    assert " ".join(failed(judge(one_off, plain, exact=exact))) == row
 
 
 def test_resampled_honest_checks_raise_no_alarm() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,16 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
     sizes = plan_without_data(spec, options, recipe, Path(data), feature_source(typed.features))
     plan = sizes.to_dict()
     found = needs(sizes, spec, options, resolved.known["bytes"], gpu_spec(gpu), typed.target, data)
-    assert plan["samples"] == 112_000
-    assert plan["aux_layers"] == [1, 29, 57]
+    assert (plan["samples"], plan["aux_layers"]) == (112_000, [1, 29, 57])
     assert plan["feature_bytes"] == 112_000 * 2000 * 4 * 7168 * 2  # the 13 TB of a real run
     assert plan["parameters"] - 1_841_199_104 == (3 * 7168 if plan["eagle"] == "3.1" else 0)  # NVIDIA's MLA layout
     assert found["storage"]["state_bytes_per_token"] == 4 * 7168 * 2
     training, ways = found["phases"]["training"], found["ways"]
-    assert (
-        training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8
-    )  # a batch has 8 rows
+    assert training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8  # rows of a batch
     assert ways["online"]["why"].startswith("one GPU would have to hold") and not ways["online"]["possible"]
     assert all(ways[name]["possible"] for name in ("stream", "dumps", "server"))
+    small = needs(sizes, spec, options, resolved.known["bytes"], replace(gpu_spec(gpu), memory_bytes=2**30), "x", data)
+    assert not any(way["possible"] for way in small["ways"].values())  # not the head with one sequence either
     assert ways["dumps"]["disk_bytes"] == plan["feature_bytes"]
     assert ways["server"]["gpus"] == holding + training["least_gpus"]
     assert ways["stream"]["peak_bytes"] >= found["storage"]["decoded_layer_bytes"][1]

@@ -91,9 +91,11 @@ def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any],
 
 
 def _setting(document: Document, deployment: Deployment, path: str) -> Any:
-    """What the engine takes; where the file says nothing a default, but an object that is not written has none."""
+    """What the engine takes; where the file says nothing, the default, if the object around it is there by default."""
     parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
-    if field is None or field.default is UNKNOWN or field.is_object or (parent and not document.has(parent)):
+    around = deployment.schema.fields.get(parent)
+    absent = parent and not document.has(parent) and (around is None or around.default != "object")
+    if field is None or field.default is UNKNOWN or field.is_object or absent:
         return deployment.setting(document, path, None)
     return deployment.setting(document, path, field.default)
 
