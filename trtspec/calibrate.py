@@ -254,23 +254,24 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
 
 
 class ObservedExperts(nn.Module):
-    """Routed experts whose two inputs are observed; `tokens` counts what each expert was given."""
+    """Routed experts whose two inputs are observed, and the tokens of each expert counted."""
 
-    def __init__(self, experts: Experts, see: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, experts: Experts, observe: Callable[[str, Tensor], None]) -> None:
         super().__init__()
-        self.experts, self.see = experts, see
-        self.tokens = torch.zeros(len(experts.down), dtype=torch.int64)
+        self.experts, self.observe = experts, observe
+        self.tokens_per_expert = torch.zeros(len(experts.down), dtype=torch.int64)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
-        self.see("experts.gate_up", x)
-        self.tokens += torch.bincount(ids.flatten().cpu(), minlength=len(self.tokens))
-        return dispatch(x, ids, weights, len(self.tokens), self.one_expert)
+        self.observe("experts.gate_up", x)
+        count = len(self.tokens_per_expert)
+        self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)
+        return dispatch(x, ids, weights, count, self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
         active = F.silu(gate) * up
-        self.see("experts.down", active)
+        self.observe("experts.down", active)
         return F.linear(active, self.experts.down[expert])
 
 
@@ -306,7 +307,7 @@ class LayerObserver:
         for point, observer in self.observers.items():
             scales[point], alive = observer.finish()
             dead += [] if alive else [point]
-        tokens: list[int] = self.experts.tokens.tolist() if self.experts is not None else []
+        tokens: list[int] = self.experts.tokens_per_expert.tolist() if self.experts is not None else []
         return {"scales": scales, "dead": dead, "unreached": [e for e, count in enumerate(tokens) if not count]}
 
 

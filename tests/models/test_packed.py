@@ -61,8 +61,7 @@ def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
     weight = stored_as_bf16(4)
     spread = weight.clone()
     spread[0, 0] = weight.abs().max() * 2.0**-40
-    infinite = weight.clone()
-    infinite[0, 0] = float("inf")
+    infinite = torch.where(weight == weight.max(), torch.inf, weight)
     trained = torch.randn(OUT, IN)  # 24 significant bits
     for refused in (spread, infinite, trained, torch.zeros(OUT, IN), weight[: MIN_ELEMENTS // OUT], weight.half()):
         assert pack(refused) is None
@@ -87,10 +86,8 @@ def test_bfloat16_without_its_instructions_is_float32_rounded(rows: int) -> None
 def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
     generator = torch.Generator().manual_seed(9)
     for weight in (stored_as_bf16(5), torch.randn(OUT, IN, generator=generator) * 0.02):
-        linear, norm = Linear(IN, OUT), RMSNorm(IN, 1e-5)
-        linear.weight.data = weight
-        norm.weight.data = torch.rand(IN, generator=generator) + 0.5
-        model = nn.Sequential(norm, linear)
+        model = nn.Sequential(norm := RMSNorm(IN, 1e-5), linear := Linear(IN, OUT))
+        linear.weight.data, norm.weight.data = weight, torch.rand(IN, generator=generator) + 0.5
         x = torch.randn(3, IN, generator=torch.Generator().manual_seed(6))
         plain = model(x).detach()
         prepare_for_decoding(model)
@@ -116,6 +113,9 @@ def test_default_follows_the_capability(monkeypatch: pytest.MonkeyPatch) -> None
     for flag, expected in (("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flag=flag: {flag: True}, raising=False)
         assert precision.default_dtype("cpu") == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7 if torch.device(device).index else 8, 0))
+    assert [precision.has_native_bf16(device) for device in ("cuda", "cuda:1")] == [True, False]
 
 
 def test_no_gpu_no_claim() -> None:

@@ -250,7 +250,7 @@ def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
 
 
 def test_acceptance_of_another_model_is_doubted() -> None:
-    measured = Acceptance("bench", (0.7,), model="/models/kimi-nano")
+    measured = Acceptance("bench", (0.7,), model="/models/kimi-nano/")
     assert [found.code for found in other_model(measured, "nvidia/Kimi-K2.6-NVFP4")] == ["TS-PLAN-OTHER-MODEL"]
     assert not other_model(measured, "/elsewhere/Kimi-nano/")
 

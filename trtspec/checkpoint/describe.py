@@ -86,7 +86,7 @@ def describe(
     """
     if resolved.path is not None and any(resolved.path.glob("*.safetensors")):
         checkpoint = Checkpoint.open(resolved.path)
-        report = _from_headers(checkpoint, resolved, all_values, sample)
+        report = _from_checkpoint(checkpoint, resolved, all_values, sample)
         if hashes:
             verified, problems = hash_problems(checkpoint.path, checkpoint.shards)
             return replace(report, hashes_verified=verified, problems=report.problems + problems)
@@ -98,16 +98,17 @@ def describe(
         raise UsageError(message, f"{fetch}, or leave `sample` and `hashes` out")
     if resolved.hub_id is not None and resolved.known is None and is_online():
         checkpoint = open_remote(resolved.hub_id)
-        report = _from_headers(checkpoint, resolved)
+        report = _from_checkpoint(checkpoint, resolved)
         remedy = f"run `hf download {resolved.hub_id}`, then inspect again"
         unseen = finding("TS-HUB-HEADERS-ONLY", resolved.hub_id, "info", remedy=remedy)
         return replace(report, hub=checkpoint.remote, problems=[*report.problems, unseen])
     return _from_config(resolved)
 
 
-def _from_headers(
+def _from_checkpoint(
     checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
+    """The report of an opened checkpoint; where it is on this machine, values are looked at too."""
     spec, problems = _spec_and_problems(checkpoint, all_values, sample)
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():

@@ -27,8 +27,8 @@ TIMEOUT = 60.0
 
 
 def open_headers(name_or_path: str) -> Checkpoint:
-    """The checkpoint by its headers: a directory, a whole snapshot in the hub cache, else the hub itself, of which no
-    weights are fetched."""
+    """The checkpoint by its headers: a directory, a complete snapshot in the hub cache, else the hub itself, of which
+    no weights are fetched."""
     hub_id, _ = hub_id_and_entry(name_or_path)
     path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
     return Checkpoint.open(path) if path is not None else open_remote(hub_id or name_or_path)

@@ -195,7 +195,7 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
 
 def hub_rows(name: str, split: str | None, revision: str | None = None) -> Iterator[DataRow]:
     """Streams `org/name[:config]` (or a local data set directory) with the datasets library. A row without a category
-    takes the split's name."""
+    takes the name of the split, where one is asked for."""
     try:
         import datasets
     except ImportError:

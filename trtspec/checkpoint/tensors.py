@@ -58,7 +58,7 @@ class LazyTensors(ShardReader):
             return DTYPES[info.dtype]
         except KeyError:
             raise TrtspecError(
-                f"{info.name} in {self.checkpoint.path} has dtype {info.dtype}, which torch cannot hold",
+                f"{info.name} in {self.checkpoint.path} has dtype {info.dtype}, which trtspec does not read",
                 "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64",
             ) from None
 

@@ -83,8 +83,8 @@ class PrefixCache:
             raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off")
         caches = [target, head] if head else [target]
         self.stores = [BlockStore(cache, self.capacity, block_tokens, behind) for behind, cache in enumerate(caches)]
-        self.computed_again = len(caches) - 1  # positions
-        # Parents are used later than their children, so the first block never has one behind it.
+        self.computed_again = len(caches) - 1  # a head needs the last position that is reused computed again
+        # A parent always counts as used after its children, so the oldest block, which leaves first, has no child.
         self.blocks: OrderedDict[Key, Block] = OrderedDict()
         self.free = list(range(self.capacity))
         self.stats = PrefixStats()

@@ -65,7 +65,7 @@ class Preparation:
         return self.chat(asked, grammar) if isinstance(asked, ChatBody) else self.completion(asked, grammar)
 
     def completion(self, asked: CompletionBody, grammar: Grammar | None) -> ApiCall:
-        for prompt in asked.prompts:
+        for prompt in asked.prompts:  # all of them, before the first is tokenized
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
         requests = []
@@ -73,7 +73,8 @@ class Preparation:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            requests += self._choices(asked, prompt, max(1, asked.max_tokens), grammar, prompt_logprobs=scored)
+            length = max(1, asked.max_tokens)  # of 0 tokens, an echo alone, one is generated and not shown
+            requests += self._choices(asked, prompt, length, grammar, prompt_logprobs=scored)
         return ApiCall(asked, self.tokenizer, self.model, requests)
 
     def chat(self, asked: ChatBody, grammar: Grammar | None) -> ApiCall:

@@ -145,7 +145,8 @@ def accept_sampled(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0) of distributions [B, V], normalised; p itself where rounding leaves nothing."""
+    """What a rejected draft leaves of p: max(p - q, 0) of [B, V], normalised; p itself where rounding leaves nothing.
+    Of a deterministic drafter q is infinite at the draft, which is then never drawn."""
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, p)

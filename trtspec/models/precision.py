@@ -35,7 +35,7 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
             return any(bool(found.get(name)) for name in NATIVE_BF16)
         return bool(torch.cpu._is_avx512_bf16_supported())  # torch before 2.10
     if kind == "cuda":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     return False
 
 

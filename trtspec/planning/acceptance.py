@@ -109,7 +109,7 @@ def card_acceptance(head: str, target: str) -> Acceptance | None:
 def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
     """A warning for a measurement of another model than the target."""
     name = acceptance.model
-    if not name or name.rpartition("/")[2].casefold() == target.rstrip("/").rpartition("/")[2].casefold():
+    if not name or Path(name).resolve().name.casefold() == Path(target).resolve().name.casefold():
         return []
     message = f"the acceptance was measured on {name}, and this plan is for {target}"
     return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")]

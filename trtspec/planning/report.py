@@ -122,7 +122,7 @@ def ranked_rows(decision: Decision) -> list[Row]:
 
 
 def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
-    """With limits, two columns more."""
+    """The ranked rows; where the user limits TTFT or TPOT, with a column for each."""
     setting, cells = decision.setting, []
     for row in rows:
         assert row.point is not None

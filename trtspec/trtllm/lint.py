@@ -328,7 +328,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
 
 
 def engine_problems(document: Document) -> list[Problem]:
-    """What a launch learns from the engine's classes; nothing where it cannot be imported by this interpreter."""
+    """What the engine's own classes say before a launch; nothing where this interpreter cannot import it."""
     if not engine_importable():
         return []
     try:

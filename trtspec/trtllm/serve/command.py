@@ -87,7 +87,8 @@ class Cluster:
 
 
 def with_launcher(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
-    """The command that starts `argv` on every node; `argv` itself for one node without a launcher."""
+    """With launcher lws, mpirun starting `argv` once per GPU of every node with the variables `env`; else `argv`
+    itself. `environ` has the addresses of the pods."""
     if cluster.launcher == "direct":
         return argv
     each = str(cluster.gpus_per_node)
@@ -98,8 +99,8 @@ def with_launcher(argv: list[str], env: dict[str, str], cluster: Cluster, enviro
 
 
 def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks on several nodes that the user has not set."""
-    return {} if cluster.nodes == 1 else {name: path for name, path in NODE_LOCAL.items() if name not in environ}
+    """Where ranks on several nodes keep their caches: as the user has set it, else on their own node."""
+    return {} if cluster.nodes == 1 else {name: environ.get(name, path) for name, path in NODE_LOCAL.items()}
 
 
 def lws_hosts(environ: Mapping[str, str]) -> list[str]:
