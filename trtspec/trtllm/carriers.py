@@ -18,9 +18,8 @@ from pathlib import PurePath
 from typing import Any
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import dynamo_releases
+from trtspec.trtllm.deployment import PARSERS, WORKER_OPTIONS, dynamo_releases
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.kubernetes import PARSERS, WORKER_OPTIONS
 from trtspec.trtllm.nodes import Node, YamlError, compose
 from trtspec.trtllm.schema import parse_version
 

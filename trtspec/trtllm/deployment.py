@@ -28,6 +28,14 @@ Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
+WORKER_OPTIONS = {  # of Dynamo's worker, for settings of the engine
+    "tensor_parallel_size": "--tensor-parallel-size",
+    "moe_expert_parallel_size": "--expert-parallel-size",
+    "max_batch_size": "--max-batch-size",
+    "max_num_tokens": "--max-num-tokens",
+    "max_seq_len": "--max-seq-len",
+}
+PARSERS = {"--tool_parser": "--dyn-tool-call-parser", "--reasoning_parser": "--dyn-reasoning-parser"}
 
 
 def installed_version() -> str | None:

@@ -20,20 +20,12 @@ from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
-from trtspec.trtllm.deployment import dynamo_releases
+from trtspec.trtllm.deployment import PARSERS, WORKER_OPTIONS, dynamo_releases
 from trtspec.trtllm.intent import Intent, Role
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
 WEIGHTS, CONFIG, CHANNEL = "/model-cache", "/config", "compute-domain-channel"
 PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
-WORKER_OPTIONS = {
-    "tensor_parallel_size": "--tensor-parallel-size",
-    "moe_expert_parallel_size": "--expert-parallel-size",
-    "max_batch_size": "--max-batch-size",
-    "max_num_tokens": "--max-num-tokens",
-    "max_seq_len": "--max-seq-len",
-}
-PARSERS = {"--tool_parser": "--dyn-tool-call-parser", "--reasoning_parser": "--dyn-reasoning-parser"}
 
 
 class _Text(str):

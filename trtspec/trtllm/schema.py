@@ -359,8 +359,9 @@ def _files() -> dict[str, dict[str, Any]]:
     from pydantic import TypeAdapter
 
     lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) for line, path in files.items()}
+    rules = TypeAdapter(dict[str, Rule | None])
     for data in lines.values():
-        TypeAdapter(dict[str, Rule | None]).validate_python(data.get("rules", {}))
+        rules.validate_python(data.get("rules", {}))
     if not sys.dont_write_bytecode:
         with contextlib.suppress(OSError, TrtspecError):  # an installation that may not be written is only slower
             PARSED.parent.mkdir(exist_ok=True)
