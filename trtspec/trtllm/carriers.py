@@ -18,7 +18,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import PARSERS, WORKER_OPTIONS, dynamo_releases
+from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.nodes import Node, YamlError, compose
 from trtspec.trtllm.schema import parse_version
@@ -32,7 +32,7 @@ PROGRAMS = {"trtllm-serve", "dynamo.trtllm"}
 STOP = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "<"}
 CONFIG = {"--extra_llm_api_options", "--config", "--extra-engine-args"}
 # options of dynamo.trtllm, as trtllm-serve's
-DYNAMO = {theirs: f"--{key}" for key, theirs in WORKER_OPTIONS.items()} | {their: our for our, their in PARSERS.items()}
+DYNAMO = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {their: our for our, their in PARSERS.items()}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
-from trtspec.trtllm.deployment import PARSERS, WORKER_OPTIONS, dynamo_releases
+from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
 from trtspec.trtllm.intent import Intent, Role
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
@@ -218,7 +218,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
     intent, words = config.intent, config.argv
     found = ["--model-path", intent.target, "--served-model-name", intent.published_as, "--extra-engine-args", path]
     settings = intent.settings_in_argv()
-    found += [word for key, flag in WORKER_OPTIONS.items() if key in settings for word in (flag, str(settings[key]))]
+    found += [word for key, flag in DYNAMO_OPTIONS.items() if key in settings for word in (flag, str(settings[key]))]
     if intent.nodes > 1:
         found += ["--gpus-per-node", str(intent.gpus_per_node)]
     if intent.role is not None:
