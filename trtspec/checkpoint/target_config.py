@@ -139,7 +139,7 @@ def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) ->
         beyond = [number for number in listed if number is not None and not 0 <= number < spec.vocab_size]
         if beyond:
             yield _problem("TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}")
-        outer, inner = config.get(key), text.get(key)
+        outer, inner = ([ids] if isinstance(ids, int) else ids for ids in (config.get(key), text.get(key)))
         if outer is not None and inner is not None and outer != inner:
             message = f"{outer} at the top level and {inner} in text_config"
             yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
