@@ -1,7 +1,7 @@
 """An asynchronous client for any OpenAI-compatible server: requests, streamed answers with the time of every chunk, and
 waiting until a server is ready.
 
-A streamed request starts when its first byte is sent over an open connection: name lookup, connecting, TLS and waiting
+A streamed request starts when its header has been sent and its body follows: name lookup, connecting, TLS and waiting
 for a free connection do not count. The time of a chunk is that of the network read of its last byte, without parsing:
 chunks that a proxy sends at once have the same time.
 """
@@ -250,7 +250,7 @@ async def stream_answer(
     answer = Answer(question, category, turn, started=time.perf_counter())
 
     async def trace(event: str, info: dict[str, Any]) -> None:
-        if event.endswith(".send_request_headers.started"):  # again where a kept connection had been closed
+        if event.endswith(".send_request_headers.complete"):  # the body follows
             answer.started = time.perf_counter()
 
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
