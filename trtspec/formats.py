@@ -7,6 +7,7 @@ line) with what it means: `format.parts`, `format.values_per_element`, `format.l
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Container
 from dataclasses import dataclass
@@ -128,15 +129,15 @@ class WeightFormat(StrEnum):
         }
         return {suffix: shapes[kind] for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)}
 
+    @functools.cache
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
         """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
         patterns; compressed-tensors names, also without what precedes them, or `re:` and a regular expression.
 
         A pattern that is no regular expression matches nothing.
         """
-        if self.is_fp4:
-            return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
-        return re.compile("|".join(map(_named_or_regex, patterns)) or r"(?!)")
+        as_regex = fnmatch.translate if self.is_fp4 else _named_or_regex
+        return re.compile("|".join(map(as_regex, patterns)) or r"(?!)")
 
 
 def _named_or_regex(pattern: str) -> str:

@@ -275,11 +275,11 @@ def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool
     """The entries of schema files laid over each other, oldest first; by default what holds in the end."""
     found: Entries = {part: {} for part in PARTS}
     for data in files:
-        begins = data["versions"].get("begins")
+        begun = "begins" not in data["versions"] or happened(Change(**data["versions"]["begins"]))
 
-        def dated(entry: Mapping[str, Any] | None, name: str, begins: Any = begins) -> bool:
-            date = (entry or {}).get(name, begins)
-            return date is None or happened(Change(**date))
+        def dated(entry: Mapping[str, Any] | None, name: str, begun: bool = begun) -> bool:
+            date = (entry or {}).get(name)
+            return begun if date is None else happened(Change(**date))
 
         for part in ("fields", "options"):
             for name, entry in data.get(part, {}).items():

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import Verifier, shared_config, stated_ids, write_config
+from trtspec.checkpoint.heads.config import TABLE, Verifier, shared_config, stated_ids, write_config
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.checkpoint.identity import recorded
-from trtspec.data_files import load_yaml
 from trtspec.specs import HeadSpec, ModelSpec
 
 DRAFT_LEN = 3
@@ -134,10 +133,9 @@ class Dialect:
 
 def _rows(section: str) -> dict[str, dict[str, Any]]:
     """Rows of data/dialects.yaml by name; their lists as tuples."""
-    rows: dict[str, dict[str, Any]] = load_yaml("dialects.yaml")[section]
     return {
         name: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        for name, row in rows.items()
+        for name, row in TABLE[section].items()
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import Verifier, shared_config, write_config
+from trtspec.checkpoint.heads.config import TABLE, Verifier, shared_config, write_config
 from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
@@ -24,7 +24,6 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
-from trtspec.data_files import load_yaml
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.tensors import (
@@ -237,7 +236,7 @@ class Limit:
     reason: str
 
 
-LIMITS = {name: Limit(**row) for name, row in load_yaml("dialects.yaml")["features"].items()}
+LIMITS = {name: Limit(**row) for name, row in TABLE["features"].items()}
 
 
 def features(spec: HeadSpec) -> list[str]:
