@@ -136,8 +136,7 @@ class WeightFormat(StrEnum):
 
         A pattern that is no regular expression matches nothing.
         """
-        as_regex = fnmatch.translate if self.is_fp4 else _named_or_regex
-        return re.compile("|".join(map(as_regex, patterns)) or r"(?!)")
+        return re.compile("|".join(map(fnmatch.translate if self.is_fp4 else _named_or_regex, patterns)) or r"(?!)")
 
 
 def _named_or_regex(pattern: str) -> str:
