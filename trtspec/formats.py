@@ -129,7 +129,7 @@ class WeightFormat(StrEnum):
         }
         return {suffix: shapes[kind] for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)}
 
-    @functools.cache
+    @functools.cache  # a checkpoint has one list, and each of its modules asks
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
         """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
         patterns; compressed-tensors names, also without what precedes them, or `re:` and a regular expression.

@@ -58,8 +58,8 @@ async def raw_first_token(connection: tuple[asyncio.StreamReader, asyncio.Stream
 
 
 def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[..., str]) -> None:
-    """Against a bare socket, in turn and in one process, so that a busy machine delays both alike. It was
-    1.1 ms while the clock began before the header was made, and is 0.3 ms."""
+    """Against a bare socket, in turn and in one process, so that a busy machine delays both alike. An idle one prints
+    0.3 ms."""
     url = paced(ttft_s=0.01, gap_s=0.001, tokens=4)
     body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 
@@ -114,7 +114,7 @@ def test_open_loop_keeps_its_rate_whatever_the_server_does(paced: Callable[..., 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_within_3_percent_of_the_truth(paced: Callable[..., str], tmp_path: Path, slots: int) -> None:
-    """24 questions of one turn, so that the slots are busy to the end. Two answers begin together: one waits."""
+    """24 questions of one turn, so that the slots are busy to the end."""
     url, promise = paced(), ServiceLevel(ttft=60.0, tpot=60.0)
     results = run(url, prompts(tmp_path), samples=24, concurrency=(slots,), promise=promise)
     speed, wrote = results.concurrency[0].throughput, truth(url)

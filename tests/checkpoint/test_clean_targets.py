@@ -31,7 +31,7 @@ def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
     text |= {key: small[key] for key in SIZES}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if "text_config" in result and key in result:
-            result[key] = small[key]
+            result[key] = [small[key]] if key == "eos_token_id" else small[key]  # a list of one says the same
     if "vision_config" in result:
         result["vision_config"] |= {"text_hidden_size": small["hidden_size"], "vt_num_hidden_layers": 1}
     return result

@@ -28,7 +28,7 @@ Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
-DYNAMO_OPTIONS = {  # settings of the engine, as options of Dynamo's worker
+DYNAMO_OPTIONS = {  # settings of the engine -> options of Dynamo's worker
     "tensor_parallel_size": "--tensor-parallel-size",
     "moe_expert_parallel_size": "--expert-parallel-size",
     "max_batch_size": "--max-batch-size",

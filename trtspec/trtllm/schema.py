@@ -290,7 +290,7 @@ def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool
             if dated(entry, "until"):
                 found["fields"].pop(path, None)
                 found["removed"][path] = entry
-        for name in data.get("removed_options", ()) if dated(None, "until") else ():
+        for name in data.get("removed_options", ()) if begun else ():
             found["options"].pop(name, None)
         for part in ("behaviours", "rules"):
             for name, entry in data.get(part, {}).items():

@@ -8,7 +8,7 @@ from typing import Any
 from trtspec.data_files import load_yaml
 from trtspec.specs import YARN_NUMBERS, HeadSpec, RopeSpec
 
-TABLE = load_yaml("dialects.yaml")
+DIALECT_TABLE = load_yaml("dialects.yaml")  # all that differs between who writes heads and who serves them
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 LEFT_OUT = {"quantization_config", "auto_map", "_name_or_path", "name_or_path"}  # the target's, or code from a hub
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -42,7 +42,7 @@ def stated_ids(config: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:
     """What every layout says alike: sizes, rope, dtype (a safetensors code), and the source's keys that are not of a
     head."""
-    made = {*LEFT_OUT, *TABLE["made"]}
+    made = {*LEFT_OUT, *DIALECT_TABLE["made"]}
     carried = {key: value for key, value in flat_config(source).items() if key not in made}
     stored = {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
     return architecture_config(spec) | rope_config(spec.rope) | stored | carried

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import TABLE, Verifier, shared_config, stated_ids, write_config
+from trtspec.checkpoint.heads.config import DIALECT_TABLE, Verifier, shared_config, stated_ids, write_config
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.checkpoint.identity import recorded
 from trtspec.specs import HeadSpec, ModelSpec
@@ -135,7 +135,7 @@ def _rows(section: str) -> dict[str, dict[str, Any]]:
     """Rows of data/dialects.yaml by name; their lists as tuples."""
     return {
         name: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        for name, row in TABLE[section].items()
+        for name, row in DIALECT_TABLE[section].items()
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import TABLE, Verifier, shared_config, write_config
+from trtspec.checkpoint.heads.config import DIALECT_TABLE, Verifier, shared_config, write_config
 from trtspec.checkpoint.heads.dialects import DIALECTS, OPTIONS, Dialect
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
@@ -236,7 +236,7 @@ class Limit:
     reason: str
 
 
-LIMITS = {name: Limit(**row) for name, row in TABLE["features"].items()}
+LIMITS = {name: Limit(**row) for name, row in DIALECT_TABLE["features"].items()}
 
 
 def features(spec: HeadSpec) -> list[str]:
