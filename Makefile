@@ -18,7 +18,7 @@ demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 
 test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-all')"
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: lint .oracles/.made  ## also the tests that take minutes each, and those against a real vLLM
 	@echo "== all tests"

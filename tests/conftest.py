@@ -1,5 +1,6 @@
 """Shared fixtures. Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores."""
 
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+gc.disable()  # importing and collecting makes millions of objects, and none of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

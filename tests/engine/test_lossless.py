@@ -33,7 +33,7 @@ def test_every_head_kind(
     assert engine.totals.drafted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [4, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 16))])
 @pytest.mark.parametrize("draft_len", [1, 3, 6])
 def test_every_acceptance_pattern(
     rows: int,

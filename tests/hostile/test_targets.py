@@ -110,7 +110,7 @@ def named(out: Path) -> bool:
     return any(problem["severity"] == "error" for problem in problems)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=SLOW)])
+@pytest.mark.parametrize("count", [15, pytest.param(1000, marks=SLOW)])
 def test_damaged_targets(tmp_path: Path, runner: Runner, count: int) -> None:  # noqa: F811
     targets = Targets(tmp_path, runner)
     wrong = [found for number in range(count) if (found := targets.judge(number, SEED))]

@@ -1,6 +1,6 @@
 """Random kills over the processes of a launch, in every phase: nothing survives, and status and message name the cause.
 
-TRTSPEC_KILLS (50; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
+TRTSPEC_KILLS (20; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def kill_one(number: int, log: Path) -> str | None:
         os.kill(names[victim], sent)
     _, code = os.waitpid(own, 0)
     status = os.waitstatus_to_exitcode(code)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in (subreaper, *pids) if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     text = log.read_text()
@@ -90,7 +90,7 @@ def kill_one(number: int, log: Path) -> str | None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_survives_a_kill(count: int, tmp_path: Path) -> None:
     count = int(os.environ.get("TRTSPEC_KILLS", count))
     wrong = [found for number in range(count) if (found := kill_one(number, tmp_path / f"{number}.log"))]

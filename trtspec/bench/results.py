@@ -6,6 +6,7 @@ of all their answers.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 NotNegative = Annotated[float, Field(ge=0)]
 SCHEMA = 3  # of results.json
 ALL = "all"
+adapter = functools.cache(TypeAdapter)  # making one takes longer than reading a file with it
 
 
 @dataclass(frozen=True)
@@ -303,12 +305,10 @@ def read_results(path: Path) -> BenchResults:
         found = files.read_object(file)
         if found.get("schema", SCHEMA) != SCHEMA:
             raise ValueError(f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}")
-        return TypeAdapter(BenchResults).validate_python(found)
+        return adapter(BenchResults).validate_python(found)
     except ValidationError as error:
         reason = files.first_fault(error)
     except (OSError, TrtspecError, ValueError) as error:
         reason = str(error)
-    raise UsageError(
-        f"{file} is not a result of `trtspec bench`: {reason}",
-        "pass the directory given to bench -o, or its results.json",
-    )
+    remedy = "pass the directory given to bench -o, or its results.json"
+    raise UsageError(f"{file} is not a result of `trtspec bench`: {reason}", remedy)

@@ -3,7 +3,6 @@ id without one. The published Kimi targets and heads of data/models.yaml, by hub
 
 from __future__ import annotations
 
-import copy
 import difflib
 import os
 import re
@@ -59,7 +58,7 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
     for kind, section in (("target", "targets"), ("head", "heads")):
         for name, entry in catalogue()[section].items():
             if name.casefold() == wanted:
-                return kind, {"id": name, "kind": kind, **copy.deepcopy(entry)}  # type: ignore[return-value]
+                return kind, {"id": name, "kind": kind, **entry}  # type: ignore[return-value]
     return None
 
 
