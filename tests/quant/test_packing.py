@@ -93,7 +93,7 @@ bits16 = st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64)
 
 @NEEDS_COMPILER
 @given(bits16, st.floats(1, 4, width=32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_bf16_bits(portable, bits, more):
     rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     amax = TorchPacker().amax(rows)
@@ -105,7 +105,7 @@ def test_any_bf16_bits(portable, bits, more):
 
 @NEEDS_COMPILER
 @given(st.lists(st.integers(0, 15), min_size=128, max_size=128), bits16)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_int4_codes_and_scales(portable, codes, bits):
     """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
     words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(-1)
