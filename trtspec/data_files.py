@@ -9,8 +9,8 @@ from typing import Any
 DATA = Path(__file__).parent / "data"
 
 
-def load_yaml(name: str) -> Any:
-    """Parses a file of trtspec/data, for example `models.yaml`."""
+def load_yaml(name: str | Path) -> Any:
+    """Parses a file of the package: by its name in trtspec/data, for example `models.yaml`, or by its whole path."""
     import yaml  # here, because `trtspec --help` needs none
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is built in

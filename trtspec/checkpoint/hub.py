@@ -47,7 +47,7 @@ def expand_patterns(patterns: list[str]) -> list[str]:
 
 
 def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | None:
-    """The kind and entry of a published id (upper and lower case are the same), or None.
+    """The kind and entry (to be read only) of a published id, upper and lower case being the same; or None.
 
     Raises TrtspecError for ids that are known and refused, such as Kimi-K3.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+from trtspec.data_files import load_yaml
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LogPatterns:
 
     @classmethod
     def load(cls, path: Path) -> LogPatterns:
-        read: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        read: dict[str, Any] = load_yaml(path)
         return cls(read["engine"], tuple(read["phases"]), tuple(read["failures"]), read["unknown"])
 
     def explain(self, lines: list[str]) -> tuple[str, str] | None:

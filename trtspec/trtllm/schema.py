@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-import yaml
 from packaging.version import InvalidVersion, Version
 
+from trtspec.data_files import load_yaml
 from trtspec.errors import Severity, TrtspecError, UsageError
 from trtspec.report import write_atomic
 
@@ -30,7 +30,6 @@ T = TypeVar("T")
 SCHEMAS = Path(__file__).parent / "schemas"
 PARSED = SCHEMAS / "__pycache__" / "lines.json"
 LINES = tuple(sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version))  # oldest first
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 UNKNOWN = object()  # a default that no source states
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
@@ -358,7 +357,7 @@ def _files() -> dict[str, dict[str, Any]]:
         pass
     from pydantic import TypeAdapter
 
-    lines = {line: yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) for line, path in files.items()}
+    lines = {line: load_yaml(path) for line, path in files.items()}
     rules = TypeAdapter(dict[str, Rule | None])
     for data in lines.values():
         rules.validate_python(data.get("rules", {}))
@@ -372,7 +371,7 @@ def _files() -> dict[str, dict[str, Any]]:
 @functools.cache
 def read_beside(name: str) -> Any:
     """A data file of this directory."""
-    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), Loader=LOADER)
+    return load_yaml(Path(__file__).with_name(name))
 
 
 @functools.cache
