@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-gc.disable()  # importing and collecting makes millions of objects, and none of them is garbage
+gc.disable()  # what importing and collecting makes stays, and is not searched for garbage, then or later
 
 
 def pytest_collection_finish() -> None:

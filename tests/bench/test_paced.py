@@ -58,8 +58,7 @@ async def raw_first_token(connection: tuple[asyncio.StreamReader, asyncio.Stream
 
 
 def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[..., str]) -> None:
-    """Against a bare socket, in turn and in one process, so that a busy machine delays both alike. An idle one prints
-    0.3 ms."""
+    """Against a bare socket, in turn and in one process, so that a busy machine delays both alike."""
     url = paced(ttft_s=0.01, gap_s=0.001, tokens=4)
     body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,12 @@ def test_half_a_character_at_the_end(trained: Path) -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
-@pytest.mark.timeout(60)
 def test_long_runs_are_cut_before_the_regex_sees_them(trained: Path) -> None:
     tokenizer = KimiTokenizer(trained)
+    began = time.process_time()
     for text in ("a" * 100_000, " " * 60_001, "ab " * 150_000, "\u00e9" * 30_000 + " x"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.process_time() - began < 20
 
 
 def test_special_tokens_only_when_allowed(trained: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -143,10 +144,11 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
-@pytest.mark.timeout(60)
 def test_no_file_ends_in_a_traceback_or_takes_long(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engine.yml"
     file.write_text(text)
+    began = time.process_time()
     done = lint(str(file), *VERSION, "--json")
+    assert time.process_time() - began < 5
     assert done.status in (0, 2, 3), done.stderr[:200]
     assert "unexpected" not in done.stderr and isinstance(json.loads(done.stdout)["ok"], bool)

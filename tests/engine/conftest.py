@@ -159,7 +159,7 @@ def served(target: Path, head: str, *options: str) -> Iterator[Running]:
     assert "Traceback" not in "".join(running.log), "".join(running.log)
 
 
-def wait_until_idle(server: Running, seconds: float = 60) -> None:
+def wait_until_idle(server: Running, seconds: float = 20) -> None:
     def idle() -> bool:
         text = httpx.get(f"{server.url}/prometheus/metrics", timeout=30).text
         return "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text

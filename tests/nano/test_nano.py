@@ -41,7 +41,6 @@ def test_an_exercise_is_a_function_of_its_seed() -> None:
     assert len({text_of(exercise(f"{seed}", False, kind="story")) for seed in range(300)}) == 300
 
 
-@pytest.mark.slow
 def test_held_out_prompts_phrasings_and_values_are_in_no_training_text(
     trained: list[Exercise], heldout: list[Exercise]
 ) -> None:
@@ -153,7 +152,6 @@ def small() -> dict[str, Any]:
     return config
 
 
-@pytest.mark.slow
 def test_training_continues_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     import torch
 

@@ -64,7 +64,7 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 
 
 def nothing_left(tmp_path: Path, port: int) -> None:
-    command_line.wait_for(lambda: not any(map(command_line.alive, recorded(tmp_path)["pids"])))
+    command_line.wait_for(lambda: not any(map(command_line.alive, recorded(tmp_path)["pids"])), 10)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
@@ -74,13 +74,13 @@ def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(start: Start, t
     process = start()
     log = until_ready(process)
     assert "trtspec: loading weights" in log and "trtspec: warming up" in log
-    with urllib.request.urlopen(f"http://localhost:{free_port}/health", timeout=60) as response:
+    with urllib.request.urlopen(f"http://localhost:{free_port}/health", timeout=5) as response:
         assert response.status == 200
     given = recorded(tmp_path)
     assert given["config"]["speculative_config"]["decoding_type"] == "Eagle"
     assert given["argv"][given["argv"].index("--max_seq_len") + 1] == "128"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=20) == 0
     nothing_left(tmp_path, free_port)
     config = given["argv"][given["argv"].index("--extra_llm_api_options") + 1]
     assert not Path(config).exists()
@@ -106,7 +106,7 @@ def test_a_signal_leaves_no_process_behind(
     pids = recorded(tmp_path)["pids"]  # server, daemon, rank
     assert "rank" not in mode or len({os.getpgid(pid) for pid in pids}) == 3
     process.send_signal(number)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=20)
     assert process.returncode in statuses and says in log
     nothing_left(tmp_path, free_port)
 
@@ -151,7 +151,7 @@ def test_an_engine_that_dies_under_load_is_told_and_not_restarted(start: Start, 
 
     def ask() -> None:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://localhost:{free_port}/v1/completions", body, timeout=60).read()
+            urllib.request.urlopen(f"http://localhost:{free_port}/v1/completions", body, timeout=10).read()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -280,7 +280,7 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
     process = start(STANDIN_BACKEND="reference")
     log = until_ready(process)
     body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 4, "temperature": 0})
-    with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=60) as response:
+    with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=10) as response:
         body = body.replace('"m"', json.dumps(json.load(response)["data"][0]["id"]))
     request = urllib.request.Request(
         f"http://localhost:{free_port}/v1/completions", body.encode(), {"Content-Type": "application/json"}

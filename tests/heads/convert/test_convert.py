@@ -71,12 +71,11 @@ def there_and_back(room: Path, target_dir: Path, sources: Any, one: str, other: 
     assert (back / "model.safetensors").read_bytes() == (canonical / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)])  # from ModelOpt's, all others
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def test_there_and_back_is_the_identity(
     room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...], rest: bool
 ) -> None:
-    """From ModelOpt's to each dialect; `rest` are all other pairs."""
     for one, other in itertools.permutations((name for name in DIALECTS if expressible(name, *kind)), 2):
         if (one != "modelopt") == rest:
             there_and_back(room, target_dir, sources, one, other, kind)
