@@ -45,14 +45,18 @@ def trtspec(*words: object, **environment: str) -> Done:
         try:
             main()
         except SystemExit as stopped:
-            status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+            status = (
+                stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+            )
     return Done(status, out.getvalue(), err.getvalue())
 
 
 def process(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process of its own, with these additional variables."""
     line = [*TRTSPEC, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=900)
+    return subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | environment, timeout=900
+    )
 
 
 @contextlib.contextmanager
@@ -62,7 +66,9 @@ def served(port: int, *command: object) -> Iterator[tuple[str, subprocess.Popen[
 
     url, process = f"http://127.0.0.1:{port}", subprocess.Popen(list(map(str, command)))
     try:
-        assert asyncio.run(wait_ready(url, 300, stopped=lambda: process.poll() is not None)), "the server ended"
+        assert asyncio.run(wait_ready(url, 300, stopped=lambda: process.poll() is not None)), (
+            "the server ended"
+        )
         yield url, process
     finally:
         process.terminate()

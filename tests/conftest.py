@@ -39,7 +39,9 @@ def _one_thread() -> None:
 @pytest.fixture(scope="module")
 def room() -> Iterator[Path]:
     """A directory in memory where there is some, for thousands of tiny files each of which is fsynced."""
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+    with TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as directory:
         yield Path(directory)
 
 

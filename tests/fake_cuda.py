@@ -31,7 +31,9 @@ class Transfers(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         copies = function.overloadpacket is torch.ops.aten.copy_
         source, made = (args[1], args[0]) if copies else (args[0] if args else None, out)
@@ -51,7 +53,9 @@ def fake_cuda() -> Iterator[Transfers]:
     guards[CUDA] = before or guards[META]
     try:
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), Transfers() as transfers:
-            patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # tensors of one element would be computed
+            patch.setattr(
+                fake_tensor, "CONSTANT_NUMEL_LIMIT", 0
+            )  # tensors of one element would be computed
             yield transfers
     finally:
         guards[CUDA] = before

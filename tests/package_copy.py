@@ -18,8 +18,15 @@ def copy_package(directory: Path) -> Path:
 
 def touched(copy: Path) -> list[str]:
     """Files of the copy that are new or differ."""
-    files = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    same = [(PACKAGE / file).is_file() and filecmp.cmp(copy / file, PACKAGE / file, shallow=False) for file in files]
+    files = [
+        path.relative_to(copy)
+        for path in copy.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    same = [
+        (PACKAGE / file).is_file() and filecmp.cmp(copy / file, PACKAGE / file, shallow=False)
+        for file in files
+    ]
     return sorted(str(file) for file, alike in zip(files, same, strict=True) if not alike)
 
 
@@ -29,6 +36,8 @@ def run_copy(copy: Path, *words: object, status: int = 0, given: str = "") -> st
         "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, cwd=copy.parent)
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, env=environment, cwd=copy.parent
+    )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + (done.stderr if status else "")

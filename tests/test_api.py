@@ -105,7 +105,14 @@ def test_the_torch_free_verbs_load_no_torch_and_print_nothing(tmp_path: Path) ->
 
 
 def test_the_names_of_the_package_are_those_of_the_api_and_none_is_a_module() -> None:
-    assert set(trtspec.__all__) == {*COMMANDS, "lint", "Engine", "Result", "TrtspecError", "__version__"}
+    assert set(trtspec.__all__) == {
+        *COMMANDS,
+        "lint",
+        "Engine",
+        "Result",
+        "TrtspecError",
+        "__version__",
+    }
     assert trtspec.__version__ == metadata.version("trtspec") and callable(lint)
     assert not {path.stem for path in (ROOT / "trtspec").iterdir()} & set(trtspec.__all__)
     assert set(trtspec.__all__) <= set(dir(trtspec))
@@ -122,7 +129,10 @@ def test_a_verb_has_the_options_of_its_command_with_their_defaults(verb: str) ->
     from tests.cli.test_matrix import record_of
 
     parameters = inspect.signature(getattr(trtspec, verb)).parameters
-    declared = {field.keyword: field.default for field in fields_of(record_of(verb.replace("_", "-"))).values()}
+    declared = {
+        field.keyword: field.default
+        for field in fields_of(record_of(verb.replace("_", "-"))).values()
+    }
     assert set(parameters) == set(declared) - {"json_"}
     for name, parameter in parameters.items():
         if parameter.default is not inspect.Parameter.empty:
@@ -137,7 +147,9 @@ def test_the_documented_examples_pass_mypy_strict(tmp_path: Path) -> None:
     options = ["--strict", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
     command = [sys.executable, "-m", "mypy", *options]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout
 
 

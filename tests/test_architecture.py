@@ -1,4 +1,4 @@
-"""The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets in lines."""
+"""The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets in weight."""
 
 import ast
 import functools
@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.weight import measured
+
 PACKAGE = Path(__file__).resolve().parent.parent / "trtspec"
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "data")
+FILES = sorted(
+    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "data"
+)
 
 # a room may import rooms with a smaller number, and itself
 LEVEL = {
@@ -137,33 +141,39 @@ def test_torch_free_modules_load_no_torch() -> None:
         f"    loaded = [m for m in ('torch', 'transformers', 'modelopt') if m in sys.modules]\n"
         "    assert not loaded, f'{name} loads {loaded}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ})
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_init_files_are_empty() -> None:
-    filled = [str(path) for path in PACKAGE.rglob("__init__.py") if path.read_text(encoding="utf-8").strip()]
+    filled = [
+        str(path)
+        for path in PACKAGE.rglob("__init__.py")
+        if path.read_text(encoding="utf-8").strip()
+    ]
     assert filled == [str(PACKAGE / "__init__.py")], "only the Python API is in one"
 
 
 def test_no_catch_all_module_names() -> None:
-    assert not [module_name(path) for path in FILES if set(path.with_suffix("").parts) & set(FORBIDDEN_NAMES)]
-
-
-def lines(*places: Path) -> int:
-    files = {path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])}
-    return sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+    assert not [
+        module_name(path)
+        for path in FILES
+        if set(path.with_suffix("").parts) & set(FORBIDDEN_NAMES)
+    ]
 
 
 def test_rooms_keep_their_budgets() -> None:
-    """budgets.toml says how many lines each room may have. A change that raises one names the user who needs it."""
+    """budgets.toml limits weights and bytes. A change that raises one names the user who needs it."""
     budgets = tomllib.loads((PACKAGE.parent / "budgets.toml").read_text(encoding="utf-8"))
-    rooms = {path.name: lines(path) for path in PACKAGE.iterdir() if path.is_dir() and path.name in LEVEL}
-    rooms |= {path.stem: lines(path) for path in (PACKAGE / "calibrate.py", PACKAGE / "vllm.py")}
-    rooms["ground"] = lines(PACKAGE) - sum(rooms.values())  # the other files at the top, which every room may read
-    found = {"package": lines(PACKAGE), "tests": lines(PACKAGE.parent / "tests"), **rooms}
+    found = measured()
     assert found.keys() == budgets.keys()
-    over = {name: f"{count} lines, {budgets[name]} allowed" for name, count in found.items() if count > budgets[name]}
+    over = {
+        name: f"{found[name]}, {limit} allowed"
+        for name, limit in budgets.items()
+        if found[name] > limit
+    }
     assert not over, f"{over}: delete something, or raise budgets.toml and say who needs it"
 
 
@@ -174,7 +184,9 @@ def test_no_two_functions_have_the_same_body() -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 code = node.body[1:] if ast.get_docstring(node) else node.body
                 if code and (node.end_lineno or 0) - code[0].lineno >= 3:
-                    places.setdefault(ast.dump(ast.Module(code, [])), []).append(f"{module_name(path)}: {node.name}")
+                    places.setdefault(ast.dump(ast.Module(code, [])), []).append(
+                        f"{module_name(path)}: {node.name}"
+                    )
     assert not [where for where in places.values() if len(where) > 1]
 
 
@@ -197,8 +209,23 @@ def test_no_cycles_between_files() -> None:
     assert not ahead, f"files that import each other in a circle are among {sorted(ahead)}"
 
 
-MESSAGES = {"UsageError", "TrtspecError", "CheckFailed", "MissingDependency", "Interrupted", "ServerFailed", "Problem"}
-NAMED = {"message", "remedy", "why", "text", "REMEDY", "EXAMPLE"}  # variables that messages are put together in
+MESSAGES = {
+    "UsageError",
+    "TrtspecError",
+    "CheckFailed",
+    "MissingDependency",
+    "Interrupted",
+    "ServerFailed",
+    "Problem",
+}
+NAMED = {
+    "message",
+    "remedy",
+    "why",
+    "text",
+    "REMEDY",
+    "EXAMPLE",
+}  # variables that messages are put together in
 COMMAND_LINE = re.compile(r"(trtspec|trtllm-serve|vllm|hf|docker:|start it with|pass --) [^`;]*")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?!\w)")  # trtllm-serve's own have underscores
 
@@ -206,8 +233,13 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+(?!\w)")  # trtllm-serve's own ha
 def texts(node: ast.AST) -> Iterator[tuple[int, str]]:
     """The strings below a node, f-strings whole, with their lines."""
     if isinstance(node, ast.JoinedStr):
-        yield node.lineno, "".join(v.value if isinstance(v, ast.Constant) else "x" for v in node.values)  # type: ignore[misc]
-        node = ast.Module([value.value for value in node.values if isinstance(value, ast.FormattedValue)], [])  # type: ignore[misc]
+        yield (
+            node.lineno,
+            "".join(v.value if isinstance(v, ast.Constant) else "x" for v in node.values),
+        )  # type: ignore[misc]
+        node = ast.Module(
+            [value.value for value in node.values if isinstance(value, ast.FormattedValue)], []
+        )  # type: ignore[misc]
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.lineno, node.value
     for child in ast.iter_child_nodes(node):
@@ -222,7 +254,10 @@ def test_the_library_never_speaks_of_flags() -> None:
             parts: list[ast.AST] = []
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in MESSAGES:
                 parts = [*node.args, *node.keywords]
-            elif isinstance(node, ast.Assign) and {getattr(name, "id", "") for name in node.targets} & NAMED:
+            elif (
+                isinstance(node, ast.Assign)
+                and {getattr(name, "id", "") for name in node.targets} & NAMED
+            ):
                 parts = [node.value]
             for line, text in (found for part in parts for found in texts(part)):
                 if FLAG.search(COMMAND_LINE.sub("", text)):
@@ -230,7 +265,14 @@ def test_the_library_never_speaks_of_flags() -> None:
     assert not offenders, "\n".join(offenders)
 
 
-OF_THE_MACHINE = {"cpu_count", "process_cpu_count", "sched_getaffinity", "virtual_memory", "disk_usage", "statvfs"}
+OF_THE_MACHINE = {
+    "cpu_count",
+    "process_cpu_count",
+    "sched_getaffinity",
+    "virtual_memory",
+    "disk_usage",
+    "statvfs",
+}
 
 
 def test_cores_memory_and_disk_are_asked_for_in_machine_only() -> None:
@@ -268,6 +310,10 @@ def test_formats_dialects_lines_and_gpus_are_compared_in_their_owners_only() -> 
                 sides = [node.value]
             for item in (item for side in sides for item in ast.walk(side)):
                 word = item.value if isinstance(item, ast.Constant) else None
-                if isinstance(word, str) and word in owners and module_name(path) not in (*owners[word], "formats"):
+                if (
+                    isinstance(word, str)
+                    and word in owners
+                    and module_name(path) not in (*owners[word], "formats")
+                ):
                     offenders.append(f"{module_name(path)}:{item.lineno} compares with {word!r}")
     assert not offenders, "\n".join(offenders)

@@ -19,8 +19,13 @@ from trtspec.engine import engine
 
 LANGUAGES = {"console", "python", "yaml", "text", "json", ""}
 SHOWN = {"reference-engine.md": engine}  # pages that show code of the package, and where it is
-CHECKER = os.environ.get("TRTSPEC_CHECK_JSONSCHEMA", "")  # path of check-jsonschema, which brings the schemas
-PUBLISHED = {"vendor.github-workflows": "configs/ci/*.yml", "vendor.compose-spec": "docker/compose.*.yml"}
+CHECKER = os.environ.get(
+    "TRTSPEC_CHECK_JSONSCHEMA", ""
+)  # path of check-jsonschema, which brings the schemas
+PUBLISHED = {
+    "vendor.github-workflows": "configs/ci/*.yml",
+    "vendor.compose-spec": "docker/compose.*.yml",
+}
 
 
 def judge_yaml(text: str) -> str:
@@ -61,7 +66,9 @@ def test_every_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         directory, names = tmp_path / page.stem, {"__name__": "__main__"}
         directory.mkdir()
         monkeypatch.chdir(directory)
-        for block in (block for block in blocks("python") if block.page == page and page.name not in SHOWN):
+        for block in (
+            block for block in blocks("python") if block.page == page and page.name not in SHOWN
+        ):
             exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
             run += 1
     print(f"\n{run} Python blocks run")
@@ -69,7 +76,9 @@ def test_every_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which(CHECKER), reason="TRTSPEC_CHECK_JSONSCHEMA does not name check-jsonschema")
+@pytest.mark.skipif(
+    not shutil.which(CHECKER), reason="TRTSPEC_CHECK_JSONSCHEMA does not name check-jsonschema"
+)
 @pytest.mark.parametrize("schema", PUBLISHED)
 def test_workflow_and_compose_files_follow_their_published_schemas(schema: str) -> None:
     files = sorted(ROOT.glob(PUBLISHED[schema]))
@@ -81,4 +90,6 @@ def test_code_of_the_package_is_shown_as_it_is() -> None:
     shown = [block for block in blocks("python") if block.page.name in SHOWN]
     assert shown and max(len(block.text.splitlines()) for block in shown) <= 40, "one screen"
     for block in shown:
-        assert textwrap.indent(block.text, " " * 4) in inspect.getsource(SHOWN[block.page.name]), block.where
+        assert textwrap.indent(block.text, " " * 4) in inspect.getsource(SHOWN[block.page.name]), (
+            block.where
+        )

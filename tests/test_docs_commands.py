@@ -65,17 +65,25 @@ def run_trtspec(command: Command) -> str:
     parsed = words[0] in PARSED and not sizes and not {"prove", "--dry-run"} <= set(words)
     if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
-    files = [word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word]
+    files = [
+        word for word in words[1:] if re.search(r"\.(ya?ml|jsonl?)$", word) and "=" not in word
+    ]
     writes = {words[words.index(flag) + 1] for flag in ("-o", "--output") if flag in words}
-    files += [words[words.index("--head") + 1]] if "--head" in words else []  # a directory of the reader's
+    files += (
+        [words[words.index("--head") + 1]] if "--head" in words else []
+    )  # a directory of the reader's
     absent = [file for file in files if file not in writes and not re.match(r"\w[\w-]+/\w", file)]
     if (not sizes and any(not Path(file).exists() for file in absent)) or "--installed" in words:
         return options_exist(complete)
     words[1:1] = ["--dry-run"] if words[0] == "serve" and "--dry-run" not in words else []
     words += ["--force"] if words[0] == "build-config" and writes and "--force" not in words else []
-    done = trtspec(*words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if command.shown else {}))
+    done = trtspec(
+        *words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if command.shown else {})
+    )
     assert done.status in ((0, 3) if command.shown else (0,)), done.stderr
-    assert not (missing := not_printed(command, done)), f"not printed: {missing}\n{done.stdout}{done.stderr}"
+    assert not (missing := not_printed(command, done)), (
+        f"not printed: {missing}\n{done.stdout}{done.stderr}"
+    )
     return "dry-run" if "--dry-run" in words else "run"
 
 
@@ -108,7 +116,9 @@ def run_docker(command: Command) -> str:
     if words[1:2] == ["build"]:
         dockerfile = (ROOT / words[words.index("-f") + 1]).read_text()
         given = [
-            after.partition("=")[0] for word, after in zip(words, words[1:], strict=False) if word == "--build-arg"
+            after.partition("=")[0]
+            for word, after in zip(words, words[1:], strict=False)
+            if word == "--build-arg"
         ]
         assert all(re.search(rf"^ARG {name}\b", dockerfile, re.MULTILINE) for name in given)
         return "checked"
@@ -118,7 +128,10 @@ def run_docker(command: Command) -> str:
         if "--env-file" in words:
             lines = (ROOT / words[words.index("--env-file") + 1]).read_text().splitlines()
             given = dict(line.split("=", 1) for line in lines)
-            assert variables <= given.keys() and (ROOT / "configs" / f"{given['RECIPE']}.yml").is_file()
+            assert (
+                variables <= given.keys()
+                and (ROOT / "configs" / f"{given['RECIPE']}.yml").is_file()
+            )
         else:
             assert not variables
         services = yaml.safe_load(text)["services"]
@@ -138,7 +151,9 @@ def run_one(command: Command) -> str:
     if program == "make":
         targets = [word for word in command.words[1:] if "=" not in word]
         makefile = (ROOT / "Makefile").read_text()
-        assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in targets)
+        assert all(
+            re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in targets
+        )
         return "checked"
     subprocess.run(["bash", "-n", "-c", command.text], check=True)
     return "named"
@@ -148,7 +163,9 @@ OUTCOMES: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_of_the_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_page(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("configs", "docker", "trtspec"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "servers").mkdir()
@@ -161,7 +178,9 @@ def test_every_command_of_the_page(page: Path, tmp_path: Path, monkeypatch: pyte
         try:
             OUTCOMES[run_one(command)] += 1
         except Exception as error:
-            wrong.append(f"{page.name}:{command.line}: {command.text}\n    {type(error).__name__}: {error}")
+            wrong.append(
+                f"{page.name}:{command.line}: {command.text}\n    {type(error).__name__}: {error}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
@@ -182,6 +201,8 @@ def test_the_readme_never_installs_into_the_engines_environment() -> None:
     """Every pip install of README, docs and images is into an environment of its own, or of the reader's."""
     for dockerfile in (ROOT / "docker").glob("*.Dockerfile"):
         for line in re.findall(r".*\bpip install\b.*", dockerfile.read_text()):
-            assert re.search(r"(/opt/trtspec/bin/|/sbom/bin/|/tmp/sbom/bin/)pip|^RUN pip install", line), line
+            assert re.search(
+                r"(/opt/trtspec/bin/|/sbom/bin/|/tmp/sbom/bin/)pip|^RUN pip install", line
+            ), line
     assert "python3 -m venv" in (ROOT / "docs/hardware.md").read_text()
     assert shutil.which("bash")

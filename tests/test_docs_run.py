@@ -42,12 +42,22 @@ STAND_INS = {
     "nvidia/Nemotron-Post-Training-Dataset-v2": "prompts.jsonl",
 }  # fmt: skip
 # the same, in commands that read configurations or names alone
-PUBLISHED_NAMES = {"TARGET": PUBLISHED, "HEAD": PUBLISHED_HEAD, "OUT": PUBLISHED_HEAD, "FILE": "file.yml"}
+PUBLISHED_NAMES = {
+    "TARGET": PUBLISHED,
+    "HEAD": PUBLISHED_HEAD,
+    "OUT": PUBLISHED_HEAD,
+    "FILE": "file.yml",
+}
 PLAIN_HOSTS = {"PLAIN", "plain", "BF16"}
 BENCH = ["--samples", "6", "--max-tokens", "24", "--concurrency", "2", "--rounds", "3"]
 CHECK = ["--samples", "4", "--max-tokens", "32", "--context-tokens", "64"]
 TRAIN = ["--steps", "2", "--seq-len", "96", "--batch-size", "2", "--acceptance-prompts", "0"]
-SMALLER = {"bench": BENCH, "check": CHECK, "train": TRAIN, "synthesize": ["--samples", "3", "--max-tokens", "16"]}
+SMALLER = {
+    "bench": BENCH,
+    "check": CHECK,
+    "train": TRAIN,
+    "synthesize": ["--samples", "3", "--max-tokens", "16"],
+}
 # verdicts about the stand-ins are not the pages' subject; a bound that a page names is replaced by one that holds
 EASIER = {"--min-acceptance": "1.05", "--max-regression": "0.99"}
 OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
@@ -84,21 +94,39 @@ class Room:
         shutil.copytree(HEAD, place / "shipped")
         shutil.copytree(HEAD, place / "converted")
         for name, options in (("plain", ()), ("eagle", ("3",)), ("long", ("6",))):
-            self.urls[name] = self.serve([word for k in options for word in ("--head", str(HEAD), "--draft-len", k)])
+            self.urls[name] = self.serve(
+                [word for k in options for word in ("--head", str(HEAD), "--draft-len", k)]
+            )
         self.made("quantize", "target", "-o", "nvfp4")
         questions = (NANO / "prompts_heldout.jsonl").read_text().splitlines()[:12]
         for name in ("prompts.jsonl", "questions.jsonl"):
             (place / name).write_text("\n".join(questions[:6]) + "\n")
-        answer = {"role": "assistant", "content": "def double(number):\n    return 2 * number\n" * 3}
-        rows = [json.dumps({"messages": [*json.loads(row)["messages"], answer]}) for row in questions]
+        answer = {
+            "role": "assistant",
+            "content": "def double(number):\n    return 2 * number\n" * 3,
+        }
+        rows = [
+            json.dumps({"messages": [*json.loads(row)["messages"], answer]}) for row in questions
+        ]
         for name in ("answers", "math", "code", "stem", "chat", "german", "old", "held"):
-            (place / f"{name}.jsonl").write_text("\n".join(rows[6:] if name == "held" else rows[:6]) + "\n")
+            (place / f"{name}.jsonl").write_text(
+                "\n".join(rows[6:] if name == "held" else rows[:6]) + "\n"
+            )
         texts = [json.dumps({"text": f"Text number {n} of a few. " * 8}) for n in range(4)]
         (place / "texts.jsonl").write_text("\n".join(texts) + "\n")
-        config = ("build-config", PUBLISHED, "--head", PUBLISHED_HEAD, "-o", "extra-llm-api-config.yml")
+        config = (
+            "build-config",
+            PUBLISHED,
+            "--head",
+            PUBLISHED_HEAD,
+            "-o",
+            "extra-llm-api-config.yml",
+        )
         self.made(*config)
         shutil.copy(place / "extra-llm-api-config.yml", place / "file.yml")
-        self.made("build-config", "target", "--head", "shipped", "-o", "nano.yml", "--max-seq-len", "1024")
+        self.made(
+            "build-config", "target", "--head", "shipped", "-o", "nano.yml", "--max-seq-len", "1024"
+        )
         for name in ("last-week", "week-1", "week-2", "week-3", "week-4"):
             questions = [] if name == "last-week" else ["--dataset", "prompts.jsonl"]
             self.made("bench", self.urls["eagle"], *questions, *BENCH, "-o", name)
@@ -114,7 +142,11 @@ class Room:
 
     def url(self, found: re.Match[str]) -> str:
         host, port = found[1], found[2]
-        kind = "plain" if host in PLAIN_HOSTS or port == "8001" or found.string.startswith("0=") else "eagle"
+        kind = (
+            "plain"
+            if host in PLAIN_HOSTS or port == "8001" or found.string.startswith("0=")
+            else "eagle"
+        )
         return self.urls["long" if found.string.startswith("6=") else kind]
 
 
@@ -168,7 +200,11 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
 def as_written(room: Room, command: Command) -> list[str] | None:
     """The words of a command with captured output, with this room's addresses; None if they name a stand-in."""
     words = [re.sub(r"http://([\w.]+):(\d+)", room.url, word) for word in command.words[1:]]
-    if not command.shown or {*STAND_INS, *EASIER, *OTHER_VALUES} & set(words) or PLACEHOLDER.search(" ".join(words)):
+    if (
+        not command.shown
+        or {*STAND_INS, *EASIER, *OTHER_VALUES} & set(words)
+        or PLACEHOLDER.search(" ".join(words))
+    ):
         return None
     writes = words[0] != "prove" and {"-o", "--output", "--record"} & set(words)
     return [*words, *(["--force"] if writes else [])]
@@ -182,7 +218,9 @@ def only_parsed(command: Command) -> bool:
     words = command.words
     if words[0] != "trtspec" or len(words) < 2 or "--help" in words:
         return False
-    return not sizes_only(words[1:]) and (words[1] in PARSED or bool(PLACEHOLDER.search(" ".join(words[2:]))))
+    return not sizes_only(words[1:]) and (
+        words[1] in PARSED or bool(PLACEHOLDER.search(" ".join(words[2:])))
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +239,9 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
         words = command.words[1:]
         captured = as_written(room, command)
         words = captured or stood_in(room, words[: words.index(">")] if ">" in words else words)
-        done = trtspec(*words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if captured else {}))
+        done = trtspec(
+            *words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if captured else {})
+        )
         OUTCOMES[words[0]] += 1
         missing = not_printed(command, done, without_figures) if captured else []
         if done.status not in ((0, 3) if captured or words[0] == "check" else (0,)) or missing:
@@ -211,7 +251,9 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_leads_to_a_judged_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The block of README's start ends in SAFE, within two minutes where nothing else runs."""
     readme = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```console\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
@@ -219,14 +261,24 @@ def test_the_readme_leads_to_a_judged_endpoint(tmp_path: Path, capsys: pytest.Ca
         block = block.replace(port, str(free_port()))
     block = re.sub(r"(?<=--wait-ready )\d+", "900", block)
     program(tmp_path / "trtspec", f'exec "{sys.executable}" -m trtspec "$@"')
-    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     began = time.monotonic()
     script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{block}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path
+    )
     with capsys.disabled():
-        print(f"\nREADME's block: {time.monotonic() - began:.0f} s; {done.stdout.splitlines()[-1:]}")
+        print(
+            f"\nREADME's block: {time.monotonic() - began:.0f} s; {done.stdout.splitlines()[-1:]}"
+        )
     said = "SAFE: the same output as without speculation"
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said and said in readme, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said and said in readme, (
+        done.stdout + done.stderr
+    )
 
 
 def test_the_pages_were_run() -> None:

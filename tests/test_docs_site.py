@@ -29,9 +29,13 @@ REPORT = ROOT / "docs" / "samples" / "report.html"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not ZENSICAL.exists(), reason="zensical, which builds the site, is not installed"),
+    pytest.mark.skipif(
+        not ZENSICAL.exists(), reason="zensical, which builds the site, is not installed"
+    ),
 ]
-browser_named = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="TRTSPEC_CHROMIUM does not name a Chromium")
+browser_named = pytest.mark.skipif(
+    not shutil.which(CHROMIUM), reason="TRTSPEC_CHROMIUM does not name a Chromium"
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +44,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("docs")
     shutil.copy(ROOT / "mkdocs.yml", place)
     shutil.copytree(ROOT / "docs", place / "docs")
-    done = subprocess.run([ZENSICAL, "build", "--clean"], cwd=place, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "No issues found" in done.stdout + done.stderr, done.stdout + done.stderr
+    done = subprocess.run(
+        [ZENSICAL, "build", "--clean"], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "No issues found" in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
     return place / "site"
 
 
@@ -52,7 +60,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -74,9 +84,17 @@ def test_no_page_overflows_and_no_script_fails(site: Path, address: str) -> None
                     browser.visit(address + page)
                     visits += 1
                     scheme = browser.value("document.body.dataset.mdColorScheme")
-                    if browser.overflow() > 0 or browser.errors or scheme != ("slate" if dark else "default"):
-                        wrong.append((page, width, dark, scheme, browser.overflow(), browser.errors))
-            browser.value("document.body.insertAdjacentHTML('beforeend', '<div style=\"width: 3000px\">x</div>')")
+                    if (
+                        browser.overflow() > 0
+                        or browser.errors
+                        or scheme != ("slate" if dark else "default")
+                    ):
+                        wrong.append(
+                            (page, width, dark, scheme, browser.overflow(), browser.errors)
+                        )
+            browser.value(
+                "document.body.insertAdjacentHTML('beforeend', '<div style=\"width: 3000px\">x</div>')"
+            )
             assert browser.overflow() > 1000, "the measure itself"
     print(f"\n{len(pages(site))} pages, {visits} visits, {len(wrong)} with overflow or errors")
     assert not wrong
@@ -91,7 +109,10 @@ def test_the_report_fits_screen_and_paper(media: str) -> None:
             browser.visit(REPORT.as_uri())
             assert browser.overflow() <= 0 and not browser.errors, (width, dark)
             if media == "print":  # dark ink on white paper, whatever the screen's scheme is
-                assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+                assert (
+                    browser.value("getComputedStyle(document.body).backgroundColor")
+                    == "rgb(255, 255, 255)"
+                )
 
 
 class Page(HTMLParser):
@@ -108,7 +129,10 @@ class Page(HTMLParser):
 
 
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
-    read = {page.relative_to(site).as_posix(): Page(page.read_text("utf-8")) for page in site.rglob("*.html")}
+    read = {
+        page.relative_to(site).as_posix(): Page(page.read_text("utf-8"))
+        for page in site.rglob("*.html")
+    }
     broken, count = [], 0
     for name, page in read.items():
         if name == "404.html":  # its links are of the site's root
@@ -120,7 +144,9 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
             count += 1
             path = unquote(place.removeprefix("http://site/").partition("?")[0])
             path += "index.html" if path.endswith("/") or not path else ""
-            if not (site / path).is_file() or (anchor and path in read and unquote(anchor) not in read[path].names):
+            if not (site / path).is_file() or (
+                anchor and path in read and unquote(anchor) not in read[path].names
+            ):
                 broken.append(f"{name}: {link}")
     print(f"\n{count} links on {len(read)} pages, {len(broken)} broken")
     assert not broken and count > 1000

@@ -50,7 +50,11 @@ def test_json_that_nothing_could_print_or_hold_is_refused() -> None:
 
 
 def test_a_value_of_another_kind_is_named_by_its_key() -> None:
-    for config in ({"eagle_config": 3}, {"architectures": "x"}, {"text_config": {"rope_scaling": []}}):
+    for config in (
+        {"eagle_config": 3},
+        {"architectures": "x"},
+        {"text_config": {"rope_scaling": []}},
+    ):
         with pytest.raises(TrtspecError, match="eagle_config|architectures|rope_scaling"):
             check_kinds(config, "config.json")
     for value in ([1], "8", float("nan"), 10**40, -1, True, 1.5):

@@ -45,7 +45,9 @@ def test_without_cgroups_the_affinity_counts(tmp_path):
 def test_taskset():
     command = [sys.executable, "-c", "from trtspec.machine import cores; print(cores())"]
     first = str(min(os.sched_getaffinity(0)))
-    done = subprocess.run(["taskset", "-c", first, *command], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["taskset", "-c", first, *command], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "1\n"
 
 

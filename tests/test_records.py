@@ -31,13 +31,17 @@ class Options:
     target: Annotated[str, typer.Argument(help="Target.")]
     mode: Annotated[Literal["near", "far"], typer.Option()] = "near"
     ranks: Annotated[int, typer.Option("--tp-size", "--tp", min=1), Modes(NEAR)] = 4
-    spread: Annotated[bool | None, typer.Option("--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")] = (
-        None
-    )
+    spread: Annotated[
+        bool | None, typer.Option("--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")
+    ] = None
     settings: Annotated[tuple[str, ...], typer.Option("--set"), Excludes("ranks=1")] = ()
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write."), Modes(FAR)] = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write."), Modes(FAR)
+    ] = None
     json_: Annotated[bool, typer.Option("--json"), Excludes("named_x")] = False
-    format: Annotated[Literal["text", "page"], typer.Option(), Excludes("output", value="page")] = "text"
+    format: Annotated[Literal["text", "page"], typer.Option(), Excludes("output", value="page")] = (
+        "text"
+    )
 
     @property
     def named_x(self) -> bool:
@@ -60,16 +64,28 @@ def run(arguments: list[str]) -> Options:
     [
         ("x -o y", "--output is not used by the near mode", "leave it out, or use --mode far"),
         # also where it says the default
-        ("x --mode far --tp 4", "--tp-size is not used by the far mode", "leave it out, or use --mode near"),
+        (
+            "x --mode far --tp 4",
+            "--tp-size is not used by the far mode",
+            "leave it out, or use --mode near",
+        ),
         (
             "x --attention-dp",
             "--attention-dp is not used without --set or --tp-size 8",
             "pass --set or --tp-size 8, or leave it out",
         ),
-        ("x --mode far --attention-dp", "--attention-dp is not used without --set", "pass --set, or leave it out"),
+        (
+            "x --mode far --attention-dp",
+            "--attention-dp is not used without --set",
+            "pass --set, or leave it out",
+        ),
         ("x --tp 1 --set a=1", "--set is not used with --tp-size 1", "leave one of the two out"),
         ("x --json", "--json is not used with a target called x", "leave one of the two out"),
-        ("y --mode far -o z --format page", "--format page is not used with --output", "leave one of the two out"),
+        (
+            "y --mode far -o z --format page",
+            "--format page is not used with --output",
+            "leave one of the two out",
+        ),
     ],
 )
 def test_what_is_not_used_is_refused_by_its_flag(line: str, message: str, remedy: str) -> None:
@@ -80,7 +96,12 @@ def test_what_is_not_used_is_refused_by_its_flag(line: str, message: str, remedy
 
 @pytest.mark.parametrize(
     "line",
-    ["x --tp 8 --attention-dp", "x --set a=1 --no-attention-dp", "y --json", "y --mode far -o z --format text"],
+    [
+        "x --tp 8 --attention-dp",
+        "x --set a=1 --no-attention-dp",
+        "y --json",
+        "y --mode far -o z --format text",
+    ],
 )
 def test_what_is_used_passes_unchanged(line: str) -> None:
     assert run(line.split()) == parse(Options, line)
@@ -100,13 +121,17 @@ def test_help_names_the_modes_that_have_a_label(
     assert "─ With far ─" in capsys.readouterr().out
 
 
-def test_variables_follow_the_long_flag(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_follow_the_long_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TRTSPEC_TRY_IT_TP_SIZE", "2")
     monkeypatch.setenv("TRTSPEC_TRY_IT_OUTPUT", "y")
     assert run(["x"]) == Options(target="x", ranks=2)  # the other one has its default again
     assert capsys.readouterr().err == "note: TRTSPEC_TRY_IT_OUTPUT is not used by the near mode\n"
     command = click_command("try-it", Options, print)
-    assert unknown_variables(command, ["TRTSPEC_TRY_IT_TP_SIZE", "TRTSPEC_TRY_IT_TP", "PATH"]) == ["TRTSPEC_TRY_IT_TP"]
+    assert unknown_variables(command, ["TRTSPEC_TRY_IT_TP_SIZE", "TRTSPEC_TRY_IT_TP", "PATH"]) == [
+        "TRTSPEC_TRY_IT_TP"
+    ]
 
 
 @given(
@@ -146,7 +171,9 @@ def test_a_line_that_does_not_parse_is_named() -> None:
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
     ],
 )
-def test_an_option_with_an_empty_text_is_refused(command: str, options: list[str], tmp_path: Path) -> None:
+def test_an_option_with_an_empty_text_is_refused(
+    command: str, options: list[str], tmp_path: Path
+) -> None:
     """As the variable of a CI job is that was not set: nothing takes it for an option that was left out."""
     more = {"synthesize": ["-o", tmp_path / "out"]}.get(command, [])
     for option in options:

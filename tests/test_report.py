@@ -32,10 +32,15 @@ def test_a_result_is_one_envelope_one_line_and_a_table(capsys: pytest.CaptureFix
     with pytest.raises(CheckFailed):
         print_result(found, as_json=False)
     printed = capsys.readouterr().out
-    assert "the end\nerror   TS-X-Y there: it is <wrong>\n        -> mend it\n" in printed and "4,096.000" in printed
+    assert (
+        "the end\nerror   TS-X-Y there: it is <wrong>\n        -> mend it\n" in printed
+        and "4,096.000" in printed
+    )
 
 
 def test_a_file_on_stdout_has_its_problems_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result(Result({}, [Problem("TS-X-Y", "warning", "there", "odd")], text="a: 1\n"), as_json=False)
+    print_result(
+        Result({}, [Problem("TS-X-Y", "warning", "there", "odd")], text="a: 1\n"), as_json=False
+    )
     out, err = capsys.readouterr()
     assert (out, err) == ("a: 1\n", "warning TS-X-Y there: odd\n")

@@ -20,7 +20,13 @@ from trtspec.launch.options import ServeOptions
 from trtspec.vllm import ENGINE, PROGRAM, _head_problems, plan_vllm
 
 ADDRESS = ["--host", "localhost", "--port", "8000"]
-KIMI = ["--tool-call-parser", "kimi_k2", "--enable-auto-tool-choice", "--reasoning-parser", "kimi_k2"]
+KIMI = [
+    "--tool-call-parser",
+    "kimi_k2",
+    "--enable-auto-tool-choice",
+    "--reasoning-parser",
+    "kimi_k2",
+]
 # as published: the head's card; vllm-project/recipes for K2.6 at 0cc59121; the announcement of EAGLE 3.1 (2026-05-26)
 PUBLISHED = {
     "lightseek, K2.5": "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 --speculative-config "
@@ -37,7 +43,9 @@ PUBLISHED = {
 
 def dry(*words: str) -> dict[str, Any]:
     split = words.index("--") if "--" in words else len(words)
-    answer = trtspec("serve", *words[:split], "--backend", "vllm", "--dry-run", "--json", *words[split:])
+    answer = trtspec(
+        "serve", *words[:split], "--backend", "vllm", "--dry-run", "--json", *words[split:]
+    )
     return {"status": answer.status, **json.loads(answer.stdout)}
 
 
@@ -54,7 +62,9 @@ def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
     """Word for word, JSON by its meaning; behind it only what the published command leaves to defaults."""
     published = shlex.split(PUBLISHED[name])
     settings = json.loads(published[6])
-    answer = dry(published[2], "--head", settings["model"], "--tp-size", published[4], "--trust-remote-code")
+    answer = dry(
+        published[2], "--head", settings["model"], "--tp-size", published[4], "--trust-remote-code"
+    )
     assert answer["status"] == 0, answer["problems"]
     assert meaning(answer["argv"]) == meaning([*published, *ADDRESS, *KIMI])
     assert answer["config"] == {"speculative_config": settings} and not codes(answer)
@@ -62,9 +72,13 @@ def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
 
 
 def test_instruct_gets_no_reasoning_parser_and_words_of_the_user_come_last() -> None:
-    argv = dry("moonshotai/Kimi-K2-Instruct", "--trust-remote-code", "--", "--max_logprobs", "5")["argv"]
+    argv = dry("moonshotai/Kimi-K2-Instruct", "--trust-remote-code", "--", "--max_logprobs", "5")[
+        "argv"
+    ]
     assert "--reasoning-parser" not in argv and argv[-2:] == ["--max_logprobs", "5"]
-    own = dry("moonshotai/Kimi-K2.5", "--trust-remote-code", "--", "--tool-call-parser", "hermes")["argv"]
+    own = dry("moonshotai/Kimi-K2.5", "--trust-remote-code", "--", "--tool-call-parser", "hermes")[
+        "argv"
+    ]
     assert own.count("--tool-call-parser") == 1 and "--enable-auto-tool-choice" not in own
 
 
@@ -75,7 +89,10 @@ def test_instruct_gets_no_reasoning_parser_and_words_of_the_user_come_last() -> 
         (["--max-seq-len", "300000"], {"TS-VLLM-LENGTH"}),
         (["--max-num-tokens", "8", "--max-batch-size", "16"], {"TS-VLLM-LENGTH"}),
         (["--head", "lightseekorg/kimi-k2.6-eagle3.1-mla", "--vllm-version", "0.25.1"], set()),
-        (["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--tp-size", "3"], {"TS-VLLM-PARALLEL", "TS-PAIR-TP"}),
+        (
+            ["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--tp-size", "3"],
+            {"TS-VLLM-PARALLEL", "TS-PAIR-TP"},
+        ),
     ],
 )
 def test_what_cannot_start_is_an_error_before_the_launch(words: list[str], found: set[str]) -> None:
@@ -85,7 +102,9 @@ def test_what_cannot_start_is_an_error_before_the_launch(words: list[str], found
 
 def test_a_key_travels_in_the_environment_and_is_never_shown() -> None:
     words = ("moonshotai/Kimi-K2.5", "--trust-remote-code", "--api-key", "sesame")
-    plan = plan_vllm(ServeOptions(target=words[0], backend="vllm", api_key="sesame"), launching=False)
+    plan = plan_vllm(
+        ServeOptions(target=words[0], backend="vllm", api_key="sesame"), launching=False
+    )
     assert plan.secrets == {"VLLM_API_KEY": "sesame"} and plan.endpoint.api_key == "sesame"
     assert "sesame" not in repr(plan) + json.dumps(plan.to_dict()) + plan.text()
     assert dry(*words)["env"]["VLLM_API_KEY"] == "(not shown)"
@@ -105,7 +124,10 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
         (["--", "--hos", "1.2.3.4"], "--hos is not used after --: --host decides it"),
         (["--", "--max-model=8"], "--max-model is not used after --: --max-seq-len decides it"),
         (["--", "--headl"], "it answers no requests"),
-        (["--", "--speculative_config", "{}"], "--speculative_config is not used after --: --head decides it"),
+        (
+            ["--", "--speculative_config", "{}"],
+            "--speculative_config is not used after --: --head decides it",
+        ),
         (["--", "--no-trust-remote-code"], "--trust-remote-code decides it"),
         (["--", "-tp", "8"], "-tp is not used after --: --tp-size decides it"),
         (["--", "--speculative-config.method", "eagle"], "--head decides it"),
@@ -124,7 +146,9 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
 def test_what_contradicts_itself_is_refused_by_name(words: list[str], says: str) -> None:
     split = words.index("--") if "--" in words else len(words)
     before, after = words[:split], words[split:]
-    answer = trtspec("serve", "moonshotai/Kimi-K2.5", *before, "--backend", "vllm", "--dry-run", *after)
+    answer = trtspec(
+        "serve", "moonshotai/Kimi-K2.5", *before, "--backend", "vllm", "--dry-run", *after
+    )
     assert answer.status == 2 and says in answer.stderr, answer.stderr
 
 
@@ -134,8 +158,16 @@ def test_options_of_the_user_go_to_vllm_as_they_are() -> None:
                         "-cc.mode 3 --max-nun-seqs 3 --block-size")  # fmt: skip
     answer = dry("moonshotai/Kimi-K2.6", "--trust-remote-code", "--", *words)
     assert answer["status"] == 0 and answer["argv"][-len(words) :] == words
-    split = ("--tp-size", "3", "--", "-ep")  # experts as a whole: only the attention heads still have to divide
-    messages = [one["message"] for one in dry("moonshotai/Kimi-K2.6", "--trust-remote-code", *split)["problems"]]
+    split = (
+        "--tp-size",
+        "3",
+        "--",
+        "-ep",
+    )  # experts as a whole: only the attention heads still have to divide
+    messages = [
+        one["message"]
+        for one in dry("moonshotai/Kimi-K2.6", "--trust-remote-code", *split)["problems"]
+    ]
     (message,) = [message for message in messages if "divide" in message]
     assert message == "the 64 attention heads do not divide by tensor-parallel size 3"
 
@@ -152,7 +184,9 @@ def test_a_head_of_this_machine_is_judged_by_its_file(tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target, attention="mla")
     answer = dry(str(target), "--head", str(head), "--tp-size", "1")
     assert "TS-VLLM-HEAD-LAYOUT" in codes(answer)
-    remedy = next(one["remedy"] for one in answer["problems"] if one["code"] == "TS-VLLM-HEAD-LAYOUT")
+    remedy = next(
+        one["remedy"] for one in answer["problems"] if one["code"] == "TS-VLLM-HEAD-LAYOUT"
+    )
     words = shlex.split(remedy.partition(",")[0].replace("HEAD-vllm", str(tmp_path / "converted")))
     assert trtspec(*words[1:]).status == 0
     assert not codes(dry(str(target), "--head", str(tmp_path / "converted"), "--tp-size", "1"))
@@ -162,14 +196,20 @@ def test_a_start_that_the_release_refuses_ends_with_its_status_and_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program called vllm that says what vLLM says to an option it does not have."""
-    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
-    vllm = program(tmp_path / "bin" / "vllm", "echo 'vllm: error: unrecognized arguments: -x'\nexit 2")
+    (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0+cpu.dist-info").mkdir(
+        parents=True
+    )
+    vllm = program(
+        tmp_path / "bin" / "vllm", "echo 'vllm: error: unrecognized arguments: -x'\nexit 2"
+    )
     monkeypatch.setenv("PATH", f"{vllm.parent}:/usr/bin:/bin")
     assert PROGRAM.version() == "0.32.0"
     target = make_target(tmp_path / "target", layers=2)
     words = ("serve", str(target), "--backend", "vllm", "--tp-size", "1", "--port", "21311")
     answer = trtspec(*words)
-    assert answer.status == 2 and "refuses an option of the command line" in answer.stderr, answer.stderr
+    assert answer.status == 2 and "refuses an option of the command line" in answer.stderr, (
+        answer.stderr
+    )
     asked = trtspec(*words, "--vllm-version", "0.31.0")
     assert asked.status == 3 and "TS-SERVE-OTHER-ENGINE" in asked.stderr
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -198,7 +238,10 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
     ("text", "says"),
     [
         ("tensor-parallel-size: four\n", "--tp-size four: Input should be a valid integer"),
-        ("speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: mtp}\n", "is not one that trtspec checks"),
+        (
+            "speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: mtp}\n",
+            "is not one that trtspec checks",
+        ),
         ("speculative-config: {num_speculative_tokens: 3}\n", "is not one that trtspec checks"),
         ("port: 9000\n", "--port is not used after --"),
         ("tensor-parallel-size: true\n", "--tp-size True: Input should be a valid integer"),
@@ -212,10 +255,15 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
 def test_what_a_file_cannot_say_is_refused(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "vllm.yml").write_text(text)
     answer = dry("moonshotai/Kimi-K2.6", "--config", str(tmp_path / "vllm.yml"), "--tp-size", "8")
-    assert answer["status"] == 2 and says in f"{answer['error']['message']} {answer['error']['remedy']}"
+    assert (
+        answer["status"] == 2
+        and says in f"{answer['error']['message']} {answer['error']['remedy']}"
+    )
 
 
-def test_a_head_here_is_judged_by_its_file_and_not_by_where_it_was_published(tmp_path: Path) -> None:
+def test_a_head_here_is_judged_by_its_file_and_not_by_where_it_was_published(
+    tmp_path: Path,
+) -> None:
     """A cached copy of a head that was published for vLLM, in a layout that vLLM does not read."""
     known = load_head("lightseekorg/kimi-k2.5-eagle3-mla")
     target = load_target("moonshotai/Kimi-K2.5")

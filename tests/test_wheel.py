@@ -21,15 +21,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     environment = directory / "environment"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = environment / "bin" / "python"
-    got = subprocess.run([python, "-m", "pip", "install", "-q", "build", "hatchling"], capture_output=True, check=False)
+    got = subprocess.run(
+        [python, "-m", "pip", "install", "-q", "build", "hatchling"],
+        capture_output=True,
+        check=False,
+    )
     if got.returncode:
         pytest.skip("the package index is unreachable, so there is no build tool")
-    subprocess.run([python, "-m", "build", "--no-isolation", "-o", directory, ROOT], check=True, capture_output=True)
+    subprocess.run(
+        [python, "-m", "build", "--no-isolation", "-o", directory, ROOT],
+        check=True,
+        capture_output=True,
+    )
     return next(directory.glob("*.whl")), next(directory.glob("*.tar.gz"))
 
 
 def tracked(*patterns: str) -> set[str]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
 
 
@@ -37,14 +47,23 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
     names = set(zipfile.ZipFile(built[0]).namelist())
     package = {name for name in names if ".dist-info/" not in name}
     assert package == tracked("trtspec")
-    assert any(name.endswith("licenses/LICENSE") for name in names) and any(name.endswith("NOTICE") for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names) and any(
+        name.endswith("NOTICE") for name in names
+    )
 
 
 def test_the_sdist_holds_what_is_tracked(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert tracked("trtspec", "tests", "tools", "docs", "configs", "README.md", "constraints.txt") <= names
-    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "demo-out", "site/"))]
+    assert (
+        tracked("trtspec", "tests", "tools", "docs", "configs", "README.md", "constraints.txt")
+        <= names
+    )
+    assert not [
+        name
+        for name in names
+        if "__pycache__" in name or name.startswith((".venv", "demo-out", "site/"))
+    ]
 
 
 def test_the_wheel_works_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
@@ -54,12 +73,16 @@ def test_the_wheel_works_alone(built: tuple[Path, Path], tmp_path: Path) -> None
 
     def run(*words: str) -> str:
         command = [sys.executable, "-P", "-m", "trtspec", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     where = "import trtspec; print(trtspec.__file__)"
-    found = subprocess.run([sys.executable, "-P", "-c", where], cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", where], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    )
     assert str(tmp_path) in found.stdout.decode()
     target = tmp_path / "installed" / "trtspec" / "data" / "kimi-nano"
     assert json.loads(run("inspect", str(target), "--json"))["problems"] == []

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.tiny_formats import FP8_CONFIG, INT4_CONFIG, hf_quant_config, nvfp4_config, quantize_tensors
+from tests.tiny_formats import (
+    FP8_CONFIG,
+    INT4_CONFIG,
+    hf_quant_config,
+    nvfp4_config,
+    quantize_tensors,
+)
 
 VOCAB = 512
 RESERVED = 256
@@ -25,7 +31,15 @@ SPECIALS = {
     15: "<|tool_call_end|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
     21: "<|media_pad|>", 22: "<think>", 23: "</think>", 254: "[UNK]", 255: "[PAD]",
 }  # fmt: skip
-VISIBLE = (11, 12, 13, 14, 15, 22, 23)  # tool calls and think tags, which a server must see in the text
+VISIBLE = (
+    11,
+    12,
+    13,
+    14,
+    15,
+    22,
+    23,
+)  # tool calls and think tags, which a server must see in the text
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
 
@@ -39,8 +53,17 @@ def published(name: str) -> dict[str, Any]:
 def text_config(*, layers: int, hidden: int, experts: int, vocab: int = VOCAB) -> dict[str, Any]:
     """The text part of a published config.json, scaled down; YaRN as in K2.5."""
     base = vocab - RESERVED
-    tokens = {"bos_token_id": base, "eos_token_id": base + 1, "pad_token_id": vocab - 1, "vocab_size": vocab}
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": max(32, hidden // 2)}
+    tokens = {
+        "bos_token_id": base,
+        "eos_token_id": base + 1,
+        "pad_token_id": vocab - 1,
+        "vocab_size": vocab,
+    }
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": max(32, hidden // 2),
+    }
     counts = {"n_routed_experts": experts, "num_hidden_layers": layers}
     return published("text_config.json") | tokens | sizes | counts
 
@@ -48,7 +71,9 @@ def text_config(*, layers: int, hidden: int, experts: int, vocab: int = VOCAB) -
 def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
     """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct does."""
     if not nested:
-        return {key: value for key, value in text.items() if key != "dtype"} | {"torch_dtype": "bfloat16"}
+        return {key: value for key, value in text.items() if key != "dtype"} | {
+            "torch_dtype": "bfloat16"
+        }
     whole = published("kimi_k25.json") | {key: text[key] for key in TOKENS}
     whole |= {"media_placeholder_token_id": text["vocab_size"] - RESERVED + 21, "text_config": text}
     whole["vision_config"]["text_hidden_size"] = text["hidden_size"]
@@ -62,7 +87,9 @@ class _Random:
         self.generator = torch.Generator().manual_seed(seed)
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=self.generator) * columns**-0.5).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=self.generator) * columns**-0.5).to(
+            torch.bfloat16
+        )
 
     def gain(self, width: int) -> torch.Tensor:
         return (1 + 0.2 * torch.randn(width, generator=self.generator)).to(torch.bfloat16)
@@ -79,9 +106,12 @@ def _mlp(random: _Random, prefix: str, hidden: int, inner: int) -> dict[str, tor
     }
 
 
-def _mla(random: _Random, prefix: str, config: dict[str, Any], inputs: int) -> dict[str, torch.Tensor]:
+def _mla(
+    random: _Random, prefix: str, config: dict[str, Any], inputs: int
+) -> dict[str, torch.Tensor]:
     heads, rope, nope, value = (
-        config[key] for key in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        config[key]
+        for key in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
     return {
@@ -109,10 +139,14 @@ def text_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             continue
         inner = config["moe_intermediate_size"]
         tensors[f"{prefix}mlp.gate.weight"] = random.matrix(config["n_routed_experts"], hidden)
-        tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = random.bias(config["n_routed_experts"])
+        tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = random.bias(
+            config["n_routed_experts"]
+        )
         for expert in range(config["n_routed_experts"]):
             tensors |= _mlp(random, f"{prefix}mlp.experts.{expert}.", hidden, inner)
-        tensors |= _mlp(random, f"{prefix}mlp.shared_experts.", hidden, inner * config["n_shared_experts"])
+        tensors |= _mlp(
+            random, f"{prefix}mlp.shared_experts.", hidden, inner * config["n_shared_experts"]
+        )
     tensors["model.norm.weight"] = random.gain(hidden)
     tensors["lm_head.weight"] = random.matrix(config["vocab_size"], hidden)
     return tensors
@@ -149,7 +183,10 @@ def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int)
         save_file(part, directory / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
+    write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": size}, "weight_map": weight_map},
+    )
 
 
 def make_target(
@@ -184,7 +221,9 @@ def make_target(
         config["quantization_config"] = FP8_CONFIG
     elif format == "nvfp4":
         config["quantization_config"] = nvfp4_config(layers, prefix)
-        write_json(directory / "hf_quant_config.json", hf_quant_config(config["quantization_config"]))
+        write_json(
+            directory / "hf_quant_config.json", hf_quant_config(config["quantization_config"])
+        )
     write_json(directory / "config.json", config)
     write_json(
         directory / "generation_config.json",
@@ -209,18 +248,26 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
     for offset in range(RESERVED):
         name = SPECIALS.get(offset, f"<|reserved_token_{base + offset}|>")
         added[str(base + offset)] = plain | {"content": name, "special": offset not in VISIBLE}
-    config = {"added_tokens_decoder": added, "model_max_length": 2048, "tokenizer_class": "TikTokenTokenizer"}
+    config = {
+        "added_tokens_decoder": added,
+        "model_max_length": 2048,
+        "tokenizer_class": "TikTokenTokenizer",
+    }
     config |= {f"{name}_token": f"[{name.upper()}]" for name in ("bos", "eos", "pad", "unk")}
     write_json(directory / "tokenizer_config.json", config)
     shutil.copy(FILES / "chat_template.jinja", directory)
     return directory
 
 
-def head_config(text: dict[str, Any], attention: str, draft_vocab: int | None, aux: list[int]) -> dict[str, Any]:
+def head_config(
+    text: dict[str, Any], attention: str, draft_vocab: int | None, aux: list[int]
+) -> dict[str, Any]:
     """config.json of a head as ModelOpt exports it (with the training rope, no injected YaRN)."""
     hidden, shared = text["hidden_size"], ("vocab_size", "max_position_embeddings", *TOKENS)
     config = published("head.json") | {"hidden_size": hidden, "intermediate_size": 2 * hidden}
-    config |= {"num_key_value_heads": 4 if attention == "mla" else 2} | {key: text[key] for key in shared}
+    config |= {"num_key_value_heads": 4 if attention == "mla" else 2} | {
+        key: text[key] for key in shared
+    }
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = aux
     if attention == "mha":
         return config | {
@@ -233,10 +280,23 @@ def head_config(text: dict[str, Any], attention: str, draft_vocab: int | None, a
             "attention_bias": False,
             "mlp_bias": False,
         }
-    ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_theta")
+    ranks = (
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "rope_theta",
+    )
     yarn = text["rope_scaling"]
-    config |= {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1}
-    config |= {key: text[key] for key in ranks} | {"rope_scaling": yarn | {"rope_type": yarn["type"]}}
+    config |= {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+    }
+    config |= {key: text[key] for key in ranks} | {
+        "rope_scaling": yarn | {"rope_type": yarn["type"]}
+    }
     return config | ({"draft_vocab_size": draft_vocab} if draft_vocab else {})
 
 
@@ -250,15 +310,23 @@ def head_tensors(
     if attention == "mla":
         tensors |= _mla(random, "layers.0.self_attn.", config, 2 * hidden)
     else:
-        queries, keys = (config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+        queries, keys = (
+            config["head_dim"] * config[f"num_{kind}_heads"] for kind in ("attention", "key_value")
+        )
         for projection, width in (("q", queries), ("k", keys), ("v", keys)):
-            tensors[f"layers.0.self_attn.{projection}_proj.weight"] = random.matrix(width, 2 * hidden)
+            tensors[f"layers.0.self_attn.{projection}_proj.weight"] = random.matrix(
+                width, 2 * hidden
+            )
         tensors["layers.0.self_attn.o_proj.weight"] = random.matrix(hidden, queries)
     tensors |= _mlp(random, "layers.0.mlp.", hidden, config["intermediate_size"])
     tensors["norm.weight"] = random.gain(hidden)
     tensors["lm_head.weight"] = random.matrix(draft_vocab or config["vocab_size"], hidden)
     if draft_vocab:
-        chosen = torch.randperm(config["vocab_size"], generator=random.generator)[:draft_vocab].sort().values
+        chosen = (
+            torch.randperm(config["vocab_size"], generator=random.generator)[:draft_vocab]
+            .sort()
+            .values
+        )
         tensors["d2t"] = chosen - torch.arange(draft_vocab)
     return tensors
 
@@ -292,9 +360,13 @@ def make_head(
     if eagle == "3.1":
         config |= {"fc_norm": True, "norm_output": True}
         random = _Random(seed + 200)
-        tensors |= {f"fc_norm.{i}.weight": random.gain(text["hidden_size"]) for i in range(len(aux))}
+        tensors |= {
+            f"fc_norm.{i}.weight": random.gain(text["hidden_size"]) for i in range(len(aux))
+        }
     if dialect == "midlayer":
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
+        }
     write_json(directory / "config.json", config)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-INT4_CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("tiny_files").joinpath("int4.json").read_text())
+INT4_CONFIG: dict[str, Any] = json.loads(
+    Path(__file__).with_name("tiny_files").joinpath("int4.json").read_text()
+)
 FP8_CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -20,7 +22,9 @@ def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, columns = weight.shape
     groups = weight.float().reshape(rows, columns // 32, 32)
     scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).to(torch.bfloat16)
-    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).reshape(rows, columns // 8, 8) + 8
+    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).reshape(
+        rows, columns // 8, 8
+    ) + 8
     packed = (codes << (4 * torch.arange(8))).sum(-1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     return {
@@ -39,9 +43,9 @@ def pack_fp8_block(weight: torch.Tensor, block: int = 128) -> dict[str, torch.Te
         for j in range(scales.shape[1]):
             tile = weight[i * block : (i + 1) * block, j * block : (j + 1) * block].float()
             scales[i, j] = tile.abs().max() / 448
-            packed[i * block : (i + 1) * block, j * block : (j + 1) * block] = (tile / scales[i, j]).to(
-                torch.float8_e4m3fn
-            )
+            packed[i * block : (i + 1) * block, j * block : (j + 1) * block] = (
+                tile / scales[i, j]
+            ).to(torch.float8_e4m3fn)
     return {"weight": packed, "weight_scale_inv": scales}
 
 
@@ -83,7 +87,9 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str,
             pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(stem.rsplit(".", 1)[1])
             amax = tensor.abs().max()
             if pair:
-                amax = torch.maximum(amax, tensors[f"{stem.rsplit('.', 1)[0]}.{pair}.weight"].abs().max())
+                amax = torch.maximum(
+                    amax, tensors[f"{stem.rsplit('.', 1)[0]}.{pair}.weight"].abs().max()
+                )
             packed = pack_nvfp4(tensor, amax)
         if packed is None:
             stored[name] = tensor
@@ -95,12 +101,17 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str,
 def nvfp4_config(layers: int, prefix: str) -> dict[str, Any]:
     """`quantization_config` as the Kimi-K2.5 NVFP4 checkpoint has it: every MLP quantized, attention not."""
     ignore = sorted(
-        [f"{prefix}lm_head", *(f"{prefix}model.layers.{layer}.self_attn*" for layer in range(layers))]
+        [
+            f"{prefix}lm_head",
+            *(f"{prefix}model.layers.{layer}.self_attn*" for layer in range(layers)),
+        ]
         + (["mm_projector*", "vision_tower*"] if prefix else [])
     )
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     return {
-        "config_groups": {"group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}},
+        "config_groups": {
+            "group_0": {"input_activations": numbers, "weights": numbers, "targets": ["Linear"]}
+        },
         "ignore": ignore,
         "quant_algo": "NVFP4",
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},

@@ -36,12 +36,26 @@ class Browser:
         (theirs, self.to), (self.back, ours) = os.pipe(), os.pipe()
         # the browser reads commands from descriptor 3 and writes answers to 4
         plumbing = f'exec 3<&{theirs} 4>&{ours}; exec "$@"'
-        words = ["bash", "-c", plumbing, "chromium", chromium, *OPTIONS, f"--user-data-dir={self.profile}"]
-        self.process = subprocess.Popen([*words, "about:blank"], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL)
+        words = [
+            "bash",
+            "-c",
+            plumbing,
+            "chromium",
+            chromium,
+            *OPTIONS,
+            f"--user-data-dir={self.profile}",
+        ]
+        self.process = subprocess.Popen(
+            [*words, "about:blank"], pass_fds=(theirs, ours), stderr=subprocess.DEVNULL
+        )
         os.close(theirs)
         os.close(ours)
         self.session: str | None = None
-        targets = self.until(lambda: [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"])
+        targets = self.until(
+            lambda: [
+                t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+            ]
+        )
         attached = self.call("Target.attachToTarget", targetId=targets[0]["targetId"], flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -51,7 +65,10 @@ class Browser:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with suppress(Exception):
             self.call("Browser.close")
@@ -94,7 +111,11 @@ class Browser:
         self.events.append(event)
         params = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(str(params["exceptionDetails"].get("exception", {}).get("description", params))[:300])
+            self.errors.append(
+                str(params["exceptionDetails"].get("exception", {}).get("description", params))[
+                    :300
+                ]
+            )
         if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         if event.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
@@ -107,15 +128,29 @@ class Browser:
             self.keep(self.receive())
 
     def screen(
-        self, width: int, height: int = 900, *, dark: bool = False, media: str = "", mobile: bool = False
+        self,
+        width: int,
+        height: int = 900,
+        *,
+        dark: bool = False,
+        media: str = "",
+        mobile: bool = False,
     ) -> None:
         """Sizes in CSS pixels; `media` is `print` or empty."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
 
     def value(self, expression: str) -> Any:
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -125,7 +160,9 @@ class Browser:
         return self.value(f"{element}.scrollWidth - {element}.clientWidth")
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)[
+            "data"
+        ]
         path.write_bytes(base64.b64decode(data))
 
     def pdf(self, path: Path) -> None:

@@ -41,7 +41,21 @@ DATA = HERE / "trtspec" / "data"
 HEAD_KINDS = list(itertools.product(("mha", "mla"), ("3", "3.1"), (None, 128)))
 FULL_SIZE = {"experts": 12, "hidden": 7168, "inner": 2048}
 MUTATIONS = {False: 100, True: 1000}
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "def",
+    "return",
+    "import",
+]
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 3, 8192, 0.5, 1.5, -0.5, float("inf"), "true", "8", " 8 ", "0x10", "1e3", "text", "",
     [], [1, 2], [-1], ["8"], [None], [[1]], {}, {"a": 1}, {4: 3, 8: 1}, {"key": None}, datetime.date(2026, 1, 31),
@@ -78,7 +92,9 @@ def full_size(directory: Path, format: str) -> None:
     make_tokenizer(directory)
     write_json(directory / "config.json", config)
     tensors = quantize_tensors(text_tensors(text, 0), format)
-    write_shards(directory, {f"language_model.{name}": tensor for name, tensor in tensors.items()}, 2)
+    write_shards(
+        directory, {f"language_model.{name}": tensor for name, tensor in tensors.items()}, 2
+    )
 
 
 def heads(root: Path, target: Path) -> None:
@@ -87,18 +103,30 @@ def heads(root: Path, target: Path) -> None:
     for dialect, (attention, eagle, vocab) in itertools.product(DIALECTS, HEAD_KINDS):
         if expressible(dialect, attention, eagle):
             options = {"attention": attention, "eagle": eagle, "draft_vocab": vocab}
-            write_head(root / f"{dialect}-{attention}-{eagle}-{vocab or 'full'}", target, dialect, **options)
+            write_head(
+                root / f"{dialect}-{attention}-{eagle}-{vocab or 'full'}",
+                target,
+                dialect,
+                **options,
+            )
 
 
 def texts(root: Path) -> None:
     root.mkdir()
     shuffle, lines = random.Random(0), []
     for number in range(24):
-        question, answer = (" ".join(shuffle.choices(WORDS, k=shuffle.randint(3, 9))) for _ in range(2))
+        question, answer = (
+            " ".join(shuffle.choices(WORDS, k=shuffle.randint(3, 9))) for _ in range(2)
+        )
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append({"conversation_id": f"c{number}", "category": "ab"[number % 2], "conversations": turns})
+        lines.append(
+            {"conversation_id": f"c{number}", "category": "ab"[number % 2], "conversations": turns}
+        )
     write_lines(root / "answers.jsonl", lines)
-    write_lines(root / "prompts.jsonl", [{"id": n, "prompt": f"def {WORDS[n % 13]}_{n}("} for n in range(24)])
+    write_lines(
+        root / "prompts.jsonl",
+        [{"id": n, "prompt": f"def {WORDS[n % 13]}_{n}("} for n in range(24)],
+    )
 
 
 def kimi_nano(root: Path, whole: bool) -> None:
@@ -106,9 +134,16 @@ def kimi_nano(root: Path, whole: bool) -> None:
     nano = shutil.copytree(DATA / "kimi-nano", root / "nano")
     made = root / "nano-heads"
     shutil.copytree(DATA / "kimi-nano-eagle3", made / "shipped")
-    asked = [json.loads(line)["messages"] for line in (nano / "prompts_train.jsonl").read_text().splitlines()]
-    turns = [[*messages, {"role": "assistant", "content": messages[-1]["content"]}] for messages in asked]
-    rows = [{"conversation_id": str(number), "conversations": turn} for number, turn in enumerate(turns)]
+    asked = [
+        json.loads(line)["messages"]
+        for line in (nano / "prompts_train.jsonl").read_text().splitlines()
+    ]
+    turns = [
+        [*messages, {"role": "assistant", "content": messages[-1]["content"]}] for messages in asked
+    ]
+    rows = [
+        {"conversation_id": str(number), "conversations": turn} for number, turn in enumerate(turns)
+    ]
     write_lines(root / "data" / "nano.jsonl", rows[::6])
     for attention, eagle, vocab in HEAD_KINDS:
         place = made / f"{attention}-{eagle}-{vocab or 'full'}"
@@ -150,10 +185,14 @@ def engine_files(root: Path, mutations: int) -> None:
         shutil.copy(file, root / "configs" / file.name)
     traps = yaml.safe_load((HERE / "tools" / "fingerprint_traps.yaml").read_text())
     for number, trap in enumerate(traps):
-        (root / "traps" / f"trap-{number:03}.yml").write_text(yaml.safe_dump(trap.pop("values"), sort_keys=False))
+        (root / "traps" / f"trap-{number:03}.yml").write_text(
+            yaml.safe_dump(trap.pop("values"), sort_keys=False)
+        )
     write_json(root / "traps.json", traps)
     bases = [
-        yaml.safe_load(file.read_text()) for kind in ("configs", "traps") for file in sorted((root / kind).iterdir())
+        yaml.safe_load(file.read_text())
+        for kind in ("configs", "traps")
+        for file in sorted((root / kind).iterdir())
     ]
     generator = random.Random(0)
     keys = sorted({path for base in bases for path in leaves(base)} | set(known_keys()))
@@ -161,7 +200,9 @@ def engine_files(root: Path, mutations: int) -> None:
         value = copy.deepcopy(generator.choice(bases))
         for _ in range(generator.randint(1, 2)):
             mutate(value, keys, generator)
-        (root / "mutations" / f"mutation-{number:04}.yml").write_text(yaml.safe_dump(value, sort_keys=False))
+        (root / "mutations" / f"mutation-{number:04}.yml").write_text(
+            yaml.safe_dump(value, sort_keys=False)
+        )
 
 
 def known_keys() -> list[str]:
@@ -196,7 +237,9 @@ def leaves(value: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key, item in value.items():
         found.append(f"{prefix}{key}")
-        if isinstance(item, dict) and all(isinstance(name, str) and "." not in name for name in item):
+        if isinstance(item, dict) and all(
+            isinstance(name, str) and "." not in name for name in item
+        ):
             found += leaves(item, f"{prefix}{key}.")
     return found or ["nothing"]
 

@@ -68,15 +68,24 @@ class Side:
         self.rows: dict[str, str] = {}
 
     def command(
-        self, name: str, *words: object, own_process: bool = False, values: bool = True, **environment: str
+        self,
+        name: str,
+        *words: object,
+        own_process: bool = False,
+        values: bool = True,
+        **environment: str,
     ) -> str:
         """A row for what the command answered: status and keys of its JSON object, or its error; with `values`, a row
         for the whole object. {name} in words: a path of the inputs."""
         line = [str(word).replace("IN/", f"{self.inputs}/") for word in words]
         status, out, err = (outside if own_process else inside)(line, environment)
-        crash = re.search(r"unexpected \w+: .*|^(?:\w+\.)*\w+(?:Error|Exception|Exit)\b.*\Z", err.strip(), re.M)
+        crash = re.search(
+            r"unexpected \w+: .*|^(?:\w+\.)*\w+(?:Error|Exception|Exit)\b.*\Z", err.strip(), re.M
+        )
         if isinstance(status, str) or crash:
-            self.rows[name] = self.normal(f"crashed: {status if isinstance(status, str) else crash and crash[0]}")
+            self.rows[name] = self.normal(
+                f"crashed: {status if isinstance(status, str) else crash and crash[0]}"
+            )
             return out
         try:
             answer = json.loads(out)
@@ -159,7 +168,11 @@ def outside(words: list[str], environment: dict[str, str]) -> tuple[int | str, s
 
 def keys_of(value: Any, prefix: str = "") -> set[str]:
     if isinstance(value, dict):
-        return {path for key, item in value.items() for path in {f"{prefix}.{key}", *keys_of(item, f"{prefix}.{key}")}}
+        return {
+            path
+            for key, item in value.items()
+            for path in {f"{prefix}.{key}", *keys_of(item, f"{prefix}.{key}")}
+        }
     if isinstance(value, list):
         return {path for item in value for path in keys_of(item, f"{prefix}[]")}
     return set()
@@ -171,14 +184,33 @@ def digest(data: bytes) -> str:
 
 def quantize(side: Side) -> None:
     for source, policy in itertools.product(SOURCES, POLICIES):
-        side.made(f"{source}-{policy}", "quantize", f"IN/targets/{source}", "-o", "OUT", "--policy", policy, "--json")
+        side.made(
+            f"{source}-{policy}",
+            "quantize",
+            f"IN/targets/{source}",
+            "-o",
+            "OUT",
+            "--policy",
+            policy,
+            "--json",
+        )
     for more in ("--kv-cache none", "--weight-scales mse", "--workers 2"):
         for source in SOURCES if side.whole else ("bf16", "int4"):
-            side.made(f"{source} {more}", "quantize", f"IN/targets/{source}", "-o", "OUT", *more.split(), "--json")
+            side.made(
+                f"{source} {more}",
+                "quantize",
+                f"IN/targets/{source}",
+                "-o",
+                "OUT",
+                *more.split(),
+                "--json",
+            )
     side.made("again nvfp4", "quantize", "IN/targets/nvfp4", "-o", "OUT", "--json")
     if side.whole:
         for source in ("full-bf16", "full-int4", "full-fp8-block"):
-            side.made(source, "quantize", f"IN/targets/{source}", "-o", "OUT", "--json", own_process=True)
+            side.made(
+                source, "quantize", f"IN/targets/{source}", "-o", "OUT", "--json", own_process=True
+            )
             shutil.rmtree(side.work / "out" / source)
         modelopt = ("quantize", "IN/targets/bf16", "-o", "OUT", "--engine", "modelopt", "--json")
         side.made("modelopt", *modelopt, own_process=True)
@@ -189,7 +221,9 @@ def calibrate(side: Side) -> None:
         side.made(f"{source}.safetensors", "calibrate", f"IN/targets/{source}", "IN/data/answers.jsonl", "-o", "OUT",
                   "--samples", 8, "--json", own_process=True)  # fmt: skip
         scales = side.work / "out" / f"{source}.safetensors"
-        side.rows[f"{source} provenance"] = side.content(scales.with_name(f"{scales.name}.provenance.json"))
+        side.rows[f"{source} provenance"] = side.content(
+            scales.with_name(f"{scales.name}.provenance.json")
+        )
         words = ("quantize", f"IN/targets/{source}", "-o", "OUT", "--input-scales", scales)
         side.made(f"{source} quantized", *words, "--json")
 
@@ -200,16 +234,43 @@ def convert(side: Side) -> None:
         for one, other in itertools.product(DIALECTS, DIALECTS):
             source = f"heads/{one}-{kind}"
             if (side.inputs / source).is_dir():
-                words = ("convert", f"IN/{source}", "-o", "OUT", "--to", names.get(other, other), "--json")
+                words = (
+                    "convert",
+                    f"IN/{source}",
+                    "-o",
+                    "OUT",
+                    "--to",
+                    names.get(other, other),
+                    "--json",
+                )
                 side.made(f"{kind}-{one}-to-{other}", *words, "--target", "IN/targets/bf16")
 
 
 def train(side: Side) -> None:
     kinds = [(attention, eagle) for attention in ("mha", "mla") for eagle in ("3", "3.1")]
     for attention, eagle in kinds if side.whole else (("mha", "3"), ("mla", "3.1")):
-        words = ("--attention", attention, "--eagle", eagle, "--steps", 6, "--acceptance-prompts", 2, "--json")
+        words = (
+            "--attention",
+            attention,
+            "--eagle",
+            eagle,
+            "--steps",
+            6,
+            "--acceptance-prompts",
+            2,
+            "--json",
+        )
         name = f"{attention}-{eagle}"
-        side.made(name, "train", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "OUT", *words, own_process=True)
+        side.made(
+            name,
+            "train",
+            "IN/targets/bf16",
+            "IN/data/answers.jsonl",
+            "-o",
+            "OUT",
+            *words,
+            own_process=True,
+        )
 
 
 def greedy(side: Side) -> None:
@@ -218,7 +279,11 @@ def greedy(side: Side) -> None:
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
     for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
         heads[kind] = ["--head", str(side.inputs / "nano-heads" / kind)]
-    lines = (side.inputs / "nano" / "prompts_heldout.jsonl").read_text().splitlines()[: 50 if side.whole else 6]
+    lines = (
+        (side.inputs / "nano" / "prompts_heldout.jsonl")
+        .read_text()
+        .splitlines()[: 50 if side.whole else 6]
+    )
     prompts = [json.loads(line)["messages"] for line in lines]
     for kind, words in heads.items():
         with served(side, f"{kind} serves", *words) as url:
@@ -235,26 +300,73 @@ def greedy(side: Side) -> None:
                 told = {"tokens": tokens, "message": choice["message"], "usage": answer["usage"]}
                 told |= {key: choice.get(key) for key in ("finish_reason", "spec_decode")}
                 text = json.dumps(told, indent=1, sort_keys=True)
-                side.rows[f"{kind} {number}"] = text if len(tokens) > 3 else f"crashed: an answer of nothing: {tokens}"
+                side.rows[f"{kind} {number}"] = (
+                    text if len(tokens) > 3 else f"crashed: an answer of nothing: {tokens}"
+                )
 
 
 def clients(side: Side) -> None:
     """Commands that query a server; their figures depend on the clock, so only keys are compared."""
-    few = ("--samples", 32, "--max-tokens", 96) if side.whole else ("--samples", 2, "--max-tokens", 8)
+    few = (
+        ("--samples", 32, "--max-tokens", 96) if side.whole else ("--samples", 2, "--max-tokens", 8)
+    )
     with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
         if not url:
             return
-        side.command("bench", "bench", url, *few, "--concurrency", 2, "-o", side.work / "bench", values=False)
+        side.command(
+            "bench", "bench", url, *few, "--concurrency", 2, "-o", side.work / "bench", values=False
+        )
         results = side.work / "bench" / "results.json"
         found = keys_of(json.loads(results.read_text())) if results.is_file() else {"none"}
         # whether there are problems depends on how steady the machine was
-        side.rows["bench keys"] = "\n".join(sorted(key for key in found if not key.startswith(".problems[]")))
+        side.rows["bench keys"] = "\n".join(
+            sorted(key for key in found if not key.startswith(".problems[]"))
+        )
         record = side.work / "record.jsonl"
-        side.command("record", "check", url, *few, "--contexts", 0, "--record", record, "--json", values=False)
+        side.command(
+            "record",
+            "check",
+            url,
+            *few,
+            "--contexts",
+            0,
+            "--record",
+            record,
+            "--json",
+            values=False,
+        )
         side.command("against", "check", url, "--against", record, "--json", values=False)
-        side.command("watch", "watch", url, "--once", "--baseline", side.work / "bench", "--json", values=False)
-        words = ("synthesize", "IN/data/prompts.jsonl", "-o", "OUT", "--base-url", f"{url}/v1", "--samples", 4)
-        side.made("synthesize", *words, "--max-tokens", 8, "--temperature", 0, "--concurrency", 1, "--json")
+        side.command(
+            "watch",
+            "watch",
+            url,
+            "--once",
+            "--baseline",
+            side.work / "bench",
+            "--json",
+            values=False,
+        )
+        words = (
+            "synthesize",
+            "IN/data/prompts.jsonl",
+            "-o",
+            "OUT",
+            "--base-url",
+            f"{url}/v1",
+            "--samples",
+            4,
+        )
+        side.made(
+            "synthesize",
+            *words,
+            "--max-tokens",
+            8,
+            "--temperature",
+            0,
+            "--concurrency",
+            1,
+            "--json",
+        )
 
 
 @contextlib.contextmanager
@@ -264,10 +376,23 @@ def served(side: Side, name: str, *words: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", side.work / "server.log"
-    line = [sys.executable, "-m", "trtspec", "serve", "IN/nano", "--backend", "reference", "--dtype", "float32"]
+    line = [
+        sys.executable,
+        "-m",
+        "trtspec",
+        "serve",
+        "IN/nano",
+        "--backend",
+        "reference",
+        "--dtype",
+        "float32",
+    ]
     line += ["--host", "127.0.0.1", "--port", str(port), *words]
     line = [word.replace("IN/", f"{side.inputs}/") for word in line]
-    with open(log, "w") as written, subprocess.Popen(line, stdout=written, stderr=written) as process:
+    with (
+        open(log, "w") as written,
+        subprocess.Popen(line, stdout=written, stderr=written) as process,
+    ):
         try:
             for _ in range(600):
                 if process.poll() is not None or ready(url):
@@ -288,7 +413,9 @@ def ready(url: str) -> bool:
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)
 
@@ -305,7 +432,9 @@ def lint(side: Side) -> None:
         words = ["--trtllm-version", trap["release"], *trap.get("words", "").split()]
         words += ["--", *trap["passed"].split()] if "passed" in trap else []
         file = f"IN/lint/traps/trap-{number:03}.yml"
-        side.command(f"trap {trap['name']}", "lint", file, "--json", *words, **trap.get("environment", {}))
+        side.command(
+            f"trap {trap['name']}", "lint", file, "--json", *words, **trap.get("environment", {})
+        )
 
 
 def by_file(side: Side, place: str, words: list[str], name: str) -> None:
@@ -322,10 +451,22 @@ def by_file(side: Side, place: str, words: list[str], name: str) -> None:
 def build_config(side: Side) -> None:
     """Configurations, plans and dry-run launches for a table of intents."""
     pairs = [(target, head) for target, heads in PUBLISHED.items() for head in ("", *heads)]
-    gpus, goals = ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200"), ("latency", "throughput")
+    gpus, goals = (
+        ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200"),
+        ("latency", "throughput"),
+    )
     releases = RELEASES if side.whole else RELEASES[1:]
     for (target, head), gpu, goal, release in itertools.product(pairs, gpus, goals, releases):
-        words = [target, *(["--head", head] if head else []), "--gpu", gpu, "--goal", goal, "--trtllm-version", release]
+        words = [
+            target,
+            *(["--head", head] if head else []),
+            "--gpu",
+            gpu,
+            "--goal",
+            goal,
+            "--trtllm-version",
+            release,
+        ]
         name = " ".join([target, head or "no head", gpu, goal, release])
         side.command(name, "build-config", *words, "--tp-size", 8 if goal == "throughput" else 4)
     for target, head in pairs:
@@ -334,7 +475,12 @@ def build_config(side: Side) -> None:
             side.made(f"{target} {head or 'no head'} {more}", "build-config", *words, *more.split())
         for more in LAUNCHES if side.whole else LAUNCHES[:2]:
             side.command(
-                f"serve {target} {head or 'no head'} {more}", "serve", *words, *more.split(), "--dry-run", "--json"
+                f"serve {target} {head or 'no head'} {more}",
+                "serve",
+                *words,
+                *more.split(),
+                "--dry-run",
+                "--json",
             )
 
 
@@ -355,36 +501,110 @@ def reports(side: Side) -> None:
     for target in ("bf16", "flat", "int4", "fp8-block", "nvfp4", "vision"):
         side.command(f"inspect {target}", "inspect", f"IN/targets/{target}", "--json")
         side.command(
-            f"quantize --dry-run {target}", "quantize", f"IN/targets/{target}", "-o", "x", "--dry-run", "--json"
+            f"quantize --dry-run {target}",
+            "quantize",
+            f"IN/targets/{target}",
+            "-o",
+            "x",
+            "--dry-run",
+            "--json",
         )
-        side.command(f"inspect {target} --sample 0", "inspect", f"IN/targets/{target}", "--sample", 0, "--json")
+        side.command(
+            f"inspect {target} --sample 0",
+            "inspect",
+            f"IN/targets/{target}",
+            "--sample",
+            0,
+            "--json",
+        )
     for head in sorted((side.inputs / "heads").iterdir()):
         side.command(f"inspect {head.name}", "inspect", head, "--json")
-        side.command(f"inspect {head.name} --against", "inspect", head, "--against", "IN/targets/bf16", "--json")
+        side.command(
+            f"inspect {head.name} --against",
+            "inspect",
+            head,
+            "--against",
+            "IN/targets/bf16",
+            "--json",
+        )
     side.made("quantized", "quantize", "IN/targets/int4", "-o", "OUT", "--json")
     for source in ("int4", "flat"):
-        words = ("inspect", side.work / "out" / "quantized", "--against", f"IN/targets/{source}", "--sample", 0)
+        words = (
+            "inspect",
+            side.work / "out" / "quantized",
+            "--against",
+            f"IN/targets/{source}",
+            "--sample",
+            0,
+        )
         side.command(f"inspect quantized --against {source}", *words, "--json")
     for name in (*PUBLISHED, *{head for heads in PUBLISHED.values() for head in heads}):
         side.command(f"inspect {name}", "inspect", name, "--json", values=False)
     for (target, heads), gpu in itertools.product(PUBLISHED.items(), ("b200", "h200")):
         for head in ("", *heads):
-            words = ("plan", target, *(["--head", head] if head else []), "--gpu", gpu, "--gpus", 8, "--json")
+            words = (
+                "plan",
+                target,
+                *(["--head", head] if head else []),
+                "--gpu",
+                gpu,
+                "--gpus",
+                8,
+                "--json",
+            )
             side.command(f"plan {target} {head or 'no head'} {gpu}", *words)
     side.command(
-        "plan limits", "plan", TARGET, "--head", HEAD, "--ttft", 500, "--tpot", 10, "--acceptance", "2.6@3", "--json"
+        "plan limits",
+        "plan",
+        TARGET,
+        "--head",
+        HEAD,
+        "--ttft",
+        500,
+        "--tpot",
+        10,
+        "--acceptance",
+        "2.6@3",
+        "--json",
     )
     side.command(
-        "train --dry-run", "train", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json"
+        "train --dry-run",
+        "train",
+        "IN/targets/bf16",
+        "IN/data/answers.jsonl",
+        "-o",
+        "x",
+        "--dry-run",
+        "--json",
     )
-    words = ("calibrate", "IN/targets/bf16", "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
+    words = (
+        "calibrate",
+        "IN/targets/bf16",
+        "IN/data/answers.jsonl",
+        "-o",
+        "x",
+        "--dry-run",
+        "--json",
+    )
     side.command("calibrate --dry-run", *words, values=False)
     side.command(
-        "convert --dry-run", "convert", "IN/heads/vllm-mha-3-full", "-o", "x", "--to", "sglang", "--dry-run", "--json"
+        "convert --dry-run",
+        "convert",
+        "IN/heads/vllm-mha-3-full",
+        "-o",
+        "x",
+        "--to",
+        "sglang",
+        "--dry-run",
+        "--json",
     )
     side.command("doctor", "doctor", "--json", values=False)
-    side.command("prove --dry-run", "prove", TARGET, "--head", HEAD, "--dry-run", "--json", values=False)
-    side.command("serve reference", "serve", "IN/nano", "--backend", "reference", "--dry-run", "--json")
+    side.command(
+        "prove --dry-run", "prove", TARGET, "--head", HEAD, "--dry-run", "--json", values=False
+    )
+    side.command(
+        "serve reference", "serve", "IN/nano", "--backend", "reference", "--dry-run", "--json"
+    )
     for command in COMMANDS:
         side.command(f"{command} --help", command, "--help", values=False)
 
@@ -399,24 +619,67 @@ def refusals(side: Side) -> None:
     """Invalid input and unknown options: status and message."""
     broken = sorted(path.name for path in (side.inputs / "broken").iterdir())
     heads = [name for name in broken if name.startswith("head-")]
-    targets = [name for name in broken if (side.inputs / "broken" / name).is_dir() and name not in heads]
+    targets = [
+        name for name in broken if (side.inputs / "broken" / name).is_dir() and name not in heads
+    ]
     for name in (*targets, "missing"):
         bad = f"IN/broken/{name}"
         side.command(f"inspect {name}", "inspect", bad, "--json")
         side.command(f"quantize {name}", "quantize", bad, "-o", "x", "--dry-run", "--json")
         side.command(f"plan {name}", "plan", bad, "--json")
-        side.command(f"build-config {name}", "build-config", bad, "--trtllm-version", "1.4.0rc1", "--json")
+        side.command(
+            f"build-config {name}", "build-config", bad, "--trtllm-version", "1.4.0rc1", "--json"
+        )
         side.command(f"serve {name}", "serve", bad, "--backend", "reference", "--dry-run", "--json")
-        side.command(f"calibrate {name}", "calibrate", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
-        side.command(f"train {name}", "train", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json")
+        side.command(
+            f"calibrate {name}",
+            "calibrate",
+            bad,
+            "IN/data/answers.jsonl",
+            "-o",
+            "x",
+            "--dry-run",
+            "--json",
+        )
+        side.command(
+            f"train {name}", "train", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json"
+        )
     for name in (*heads, "missing"):
-        side.command(f"inspect {name}", "inspect", f"IN/broken/{name}", "--against", "IN/targets/bf16", "--json")
-        side.command(f"convert {name}", "convert", f"IN/broken/{name}", "-o", "x", "--to", "vllm", "--json")
+        side.command(
+            f"inspect {name}",
+            "inspect",
+            f"IN/broken/{name}",
+            "--against",
+            "IN/targets/bf16",
+            "--json",
+        )
+        side.command(
+            f"convert {name}", "convert", f"IN/broken/{name}", "-o", "x", "--to", "vllm", "--json"
+        )
     for name in ("syntax.yml", "list.yml", "missing.yml"):
-        side.command(f"lint {name}", "lint", f"IN/broken/{name}", "--trtllm-version", "1.4.0rc1", "--json")
+        side.command(
+            f"lint {name}", "lint", f"IN/broken/{name}", "--trtllm-version", "1.4.0rc1", "--json"
+        )
     for name in ("empty.jsonl", "bad.jsonl", "missing.jsonl"):
-        side.command(f"train {name}", "train", "IN/targets/bf16", f"IN/broken/{name}", "-o", "x", "--dry-run", "--json")
-        words = ("calibrate", "IN/targets/bf16", f"IN/broken/{name}", "-o", "x", "--dry-run", "--json")
+        side.command(
+            f"train {name}",
+            "train",
+            "IN/targets/bf16",
+            f"IN/broken/{name}",
+            "-o",
+            "x",
+            "--dry-run",
+            "--json",
+        )
+        words = (
+            "calibrate",
+            "IN/targets/bf16",
+            f"IN/broken/{name}",
+            "-o",
+            "x",
+            "--dry-run",
+            "--json",
+        )
         side.command(f"calibrate {name}", *words)
     for command in COMMANDS:
         if command not in ("demo", "doctor"):  # these need no words
@@ -474,8 +737,16 @@ def main() -> None:
         AREAS[area](side)
         found[area] = side.rows
         spent = cpu_seconds() - begin
-        print(f"{work.name} {area}: {len(side.rows)} rows, {spent:.0f} s of CPU", file=sys.stderr, flush=True)
-    loaded = Path(sys.modules["trtspec"].__file__ or "") if "trtspec" in sys.modules else package / "trtspec" / "x"
+        print(
+            f"{work.name} {area}: {len(side.rows)} rows, {spent:.0f} s of CPU",
+            file=sys.stderr,
+            flush=True,
+        )
+    loaded = (
+        Path(sys.modules["trtspec"].__file__ or "")
+        if "trtspec" in sys.modules
+        else package / "trtspec" / "x"
+    )
     if package not in loaded.parents:
         sys.exit(f"fingerprint: {loaded} was run, not {package}")
     (work / "rows.json").write_text(json.dumps(found))

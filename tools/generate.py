@@ -48,8 +48,16 @@ def cli_reference() -> str:
         "Underscores are accepted for dashes. `trtspec -q` silences progress.\n"
     )
     lines.append("| exit status | meaning |\n|---|---|")
-    meanings = {0: "done", 1: "failure", 2: "wrong usage", 3: "a check found problems", 4: "something is missing"}
-    lines += [f"| {status} | {meaning} |" for status, meaning in (meanings | {130: "interrupted"}).items()]
+    meanings = {
+        0: "done",
+        1: "failure",
+        2: "wrong usage",
+        3: "a check found problems",
+        4: "something is missing",
+    }
+    lines += [
+        f"| {status} | {meaning} |" for status, meaning in (meanings | {130: "interrupted"}).items()
+    ]
     for panel, names in COMMANDS.items():
         lines.append(f"\n## {panel}")
         lines += [section(name, commands[name].load()) for name in names]
@@ -60,16 +68,28 @@ def section(name: str, command: Any) -> str:
     from trtspec.data_files import load_yaml
 
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option" and param.name != "help"]
+    options = [
+        param
+        for param in command.params
+        if param.param_type_name == "option" and param.name != "help"
+    ]
     usage = " ".join(["trtspec", name, *(metavar(argument) for argument in arguments), "[OPTIONS]"])
-    lines = [f"\n### trtspec {name}\n", f"```\n{usage}\n```\n", inspect.cleandoc(command.help or "")]
+    lines = [
+        f"\n### trtspec {name}\n",
+        f"```\n{usage}\n```\n",
+        inspect.cleandoc(command.help or ""),
+    ]
     if arguments or options:
         lines.append("\n| | | default |\n|---|---|---|")
     lines += [row(f"`{metavar(argument)}`", argument) for argument in arguments]
     panels = list(dict.fromkeys(option.rich_help_panel for option in options))
     for panel in panels:
         lines += [f"| **{panel}** | | |"] if panel else []
-        lines += [row(", ".join(f"`{s}`" for s in spellings(o)), o) for o in options if o.rich_help_panel == panel]
+        lines += [
+            row(", ".join(f"`{s}`" for s in spellings(o)), o)
+            for o in options
+            if o.rich_help_panel == panel
+        ]
     examples = load_yaml("examples.yaml").get(name, ())
     return "\n".join([*lines, *(["\n```", *examples, "```"] if examples else [])])
 
@@ -86,14 +106,20 @@ def spellings(option: Any) -> list[str]:
         return flags
     annotation = option.type_descriptor.annotation
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-    kind = option.metavar or "|".join(map(str, choices)) or getattr(annotation, "__name__", "value").upper()
+    kind = (
+        option.metavar
+        or "|".join(map(str, choices))
+        or getattr(annotation, "__name__", "value").upper()
+    )
     return [*flags[:-1], f"{flags[-1]} {kind}"]
 
 
 def row(label: str, param: Any) -> str:
     default = param.default
     shown = (
-        "" if default in (None, False, (), [], "") or callable(default) or "UNSET" in repr(default) else f"`{default}`"
+        ""
+        if default in (None, False, (), [], "") or callable(default) or "UNSET" in repr(default)
+        else f"`{default}`"
     )
     told = getattr(param, "show_default", None)
     shown = told if isinstance(told, str) else shown
@@ -120,9 +146,19 @@ def stub() -> str:
     ]
     for name in COMMANDS:
         function = getattr(import_module(f"trtspec.cli.{name}"), name)
-        found = [field for field in fields_of(record_of(function)).values() if field.name != "json_"]
-        needed = [f"{field.keyword}: {python_type(field)}" for field in found if field.default is field.empty]
-        more = [f"{f.keyword}: {python_type(f)} = {default_text(f.default)}" for f in found if f.default is not f.empty]
+        found = [
+            field for field in fields_of(record_of(function)).values() if field.name != "json_"
+        ]
+        needed = [
+            f"{field.keyword}: {python_type(field)}"
+            for field in found
+            if field.default is field.empty
+        ]
+        more = [
+            f"{f.keyword}: {python_type(f)} = {default_text(f.default)}"
+            for f in found
+            if f.default is not f.empty
+        ]
         parts = [*needed, *(["*"] if more else []), *more]
         lines += ["", f"def {name}(", *(f"    {part}," for part in parts), ") -> Result:"]
         lines.append(f'    """{inspect.cleandoc(function.__doc__ or "").splitlines()[0]}"""')
@@ -151,7 +187,11 @@ def python_type(field: Any) -> str:
 
 
 def default_text(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(str(value))
+    return (
+        repr(value)
+        if isinstance(value, (str, int, float, bool, tuple, type(None)))
+        else repr(str(value))
+    )
 
 
 def problems() -> str:
@@ -168,7 +208,9 @@ def problems() -> str:
         lines.append(f"## {AREAS.get(area, area)}\n")
         for code, entry in codes.items():
             if entry["area"] == area:
-                lines.append(f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ {entry["remedy"]}\n')
+                lines.append(
+                    f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ {entry["remedy"]}\n'
+                )
     return "\n".join(lines)
 
 
@@ -218,12 +260,17 @@ def vllm_releases() -> list[str]:
         "`trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
     )
     lines.append("| weights of the target | evidence |\n|---|---|")
-    return lines + [f"| {name} | {row['evidence']}: {row['source']} |" for name, row in data["formats"].items()]
+    return lines + [
+        f"| {name} | {row['evidence']}: {row['source']} |" for name, row in data["formats"].items()
+    ]
 
 
 def behaviours() -> list[str]:
     """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
-    schemas = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in SCHEMAS.glob("*.yaml")}
+    schemas = {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in SCHEMAS.glob("*.yaml")
+    }
     lines = [
         "\nWhat a release does with what it is given, where that changed or costs something. The names are those of "
         "the schema files; a line inherits from the one before, and *ends here* marks what it does not inherit:\n"
@@ -236,7 +283,9 @@ def behaviours() -> list[str]:
             elif "when" not in entry or {"since", "until"} & set(entry):
                 ends = [between(entry.get(key)) for key in ("since", "until")]
                 told = f"{entry['evidence']}: {entry['source']}"
-                lines.append(f"| {name.replace('_', ' ')} | {line} | {ends[0]} | {ends[1]} | {told} |")
+                lines.append(
+                    f"| {name.replace('_', ' ')} | {line} | {ends[0]} | {ends[1]} | {told} |"
+                )
     return lines
 
 
@@ -249,11 +298,17 @@ def between(dates: dict[str, str] | None) -> str:
 
 def speculation() -> list[str]:
     """Ways to speculate, from trtllm/speculation.yaml."""
-    rows = yaml.safe_load((PACKAGE / "trtllm" / "speculation.yaml").read_text(encoding="utf-8"))["methods"]
-    lines = ["\nWays to speculate:\n\n| decoding_type | draft | with a Kimi | why |\n|---|---|---|---|"]
+    rows = yaml.safe_load((PACKAGE / "trtllm" / "speculation.yaml").read_text(encoding="utf-8"))[
+        "methods"
+    ]
+    lines = [
+        "\nWays to speculate:\n\n| decoding_type | draft | with a Kimi | why |\n|---|---|---|---|"
+    ]
     for row in rows.values():
         kimi = row["kimi"]
-        lines.append(f"| {', '.join(row['spellings'])} | {row['draft']} | {kimi['runs']} | {kimi['why']} |")
+        lines.append(
+            f"| {', '.join(row['spellings'])} | {row['draft']} | {kimi['runs']} | {kimi['why']} |"
+        )
     return lines
 
 
@@ -281,13 +336,20 @@ def engine_keys() -> str:
     for line in LINES:
         fields |= entries_of(line)["fields"]
     parents = {path.rpartition(".")[0] for path in fields}
-    known = {path: path in parents and not field.get("open", False) for path, field in sorted(fields.items())}
+    known = {
+        path: path in parents and not field.get("open", False)
+        for path, field in sorted(fields.items())
+    }
     return json_text(known).replace(", ", ",\n") + "\n"
 
 
-def value_rows(definitions: dict[str, Any], name: str, part: dict[str, Any], default: Any) -> list[str]:
+def value_rows(
+    definitions: dict[str, Any], name: str, part: dict[str, Any], default: Any
+) -> list[str]:
     """One row, and one for each value below it."""
-    below = {**definitions.get(part.get("$ref", "").rpartition("/")[2], {}), **part}.get("properties", {})
+    below = {**definitions.get(part.get("$ref", "").rpartition("/")[2], {}), **part}.get(
+        "properties", {}
+    )
     if not below:
         choices = ", ".join(f"`{choice}`" for choice in part.get("enum", []) if choice)
         told = f"{part['description']}{f' ({choices})' if choices else ''}".replace("|", "\\|")
@@ -314,11 +376,19 @@ def undocumented() -> list[str]:
         if path.parent.name != "problems"
         for code in CODE.findall(path.read_text(encoding="utf-8"))
     }
-    fragments = [yaml.safe_load(path.read_text("utf-8")) for path in (PACKAGE / "data" / "problems").glob("*.yaml")]
+    fragments = [
+        yaml.safe_load(path.read_text("utf-8"))
+        for path in (PACKAGE / "data" / "problems").glob("*.yaml")
+    ]
     counts = Counter(code for fragment in fragments for code in fragment)
     known = set(counts)
-    lines = [f"{code} is documented in two fragments" for code, count in counts.items() if count > 1]
-    lines += [f"{code} is used and not documented in trtspec/data/problems" for code in sorted(used - known)]
+    lines = [
+        f"{code} is documented in two fragments" for code, count in counts.items() if count > 1
+    ]
+    lines += [
+        f"{code} is used and not documented in trtspec/data/problems"
+        for code in sorted(used - known)
+    ]
     return lines + [f"{code} is documented and never used" for code in sorted(known - used)]
 
 
@@ -336,7 +406,9 @@ def main() -> None:
     for path, wanted in (wanted_texts | others).items():
         stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
         if stale and check:
-            complaints.append(f"{path.relative_to(ROOT)} is not up to date: run `python tools/generate.py`")
+            complaints.append(
+                f"{path.relative_to(ROOT)} is not up to date: run `python tools/generate.py`"
+            )
         elif stale:
             path.write_text(wanted, encoding="utf-8")
     for line in complaints:

@@ -32,7 +32,11 @@ LAYOUTS = {f"tp{n}": (n, 1) for n in (1, 4, 8, 16)} | {f"ep{n}": (1, n) for n in
 # our name -> file, dtype, kernel (prefix), routing
 MOE = {
     "nvfp4": {
-        "TRTLLM": ("moe/vllm/0.24.0", "nvfp4", "vllm_compressedtensorsw4a4nvfp4moe_flashinfer_trtllm"),
+        "TRTLLM": (
+            "moe/vllm/0.24.0",
+            "nvfp4",
+            "vllm_compressedtensorsw4a4nvfp4moe_flashinfer_trtllm",
+        ),
         "CUTLASS": ("moe/trtllm/1.3.0rc20", "nvfp4", "moe_torch_flow_cutlass"),
     },
     "fp8-block": {
@@ -55,8 +59,12 @@ Rows = list[dict[str, Any]]
 
 def reader(clone: str) -> Callable[[str], Rows]:
     def read(path: str) -> Rows:
-        done = subprocess.run(["git", "-C", clone, "show", f"HEAD:{DATA}/{path}.parquet"], capture_output=True)
-        return parquet.read_table(io.BytesIO(done.stdout)).to_pylist() if done.returncode == 0 else []
+        done = subprocess.run(
+            ["git", "-C", clone, "show", f"HEAD:{DATA}/{path}.parquet"], capture_output=True
+        )
+        return (
+            parquet.read_table(io.BytesIO(done.stdout)).to_pylist() if done.returncode == 0 else []
+        )
 
     return read
 
@@ -84,7 +92,9 @@ def moe(read: Callable[[str], Rows], system: str) -> dict[str, Any]:
             ]
             if rows:
                 source = f"{place.removeprefix('moe/')} {rows[0]['kernel_source']}"
-                found.setdefault(fmt, {})[kernel] = {"source": source} | {way: layouts(rows, way) for way in ROUTINGS}
+                found.setdefault(fmt, {})[kernel] = {"source": source} | {
+                    way: layouts(rows, way) for way in ROUTINGS
+                }
     return found
 
 
@@ -92,7 +102,11 @@ def layouts(rows: Rows, routing: str) -> dict[str, dict[int, float]]:
     found = {}
     for name, (tp, ep) in LAYOUTS.items():
         wanted = (routing, tp, ep)
-        chosen = [row for row in rows if (row["distribution"], row["moe_tp_size"], row["moe_ep_size"]) == wanted]
+        chosen = [
+            row
+            for row in rows
+            if (row["distribution"], row["moe_tp_size"], row["moe_ep_size"]) == wanted
+        ]
         if chosen:
             found[name] = series(chosen, "num_tokens")
     return found
@@ -107,7 +121,11 @@ def decode(rows: Rows) -> dict[str, Any]:
     """By local heads and context: batch -> us."""
     return {
         name: {
-            context: series([r for r in rows if (r["num_heads"], r["step"]) == (heads, context)], "batch_size", BATCHES)
+            context: series(
+                [r for r in rows if (r["num_heads"], r["step"]) == (heads, context)],
+                "batch_size",
+                BATCHES,
+            )
             for context in CONTEXTS
         }
         for heads, name in HEADS.items()
@@ -118,19 +136,29 @@ def prefill(rows: Rows) -> dict[str, Any]:
     """By local heads: tokens of one prompt -> us."""
     alone = [row for row in rows if row["batch_size"] == 1 and not row.get("step")]
     return {
-        name: series([r for r in alone if r["num_heads"] == heads], "isl", PROMPTS) for heads, name in HEADS.items()
+        name: series([r for r in alone if r["num_heads"] == heads], "isl", PROMPTS)
+        for heads, name in HEADS.items()
     }
 
 
 def collectives(rows: Rows) -> dict[int, Any]:
     ranks = sorted({row["num_gpus"] for row in rows})
-    return {count: series([row for row in rows if row["num_gpus"] == count], "message_size") for count in ranks}
+    return {
+        count: series([row for row in rows if row["num_gpus"] == count], "message_size")
+        for count in ranks
+    }
 
 
 def gemms(rows: Rows, fixed: str, varied: str) -> dict[int, Any]:
     """By tokens: the width that varies -> us, the other being the model's 7168."""
-    chosen = [row for row in rows if row["gemm_dtype"] == "bfloat16" and row[fixed] == 7168 and row[varied] >= 128]
-    return {tokens: series([row for row in chosen if row["m"] == tokens], varied) for tokens in TOKENS}
+    chosen = [
+        row
+        for row in rows
+        if row["gemm_dtype"] == "bfloat16" and row[fixed] == 7168 and row[varied] >= 128
+    ]
+    return {
+        tokens: series([row for row in chosen if row["m"] == tokens], varied) for tokens in TOKENS
+    }
 
 
 def tables(read: Callable[[str], Rows], gpu: str, system: str, commit: str) -> dict[str, Any]:
@@ -156,13 +184,17 @@ def written(value: Any, depth: int = 0) -> str:
     if not isinstance(value, dict) or not any(isinstance(item, dict) for item in value.values()):
         return json.dumps(value)
     pad = " " * (depth + 1)
-    body = ",\n".join(f"{pad}{json.dumps(str(key))}: {written(item, depth + 1)}" for key, item in value.items())
+    body = ",\n".join(
+        f"{pad}{json.dumps(str(key))}: {written(item, depth + 1)}" for key, item in value.items()
+    )
     return "{\n" + body + "\n" + " " * depth + "}"
 
 
 def main() -> None:
     clone = sys.argv[1]
-    head = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    head = subprocess.run(
+        ["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
     OUT.mkdir(exist_ok=True)
     for gpu, system in GPUS.items():
         found = tables(reader(clone), gpu, system, head.stdout.strip()[:12])

@@ -55,9 +55,16 @@ class Command:
 def commands(page: Path) -> Iterator[Command]:
     """Commands in console blocks and indented blocks, each with its captured output; a backslash joins lines."""
     text = page.read_text(encoding="utf-8")
-    blocks = [(found.start(3), found.end(), found[3]) for found in FENCE.finditer(text) if found[2] in SHELLS]
+    blocks = [
+        (found.start(3), found.end(), found[3])
+        for found in FENCE.finditer(text)
+        if found[2] in SHELLS
+    ]
     bare = FENCE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    blocks += [(found.start(), found.end(), found[0]) for found in re.finditer(r"(?:^ {4}.*\n)+", bare, re.MULTILINE)]
+    blocks += [
+        (found.start(), found.end(), found[0])
+        for found in re.finditer(r"(?:^ {4}.*\n)+", bare, re.MULTILINE)
+    ]
     for start, end, block in sorted(blocks):
         found = list(commands_of(block, text.count("\n", 0, start) + 1))
         if found and (output := CAPTURED.match(text, end)):
@@ -120,7 +127,9 @@ def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
             continue
         parts = []
         for number, child in enumerate(token.children or []):
-            parts.append({"code_inline": f"Code{number}", "softbreak": "\n"}.get(child.type, child.content))
+            parts.append(
+                {"code_inline": f"Code{number}", "softbreak": "\n"}.get(child.type, child.content)
+            )
         yield token.map[0] + 1, "".join(parts)
 
 
@@ -135,7 +144,9 @@ def long_sentences(page: Path) -> Iterator[Sentence]:
 def main() -> None:
     counted = {page: count_words(page) for page in PAGES}
     for page in sorted(WRITTEN, key=counted.__getitem__):
-        print(f"{counted[page]:6,} {name(page)}{' over' if counted[page] > words_allowed(page) else ''}")
+        print(
+            f"{counted[page]:6,} {name(page)}{' over' if counted[page] > words_allowed(page) else ''}"
+        )
     written = sum(counted[page] for page in WRITTEN)
     print(f"{written:6,} by hand; generated: {sum(counted.values()) - written:,}")
     for one in (one for page in WRITTEN for one in long_sentences(page)):

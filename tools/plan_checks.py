@@ -48,11 +48,15 @@ def fit(curve: Sequence[float]) -> Decay:
     of the curve, and the ratio is the one that, from there on, comes closest to its further lengths (least squares of
     their logarithms)."""
     known = rates_of(curve[: FITTED_FROM - 1])
-    middle = math.prod(known[1:]) ** (1 / len(known[1:]))  # lies half way between the second and the third
+    middle = math.prod(known[1:]) ** (
+        1 / len(known[1:])
+    )  # lies half way between the second and the third
 
     def distance(ratio: float) -> float:
         shape = Decay(known[0], middle / math.sqrt(ratio), ratio)
-        found = lengths([*known, *(shape.rate(position) for position in range(FITTED_FROM, len(curve) + 1))])
+        found = lengths(
+            [*known, *(shape.rate(position) for position in range(FITTED_FROM, len(curve) + 1))]
+        )
         pairs = zip(found[FITTED_FROM - 1 :], curve[FITTED_FROM - 1 :], strict=True)
         return sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
 
@@ -87,27 +91,46 @@ def row_of(*cells: str) -> str:
 
 
 def sizes(data: dict[str, Any]) -> list[str]:
-    lines = ["## Checkpoint sizes", "", *header("checkpoint", "format", "published", "predicted", "error")]
+    lines = [
+        "## Checkpoint sizes",
+        "",
+        *header("checkpoint", "format", "published", "predicted", "error"),
+    ]
     for row in data["sizes"]:
         found = checkpoint_bytes(load_target(row["checkpoint"]).spec)
-        said, size = f"{row['said']} ({row['source']})", f"{found / 1e9:.2f} GB, {found / 2**30:.2f} GiB"
+        said, size = (
+            f"{row['said']} ({row['source']})",
+            f"{found / 1e9:.2f} GB, {found / 2**30:.2f} GiB",
+        )
         off = f"{100 * (found / row['bytes'] - 1):+.2f} %"
         lines.append(row_of(row["checkpoint"], row["format"], said, size, off))
     return lines
 
 
 def cache(data: dict[str, Any]) -> list[str]:
-    lines = ["## Cache capacity", "", *header("target", "on", "published tokens", "predicted", "error")]
+    lines = [
+        "## Cache capacity",
+        "",
+        *header("target", "on", "published tokens", "predicted", "error"),
+    ]
     for row in data["cache"]:
-        room = memory(load_target(row["target"]).spec, None, gpu_spec(row["gpu"]), Layout(row["gpus"]))
+        room = memory(
+            load_target(row["target"]).spec, None, gpu_spec(row["gpu"]), Layout(row["gpus"])
+        )
         found = (0.9 * room.capacity - room.weights_total - room.reserve) / room.kv_bytes_per_token
         where = f"{row['gpus']} x {row['gpu'].upper()} ({row['source']})"
         off = error(found, row["tokens"])
         lines.append(row_of(row["target"], where, f"{row['tokens']:,}", f"{found:,.0f}", off))
-    model, head = load_target("nvidia/Kimi-K2.6-NVFP4").spec, load_head("nvidia/Kimi-K2.6-Eagle3").spec
+    model, head = (
+        load_target("nvidia/Kimi-K2.6-NVFP4").spec,
+        load_head("nvidia/Kimi-K2.6-Eagle3").spec,
+    )
     rooms = {gpu: memory(model, head, gpu_spec(gpu), Layout(4)) for gpu in ("b200", "h200")}
     held, left = rooms["b200"].sequences(8192), rooms["h200"].free / 1e9
-    lines += ["", f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; four H200 lack"]
+    lines += [
+        "",
+        f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; four H200 lack",
+    ]
     lines += [f"{-left:.1f} GB each before the first token of cache."]
     return lines
 
@@ -116,9 +139,22 @@ def speedups(data: dict[str, Any]) -> list[str]:
     lines = []
     for group in data["speedups"]:
         lines += [f"## {group['name']}", "", f"Source: {group['source']}.", ""]
-        columns = ("concurrency", "tokens per step", "published", "predicted", "error", "under other assumptions")
+        columns = (
+            "concurrency",
+            "tokens per step",
+            "published",
+            "predicted",
+            "error",
+            "under other assumptions",
+        )
         lines += header("", *columns)
-        found = steps(group["target"], group["head"], group["gpu"], Layout(4), group["isl"] + group["osl"] // 2)
+        found = steps(
+            group["target"],
+            group["head"],
+            group["gpu"],
+            Layout(4),
+            group["isl"] + group["osl"] // 2,
+        )
         errors = []
         for row in group["rows"]:
             published = row["published"] / row.get("base", 1)
@@ -126,7 +162,13 @@ def speedups(data: dict[str, Any]) -> list[str]:
             predicted = length / found.cost_ratio(batch, 3)
             errors.append(abs(predicted / published - 1))
             range_ = [length / item.cost_ratio(batch, 3) for item in assumptions(found).values()]
-            cells = (row["label"], str(batch), f"{length:.2f}", f"{published:.2f}x", f"{predicted:.2f}x")
+            cells = (
+                row["label"],
+                str(batch),
+                f"{length:.2f}",
+                f"{published:.2f}x",
+                f"{predicted:.2f}x",
+            )
             spread = f"{min(range_):.2f} to {max(range_):.2f}"
             lines.append(row_of(*cells, error(predicted, published), spread))
         lines += [
@@ -140,11 +182,16 @@ def speedups(data: dict[str, Any]) -> list[str]:
 def sensitivities(data: dict[str, Any]) -> list[str]:
     """The first group under each assumption by name."""
     group = data["speedups"][0]
-    found = steps(group["target"], group["head"], group["gpu"], Layout(4), group["isl"] + group["osl"] // 2)
+    found = steps(
+        group["target"], group["head"], group["gpu"], Layout(4), group["isl"] + group["osl"] // 2
+    )
     models = {"as planned": found, **assumptions(found)}
     lines = ["## The same under each assumption", "", *header("concurrency", *models, "published")]
     for row in group["rows"]:
-        cells = [f"{row['acceptance'] / item.cost_ratio(row['concurrency'], 3):.2f}" for item in models.values()]
+        cells = [
+            f"{row['acceptance'] / item.cost_ratio(row['concurrency'], 3):.2f}"
+            for item in models.values()
+        ]
         lines.append(row_of(str(row["concurrency"]), *cells, str(row["published"])))
     return lines
 
@@ -162,7 +209,11 @@ def single_steps(data: dict[str, Any]) -> list[str]:
             values.append((item.step(1, row["queries"]) / 1000 - plain) / extra if extra else plain)
         published, (ours, slower) = row["published_ms"], values
         said, off = f"{published} ({row['source']})", error(ours, published)
-        lines.append(row_of(row["name"], said, f"{ours:.2f}", off, f"{slower:.2f}, {error(slower, published)}"))
+        lines.append(
+            row_of(
+                row["name"], said, f"{ours:.2f}", off, f"{slower:.2f}, {error(slower, published)}"
+            )
+        )
     return lines
 
 
@@ -175,7 +226,9 @@ def rates(data: dict[str, Any]) -> list[str]:
         "every answer, one prefill that stops all others.",
         "",
     ]
-    lines += header("GPU", "concurrency", "published", "decode alone", "error", "with prefill", "error")
+    lines += header(
+        "GPU", "concurrency", "published", "decode alone", "error", "with prefill", "error"
+    )
     errors: dict[str, list[float]] = {"decode alone": [], "with prefill": []}
     for gpu, row in group["rows"].items():
         found = steps(group["target"], None, gpu, Layout(8), group["isl"] + group["osl"] // 2)
@@ -189,7 +242,8 @@ def rates(data: dict[str, Any]) -> list[str]:
                 cells += [f"{predicted:.1f}", error(predicted, published)]
             lines.append(row_of(*cells))
     summary = "; ".join(
-        f"{name} {100 * sum(e) / len(e):.0f} %, largest {100 * max(e):.0f} %" for name, e in errors.items()
+        f"{name} {100 * sum(e) / len(e):.0f} %, largest {100 * max(e):.0f} %"
+        for name, e in errors.items()
     )
     return [*lines, "", f"Mean absolute error: {summary}."]
 
@@ -199,10 +253,18 @@ def agentic(data: dict[str, Any]) -> list[str]:
     lines = [f"## {group['name']}", "", f"Source: {group['source']}.", ""]
     lines += header("GPU", "concurrency", "published tokens/s per user", "decode alone", "error")
     for gpu, row in group["rows"].items():
-        found = steps(group["target"], group["head"], gpu, Layout(4), group["isl"] + group["osl"] // 2)
+        found = steps(
+            group["target"], group["head"], gpu, Layout(4), group["isl"] + group["osl"] // 2
+        )
         for concurrency, published_rate in zip(group["concurrency"], row, strict=True):
             ours = 1e6 * group["acceptance"] / found.whole(concurrency, 3)
-            cells = (gpu.upper(), str(concurrency), f"{published_rate}", f"{ours:.0f}", error(ours, published_rate))
+            cells = (
+                gpu.upper(),
+                str(concurrency),
+                f"{published_rate}",
+                f"{ours:.0f}",
+                error(ours, published_rate),
+            )
             lines.append(row_of(*cells))
     return lines
 
@@ -224,10 +286,21 @@ def decode_steps(data: dict[str, Any]) -> list[str]:
         name = row["layout"]
         layout = Layout(int(name.lstrip("TDEP")), "E" in name, "D" in name)
         found = steps(row["target"], None, row["gpu"], layout, row["isl"] + 32, row["kernel"])
-        pairs = [(c, theirs, found.step(c) / 1000) for c, theirs in zip(row["concurrency"], row["ms"], strict=True)]
-        cells = [f"{c}: {theirs:.2f}, {ours:.2f}, {error(ours, theirs)}" for c, theirs, ours in pairs]
+        pairs = [
+            (c, theirs, found.step(c) / 1000)
+            for c, theirs in zip(row["concurrency"], row["ms"], strict=True)
+        ]
+        cells = [
+            f"{c}: {theirs:.2f}, {ours:.2f}, {error(ours, theirs)}" for c, theirs, ours in pairs
+        ]
         worst = max((ours / theirs - 1 for _, theirs, ours in pairs), key=abs)
-        where = (row["target"].rpartition("/")[2], row["gpu"].upper(), name, row["kernel"], f"{row['isl']:,}")
+        where = (
+            row["target"].rpartition("/")[2],
+            row["gpu"].upper(),
+            name,
+            row["kernel"],
+            f"{row['isl']:,}",
+        )
         lines.append(row_of(*where, "; ".join(cells), f"{100 * worst:+.1f} %"))
     return lines
 
@@ -239,7 +312,11 @@ def held_out_decays() -> dict[str, dict[str, Decay]]:
     others = fit(mean([curve for name, curve in curves.items() if name not in kimi]))
     return {
         name: {"the four MiniMax-M3 curves": others}
-        | {f"the other Kimi curve, {other[10:]}": other_decays()[other] for other in kimi if other != name}
+        | {
+            f"the other Kimi curve, {other[10:]}": other_decays()[other]
+            for other in kimi
+            if other != name
+        }
         for name in kimi
     }
 
@@ -248,15 +325,24 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
     """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the other curve."""
     curves = published_curves()["curves"]
     lines = ["## Acceptance beyond the measured positions", ""]
-    lines += ["Error of the acceptance length by draft length. No decay saw the curve that it is scored on.", ""]
-    lines += header("curve", "known of it", "decay from", *(f"K={k}" for k in range(1, 9)), "largest")
+    lines += [
+        "Error of the acceptance length by draft length. No decay saw the curve that it is scored on.",
+        "",
+    ]
+    lines += header(
+        "curve", "known of it", "decay from", *(f"K={k}" for k in range(1, 9)), "largest"
+    )
     for name, decays in held_out_decays().items():
         curve, known = curves[name], rates_of(curves[name][:KNOWN])
         for source, decay in decays.items():
             by_position = lengths([*known, *decay.beyond(known, len(curve))])
             by_length = lengths(decay.through(curve[KNOWN - 1], KNOWN, len(curve)))
             lines.append(extrapolated_row(name, f"K = 1 to {KNOWN}", source, by_position, curve))
-            lines.append(extrapolated_row(name, f"one length, {curve[KNOWN - 1]}@{KNOWN}", source, by_length, curve))
+            lines.append(
+                extrapolated_row(
+                    name, f"one length, {curve[KNOWN - 1]}@{KNOWN}", source, by_length, curve
+                )
+            )
     for name, decays in held_out_decays().items():
         known = rates_of(curves[name][:KNOWN])
         grown = fit(lengths([*known, *next(iter(decays.values())).beyond(known, 8)]))
@@ -268,7 +354,9 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
     return lines
 
 
-def extrapolated_row(name: str, known: str, source: str, found: list[float], curve: list[float]) -> str:
+def extrapolated_row(
+    name: str, known: str, source: str, found: list[float], curve: list[float]
+) -> str:
     errors = [ours / theirs - 1 for ours, theirs in zip(found, curve, strict=True)]
     cells = [f"{100 * value:+.1f} %" for value in errors]
     return row_of(name, known, source, *cells, f"{100 * max(errors, key=abs):+.1f} %")
@@ -277,23 +365,43 @@ def extrapolated_row(name: str, known: str, source: str, found: list[float], cur
 def draft_lengths(data: dict[str, Any]) -> list[str]:
     """The draft length that K <= 3 recommends, against the best by the published lengths themselves."""
     curves = published_curves()["curves"]
-    model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
+    model, head = (
+        load_target("nvidia/Kimi-K2.5-NVFP4").spec,
+        load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
+    )
     lines = ["## Draft lengths recommended from K = 1 to 3", ""]
-    lines += ["Loss against the best draft length by the published acceptance lengths; 1024 tokens in and out. Beyond"]
+    lines += [
+        "Loss against the best draft length by the published acceptance lengths; 1024 tokens in and out. Beyond"
+    ]
     lines += ["K = 3 the recommendation rests on the MiniMax-M3 curves alone.", ""]
     lines += header("curve", "on", *(f"concurrency {c}" for c in (1, 4, 16, 64)), "largest loss")
     for name, decays in held_out_decays().items():
-        for gpu, layout in (("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))):
-            acceptance = Acceptance("", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values())))
+        for gpu, layout in (
+            ("b200", Layout(4)),
+            ("b300", Layout(4)),
+            ("b200", Layout(8)),
+            ("b300", Layout(8, True)),
+        ):
+            acceptance = Acceptance(
+                "", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values()))
+            )
             workload = Workload(1024, 1024, (1, 4, 16, 64))
             setting = Setting("", model, "", head, gpu_spec(gpu), workload, acceptance)
             plan, cells, losses = plan_layout(layout, setting), [], []
             for concurrency in workload.concurrency:
-                rate = {p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
-                chosen, best = plan.best(concurrency).draft_len, max(rate, key=lambda length: rate[length])
+                rate = {
+                    p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms
+                    for p in plan.at(concurrency)
+                }
+                chosen, best = (
+                    plan.best(concurrency).draft_len,
+                    max(rate, key=lambda length: rate[length]),
+                )
                 losses.append(1 - rate[chosen] / rate[best])
                 cells.append(f"{chosen}, best {best}, {100 * losses[-1]:.1f} %")
-            lines.append(row_of(name, f"{gpu.upper()}, {layout.short}", *cells, f"{100 * max(losses):.1f} %"))
+            lines.append(
+                row_of(name, f"{gpu.upper()}, {layout.short}", *cells, f"{100 * max(losses):.1f} %")
+            )
     return lines
 
 
@@ -309,7 +417,9 @@ def main() -> None:
     path, wanted = DOCS / "plan-checks.md", f"{HEAD}{tables()}\n"
     if "--check" in sys.argv:
         current = path.is_file() and path.read_text(encoding="utf-8") == wanted
-        sys.exit(0 if current else "docs/plan-checks.md is not up to date: python tools/plan_checks.py")
+        sys.exit(
+            0 if current else "docs/plan-checks.md is not up to date: python tools/plan_checks.py"
+        )
     path.write_text(wanted, encoding="utf-8")
 
 

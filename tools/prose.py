@@ -31,7 +31,9 @@ OFF = re.compile("|".join(VOCABULARY["proselint_off"]))
 
 
 def files(*patterns: str) -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
@@ -48,7 +50,11 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def explanations(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of docstrings and comments."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -76,7 +82,14 @@ def style(found: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def spelling(paths: list[Path]) -> list[str]:
-    command = [sys.executable, "-m", "codespell_lib", "-L", ",".join(VOCABULARY["spelled_right"]), *map(str, paths)]
+    command = [
+        sys.executable,
+        "-m",
+        "codespell_lib",
+        "-L",
+        ",".join(VOCABULARY["spelled_right"]),
+        *map(str, paths),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
@@ -85,7 +98,10 @@ def findings() -> Iterator[str]:
     for path in pages:
         page = list(paragraphs(path))
         found = [(line, finding) for line, text in page for finding in vocabulary(text)]
-        yield from (f"{path.relative_to(ROOT)}:{line}: {finding}" for line, finding in found + list(style(page)))
+        yield from (
+            f"{path.relative_to(ROOT)}:{line}: {finding}"
+            for line, finding in found + list(style(page))
+        )
     for path in files("trtspec/*.py", "tools/*.py"):
         name, source = path.relative_to(ROOT), path.read_text(encoding="utf-8")
         texts = [*explanations(source), *(messages(source) if name.parts[0] == "trtspec" else ())]

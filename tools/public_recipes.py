@@ -41,7 +41,11 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in settings.items():
         path = f"{prefix}{key}"
-        found |= flat(value, f"{path}.") if isinstance(value, dict) else {path: "null" if value is None else value}
+        found |= (
+            flat(value, f"{path}.")
+            if isinstance(value, dict)
+            else {path: "null" if value is None else value}
+        )
     return found
 
 
@@ -67,9 +71,17 @@ def compare() -> list[Compared]:
     for recipe in data["recipes"]:
         theirs, mine = flat(recipe["theirs"]), ours(recipe["command"])
         keys = [*theirs, *(key for key in mine if key not in theirs)]
-        differing = {key: (theirs.get(key), mine.get(key)) for key in keys if theirs.get(key) != mine.get(key)}
-        reasons = {key: recipe["differences"].get(key) or data["common"].get(key, "") for key in differing}
-        found.append(Compared(recipe["name"], recipe, len(keys) - len(differing), differing, reasons))
+        differing = {
+            key: (theirs.get(key), mine.get(key))
+            for key in keys
+            if theirs.get(key) != mine.get(key)
+        }
+        reasons = {
+            key: recipe["differences"].get(key) or data["common"].get(key, "") for key in differing
+        }
+        found.append(
+            Compared(recipe["name"], recipe, len(keys) - len(differing), differing, reasons)
+        )
     return found
 
 
@@ -77,7 +89,11 @@ def complaints(found: list[Compared]) -> list[str]:
     """Differences without a reason and reasons without a difference."""
     wrong = []
     for item in found:
-        wrong += [f"{item.name}: {key} is not explained" for key, reason in item.reasons.items() if not reason]
+        wrong += [
+            f"{item.name}: {key} is not explained"
+            for key, reason in item.reasons.items()
+            if not reason
+        ]
         idle = set(item.recipe["differences"]) - set(item.differences)
         wrong += [f"{item.name}: {key} no longer differs" for key in sorted(idle)]
     return wrong
@@ -86,14 +102,24 @@ def complaints(found: list[Compared]) -> list[str]:
 def judged() -> list[dict[str, Any]]:
     """The other public files, each with what lint reports: `errors` by code, those of its options too."""
     found = []
-    for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))["judged"]:
+    for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))[
+        "judged"
+    ]:
         passed = shlex.split(item["options"]) if "options" in item else None
-        text, names = yaml.safe_dump(item["settings"], sort_keys=False), (item.get("target"), item.get("head"))
+        text, names = (
+            yaml.safe_dump(item["settings"], sort_keys=False),
+            (item.get("target"), item.get("head")),
+        )
         deployment, _, wrong = deployment_of(
             text, version=item["version"], target=names[0], head=names[1], passed=passed
         )
         problems = [*wrong, *lint(text, deployment)]
-        found.append({**item, "errors": [problem.code for problem in problems if problem.severity == "error"]})
+        found.append(
+            {
+                **item,
+                "errors": [problem.code for problem in problems if problem.severity == "error"],
+            }
+        )
     return found
 
 
@@ -103,12 +129,19 @@ def misjudged(found: list[dict[str, Any]]) -> list[str]:
     for item in found:
         works, errors = item["verdict"] == "works", item["errors"]
         if bool(errors) == works or not (works or item["verdict"] in errors):
-            wrong.append(f"{item['name']} on {item['version']}: {item['verdict']} and lint says {errors or 'nothing'}")
+            wrong.append(
+                f"{item['name']} on {item['version']}: {item['verdict']} and lint says {errors or 'nothing'}"
+            )
     return wrong
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    lines = ["", "## Files that are judged only", "", "Written for a release and run, or reported with their failure."]
+    lines = [
+        "",
+        "## Files that are judged only",
+        "",
+        "Written for a release and run, or reported with their failure.",
+    ]
     lines += ["", "| file | release | became of it | source |", "|---|---|---|---|"]
     for item in found:
         verdict = "works" if item["verdict"] == "works" else f"fails: `{item['verdict']}`"

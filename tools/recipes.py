@@ -31,7 +31,10 @@ HEADS = {
     ("k2.6", "eagle3.1"): "lightseekorg/kimi-k2.6-eagle3.1-mla",
     ("k2.7-code", "eagle3.1"): "lightseekorg/kimi-k2.7-coder-eagle3.1-mla",
 }
-VERSION, EAGLE31_VERSION = "1.3.0rc20", "1.3.0rc22"  # the oldest release read with everything that a recipe needs
+VERSION, EAGLE31_VERSION = (
+    "1.3.0rc20",
+    "1.3.0rc22",
+)  # the oldest release read with everything that a recipe needs
 # family, head, GPUs, kind of GPU, what for
 WANTED = [
     *((f, h, n, "b200", goal) for f in ("k2.5", "k2.6") for h in ("eagle3", "no-head")
@@ -53,7 +56,16 @@ WANTED = [
 SWEEP = "1.3.0rc21"  # the release of InferenceX's sweep
 LONG = 131072
 LONG_REQUESTS = {(4, "b200"): 4, (8, "b200"): 16, (4, "gb200"): 6}
-VERSIONS = ("1.3.0rc16", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22", "1.3.0rc25", "1.3.0rc29", "1.4.0rc1")
+VERSIONS = (
+    "1.3.0rc16",
+    "1.3.0rc17",
+    "1.3.0rc20",
+    "1.3.0rc21",
+    "1.3.0rc22",
+    "1.3.0rc25",
+    "1.3.0rc29",
+    "1.4.0rc1",
+)
 FOR = {
     "latency": "latency: the model card's sizes",
     "throughput": "throughput",
@@ -67,15 +79,25 @@ def intents() -> dict[str, tuple[Intent, str]]:
     for family, head, gpus, gpu, purpose in WANTED:
         name = f"kimi-{family}-nvfp4-{head}-{gpus}x{gpu}-{purpose}"
         found[name] = (intent(family, head, gpus, gpu, purpose), FOR[purpose])
-    apart = replace(intent("k2.6", "eagle3", 4, "gb200", "latency"), isl=8192, osl=1024, concurrency=64)
+    apart = replace(
+        intent("k2.6", "eagle3", 4, "gb200", "latency"), isl=8192, osl=1024, concurrency=64
+    )
     for name, part in disaggregated(apart).items():
         stem = name.removesuffix(".yml")
         what = {"front": "the front of both servers"}.get(stem, f"{stem} server of two, 8k prompts")
-        found[f"kimi-k2.6-nvfp4-eagle3-4xgb200-disaggregated-{stem}"] = (part, f"disaggregated: {what}")
-    apart = replace(intent("k2.5", "no-head", 8, "b200", "throughput"), version=SWEEP, isl=8192, osl=1024)
+        found[f"kimi-k2.6-nvfp4-eagle3-4xgb200-disaggregated-{stem}"] = (
+            part,
+            f"disaggregated: {what}",
+        )
+    apart = replace(
+        intent("k2.5", "no-head", 8, "b200", "throughput"), version=SWEEP, isl=8192, osl=1024
+    )
     context = replace(apart, role="context", tp_size=4, max_batch_size=2, max_num_tokens=16384)
     generation = replace(apart, role="generation", concurrency=1024)
-    for stem, part in (("4xb200-disaggregated-context", context), ("8xb200-disaggregated-generation", generation)):
+    for stem, part in (
+        ("4xb200-disaggregated-context", context),
+        ("8xb200-disaggregated-generation", generation),
+    ):
         what = f"disaggregated throughput: {part.role} server of InferenceX's sweep, 8k prompts"
         found[f"kimi-k2.5-nvfp4-no-head-{stem}"] = (part, what)
     return found
@@ -85,7 +107,15 @@ def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     target, draft = TARGETS[family], HEADS.get((family, head))
     version = EAGLE31_VERSION if draft and load_head(draft).spec.eagle == "3.1" else VERSION
     goal: Goal = "throughput" if purpose == "throughput" else "latency"
-    found = Intent(target=target, version=version, head=draft, goal=goal, tp_size=gpus, gpu=gpu, trust_remote_code=True)
+    found = Intent(
+        target=target,
+        version=version,
+        head=draft,
+        goal=goal,
+        tp_size=gpus,
+        gpu=gpu,
+        trust_remote_code=True,
+    )
     if purpose == "128k":
         found = replace(found, max_seq_len=LONG, max_batch_size=LONG_REQUESTS[gpus, gpu])
     return found
@@ -97,8 +127,14 @@ def claims(item: Intent, text: str) -> list[str]:
         return []
     target, head = load_target(item.target).spec, load_head(item.head).spec if item.head else None
     deployment = judged_as(item, target, head)
-    found = {version: lint(text, replace(deployment, schema=schema_for(version))) for version in VERSIONS}
-    return [version for version, problems in found.items() if all(item.severity == "info" for item in problems)]
+    found = {
+        version: lint(text, replace(deployment, schema=schema_for(version))) for version in VERSIONS
+    }
+    return [
+        version
+        for version, problems in found.items()
+        if all(item.severity == "info" for item in problems)
+    ]
 
 
 def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
@@ -121,7 +157,9 @@ def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
         gpus = "none" if item.role == "front" else gpus
         experimental = " (experimental)" if "eagle3.1" in (item.head or "") else ""
         named = ", ".join(versions) or "(no engine configuration)"
-        lines.append(f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} | {named} |")
+        lines.append(
+            f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} | {named} |"
+        )
     lines += [
         "",
         "Experimental: the author of the engine's EAGLE-3.1 support lists Kimi's MLA head as not tested.",
@@ -149,10 +187,16 @@ def files() -> dict[Path, str]:
 def main() -> None:
     wanted = files()
     here = {path for place in (CONFIGS, CHART) for path in place.glob("*") if path.is_file()}
-    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    stale = [
+        path for path, text in wanted.items() if not path.is_file() or path.read_text() != text
+    ]
     if "--check" in sys.argv:
         wrong = [*stale, *(here - set(wanted))]
-        sys.exit("\n".join(f"{path} is not up to date: python tools/recipes.py" for path in wrong) if wrong else 0)
+        sys.exit(
+            "\n".join(f"{path} is not up to date: python tools/recipes.py" for path in wrong)
+            if wrong
+            else 0
+        )
     CHART.mkdir(parents=True, exist_ok=True)
     for path in stale:
         path.write_text(wanted[path])

@@ -48,7 +48,9 @@ FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def recorder() -> Console:
-    return Console(width=WIDTH, record=True, file=io.StringIO(), force_terminal=True, highlight=False)
+    return Console(
+        width=WIDTH, record=True, file=io.StringIO(), force_terminal=True, highlight=False
+    )
 
 
 def save(console: Console, name: str, title: str) -> None:
@@ -104,7 +106,16 @@ def main() -> None:
             served((*nano, str(FIRST_PORT + 1), *head), urls[1], directory / "eagle3.log", 180),
         ):
             picture_of_first_answer(*urls)
-        words = ("prove", "kimi-nano", *head, *PROOF, "-o", str(directory / "proof"), "--port", str(FIRST_PORT))
+        words = (
+            "prove",
+            "kimi-nano",
+            *head,
+            *PROOF,
+            "-o",
+            str(directory / "proof"),
+            "--port",
+            str(FIRST_PORT),
+        )
         subprocess.run([sys.executable, "-m", "trtspec", *words], check=True)
         shutil.copyfile(directory / "proof" / "report.html", SAMPLES / "report.html")
     picture_of_report(os.environ["TRTSPEC_CHROMIUM"])

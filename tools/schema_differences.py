@@ -23,7 +23,9 @@ PLAIN = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
 
 
 def page(manifests: Path) -> str:
-    listed = json.loads((manifests / "main" / "llm_args_golden_manifest.json").read_text())["TorchLlmArgs"]
+    listed = json.loads((manifests / "main" / "llm_args_golden_manifest.json").read_text())[
+        "TorchLlmArgs"
+    ]
     leaves, schema = {leaf["path"]: leaf for leaf in listed}, schema_for(NEWEST)
     missing = sorted(set(leaves) - set(schema.fields))
     lines = [
@@ -40,7 +42,11 @@ def page(manifests: Path) -> str:
         "\n## Limits that the manifest does not state\n\n| field | limit |\n|---|---|",
         *sorted(limits(schema, leaves)),
         "\n## In the schema only\n\n| field | type |\n|---|---|",
-        *(f"| `{path}` | {show(field.type)} |" for path, field in sorted(schema.fields.items()) if path not in leaves),
+        *(
+            f"| `{path}` | {show(field.type)} |"
+            for path, field in sorted(schema.fields.items())
+            if path not in leaves
+        ),
         "\n## Options of trtllm-serve\n\n| release | option | difference |\n|---|---|---|",
         *options(manifests),
     ]
@@ -54,9 +60,14 @@ def show(text: Any) -> str:
 def values(schema: Schema, leaves: dict[str, Any]) -> list[str]:
     rows = []
     for path, leaf in leaves.items():
-        ours, theirs = {str(v) for v in schema.fields[path].allowed}, {str(v) for v in leaf["allowed_values"]}
+        ours, theirs = (
+            {str(v) for v in schema.fields[path].allowed},
+            {str(v) for v in leaf["allowed_values"]},
+        )
         if ours != theirs:
-            rows.append(f"| `{path}` | {', '.join(sorted(ours - theirs))} | {', '.join(sorted(theirs - ours))} |")
+            rows.append(
+                f"| `{path}` | {', '.join(sorted(ours - theirs))} | {', '.join(sorted(theirs - ours))} |"
+            )
     return rows
 
 
@@ -66,10 +77,18 @@ def kinds(schema: Schema, leaves: dict[str, Any]) -> list[str]:
     for path, leaf in leaves.items():
         text = re.sub(r"<class '(\w+)'>", r"\1", leaf["annotation"])
         text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", text)
-        if leaf["allowed_values"] or not re.fullmatch(r"(Optional\[)?(List\[|Set\[)*(int|float|bool|str)\]*", text):
+        if leaf["allowed_values"] or not re.fullmatch(
+            r"(Optional\[)?(List\[|Set\[)*(int|float|bool|str)\]*", text
+        ):
             continue
-        inner = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
-        theirs = inner.replace("List[", "list[").replace("Set[", "list[") + ("|null" if inner != text else "")
+        inner = (
+            text.removeprefix("Optional[").removesuffix("]")
+            if text.startswith("Optional[")
+            else text
+        )
+        theirs = inner.replace("List[", "list[").replace("Set[", "list[") + (
+            "|null" if inner != text else ""
+        )
         if sorted(theirs.split("|")) != sorted(schema.fields[path].type.split("|")):
             rows.append(f"| `{path}` | {show(schema.fields[path].type)} | {show(theirs)} |")
     return rows
@@ -85,7 +104,12 @@ def limits(schema: Schema, leaves: dict[str, Any]) -> list[str]:
 
 
 def limit(field: Field) -> str:
-    parts = (("at least", field.min), ("at most", field.max), ("above", field.above), ("below", field.below))
+    parts = (
+        ("at least", field.min),
+        ("at most", field.max),
+        ("above", field.above),
+        ("below", field.below),
+    )
     words = [f"{word} {value}" for word, value in parts if value is not None]
     words += ["not an empty list"] if field.not_empty else []
     return ", ".join([*words, *([f"must {ITEMS[field.items][0]}"] if field.items else [])])
@@ -97,7 +121,10 @@ def options(manifests: Path) -> list[str]:
         ours = schema_for(version).options
         text = (manifests / folder / "trtllm_serve_cli.yaml").read_text()
         theirs = yaml.safe_load(text)["commands"]["serve"]["options"]
-        found = [f"| {version} | {name} | in one of the two only |" for name in sorted(set(ours) ^ set(theirs))]
+        found = [
+            f"| {version} | {name} | in one of the two only |"
+            for name in sorted(set(ours) ^ set(theirs))
+        ]
         for name in sorted(set(ours) & set(theirs)):
             choices = re.findall(r"'([^']*)'", theirs[name]["type"])
             extra = sorted(set(ours[name].choices) - set(choices)) if choices else []
@@ -107,7 +134,9 @@ def options(manifests: Path) -> list[str]:
                 found.append(
                     f"| {version} | {name} | default {ours[name].default!r}, not {theirs[name]['default']!r} |"
                 )
-        rows += found or [f"| {version} | | none: {len(theirs)} options agree in flags, type and default |"]
+        rows += found or [
+            f"| {version} | | none: {len(theirs)} options agree in flags, type and default |"
+        ]
     return rows
 
 

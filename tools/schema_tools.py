@@ -24,7 +24,15 @@ from pydantic_core import PydanticUndefined
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.report import write_atomic
-from trtspec.trtllm.schema import LINES, Entries, entries_of, files_up_to, line_of, merged, newest_known
+from trtspec.trtllm.schema import (
+    LINES,
+    Entries,
+    entries_of,
+    files_up_to,
+    line_of,
+    merged,
+    newest_known,
+)
 
 Entry = dict[str, Any]
 ORDER = (
@@ -70,14 +78,17 @@ def differences(old: Entries, new: Entries) -> Iterator[str]:
                 changed = changes(before[path], after[path])
                 if changed:
                     listed = ", ".join(
-                        f"{key} {before[path].get(key)!r} -> {value!r}" for key, value in changed.items()
+                        f"{key} {before[path].get(key)!r} -> {value!r}"
+                        for key, value in changed.items()
                     )
                     yield f"~ {title}{path}: {listed}"
 
 
 def changes(before: Entry, after: Entry) -> Entry:
     """The attributes of `after` that differ; the order of listed values and of a union's members does not count."""
-    return {key: after.get(key) for key in COMPARED if _plain(before.get(key)) != _plain(after.get(key))}
+    return {
+        key: after.get(key) for key in COMPARED if _plain(before.get(key)) != _plain(after.get(key))
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -117,7 +128,9 @@ def fields_of(model: type[BaseModel], prefix: str = "", depth: int = 0) -> dict[
 
 def options_of(command: Any) -> dict[str, Entry]:
     """The options of a click command, as entries of a schema file."""
-    return {param.name: _option(param) for param in command.params if param.param_type_name == "option"}
+    return {
+        param.name: _option(param) for param in command.params if param.param_type_name == "option"
+    }
 
 
 @dataclass
@@ -156,7 +169,9 @@ def _entry(shape: Shape, info: FieldInfo) -> Entry:
         entry["status"] = status
     if shape.open:
         entry["open"] = True
-    if "list[" in entry["type"] and any(getattr(item, "min_length", None) for item in info.metadata):
+    if "list[" in entry["type"] and any(
+        getattr(item, "min_length", None) for item in info.metadata
+    ):
         entry["not_empty"] = True
     return entry
 
@@ -183,7 +198,11 @@ def _nested(models: list[type[BaseModel]], prefix: str, depth: int) -> dict[str,
         holders = [index for index, part in enumerate(parts) if path in part]
         entry = dict(parts[holders[0]][path])
         if telling and path == f"{prefix}{telling}":
-            entry = {"type": "str", "allowed": [_tag(model, telling) for model in models], "required": True}
+            entry = {
+                "type": "str",
+                "allowed": [_tag(model, telling) for model in models],
+                "required": True,
+            }
         elif telling and len(holders) < len(models):
             entry["variants"] = [_tag(models[index], telling) for index in holders]
         merged[path] = entry
@@ -221,14 +240,21 @@ def _of(annotation: Any) -> Shape:
             shape.add(_of(argument))
         return shape
     if origin is typing.Literal:
-        return Shape(list(dict.fromkeys(PLAIN.get(type(value), "str") for value in arguments)), list(arguments))
+        return Shape(
+            list(dict.fromkeys(PLAIN.get(type(value), "str") for value in arguments)),
+            list(arguments),
+        )
     if annotation in PLAIN:
         return Shape([PLAIN[annotation]])
     if origin in LISTS:
         return _list(arguments)
     if origin is dict:
         kind = ",".join(PLAIN.get(argument, "?") for argument in arguments)
-        return Shape([f"dict[{kind}]"]) if kind in ("int,int", "str,str") else Shape(["object"], open=True)
+        return (
+            Shape([f"dict[{kind}]"])
+            if kind in ("int,int", "str,str")
+            else Shape(["object"], open=True)
+        )
     if isinstance(annotation, type):
         return _class(annotation)
     return Shape(["object"], open=True)
@@ -278,7 +304,11 @@ def _option(param: Any) -> Entry:
     default = param.default
     plain = default is None or isinstance(default, (bool, int, float, str))
     entry["default"] = default if plain else None  # click's marker for "not given"
-    return entry | ({"is_flag": True} if param.is_flag else {}) | ({"multiple": True} if param.multiple else {})
+    return (
+        entry
+        | ({"is_flag": True} if param.is_flag else {})
+        | ({"multiple": True} if param.multiple else {})
+    )
 
 
 def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> str:
@@ -288,13 +318,17 @@ def as_file(entries: Entries, version: str, line: str, inherits: str | None) -> 
         old = load(inherits)
         removed = {path: {"evidence": "verified"} for path in old["fields"] if path not in fields}
         gone = [name for name in old["options"] if name not in options]
-        fields, options = (dict(_changed(entries[part], old[part])) for part in ("fields", "options"))
+        fields, options = (
+            dict(_changed(entries[part], old[part])) for part in ("fields", "options")
+        )
     text = HEADER.format(
         line=line, label=f"{line}, read from {version}", version=version,
         begins=f"begins: {{after: {newest_known()}, by: {version}}}, " if inherits else "",
     )  # fmt: skip
     for title, part in (("fields", fields), ("removed", removed), ("options", options)):
-        text += f"{title}:{'' if part else ' {}'}\n" + "".join(f"  {key}: {flow(part[key])}\n" for key in sorted(part))
+        text += f"{title}:{'' if part else ' {}'}\n" + "".join(
+            f"  {key}: {flow(part[key])}\n" for key in sorted(part)
+        )
     return text + (f"removed_options: {flow(gone)}\n" if gone else "")
 
 
@@ -317,8 +351,13 @@ def _changed(part: dict[str, Entry], was: dict[str, Entry]) -> Iterator[tuple[st
 def flow(value: Any) -> str:
     """One line of YAML, attributes in the order of the schema files."""
     if isinstance(value, dict):
-        value = {key: value[key] for key in sorted(value, key=lambda key: ORDER.index(key) if key in ORDER else 99)}
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+        value = {
+            key: value[key]
+            for key in sorted(value, key=lambda key: ORDER.index(key) if key in ORDER else 99)
+        }
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -328,7 +367,9 @@ def main(words: list[str] | None = None) -> int:
     diff = commands.add_parser("diff", help="what B has other than A")
     diff.add_argument("a")
     diff.add_argument("b")
-    read = commands.add_parser("from-installed", help="write the schema of the engine that is installed here")
+    read = commands.add_parser(
+        "from-installed", help="write the schema of the engine that is installed here"
+    )
     read.add_argument("--line", help="name of the new line (default: major.minor of the version)")
     read.add_argument("--inherits", choices=LINES, help="write only what differs from this line")
     read.add_argument("--package", default="tensorrt_llm")

@@ -36,7 +36,15 @@ from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, source_name
-from trtspec.report import Bar, OutputOptions, file_sha256, peak_rss, provenance, versions, write_json
+from trtspec.report import (
+    Bar,
+    OutputOptions,
+    file_sha256,
+    peak_rss,
+    provenance,
+    versions,
+    write_json,
+)
 
 MIN_TOKENS = 2
 FORMAT_VERSION = 2  # raised when the same options would give other scales
@@ -170,7 +178,9 @@ def calibrate_checkpoint(
         work = calibration.work
         layers = None if again.force else _finished_layers(calibration)
         done = layers is not None and not again.restart
-        again = replace(again, force=again.force or layers is not None)  # `restart` may replace what this request wrote
+        again = replace(
+            again, force=again.force or layers is not None
+        )  # `restart` may replace what this request wrote
         if again.dry_run:
             return _what_a_run_takes(calibration, done or work.check(again))
         if layers is not None and done:
@@ -183,10 +193,14 @@ def calibrate_checkpoint(
         return _result(calibration, layers, resumed, start)
 
 
-def prepare(source: Path, data: Path, output: Path, policy: Policy, options: CalibrationOptions) -> Calibration:
+def prepare(
+    source: Path, data: Path, output: Path, policy: Policy, options: CalibrationOptions
+) -> Calibration:
     """Opens source and data and checks them against policy and options."""
     if options.device != "cpu" and not torch.cuda.is_available():
-        raise UsageError(f"`device` {options.device}, and torch sees no such device", "pass `device` cpu")
+        raise UsageError(
+            f"`device` {options.device}, and torch sees no such device", "pass `device` cpu"
+        )
     stream = LayerStream(
         source,
         activation="decoded",
@@ -195,22 +209,37 @@ def prepare(source: Path, data: Path, output: Path, policy: Policy, options: Cal
         threads=min(8, torch.get_num_threads()),
         load_ahead=options.load_ahead,
     )
-    read = (modules for index in range(stream.num_layers) for modules in input_points(stream, index).values())
+    read = (
+        modules
+        for index in range(stream.num_layers)
+        for modules in input_points(stream, index).values()
+    )
     linears = [module for modules in read for module in modules if policy.quantizes(module)]
     if not linears:
-        raise UsageError(f"policy {policy.name} quantizes no linear of {source}", "choose another `policy`")
+        raise UsageError(
+            f"policy {policy.name} quantizes no linear of {source}", "choose another `policy`"
+        )
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
     if max(map(max, texts)) >= stream.spec.vocab_size:
         text = f"the tokenizer of {source} has ids beyond the model's {stream.spec.vocab_size}"
         raise TrtspecError(text, "repair the checkpoint")
-    return Calibration(stream, policy, linears, texts, equal_length_batches(texts), output, options, data)
+    return Calibration(
+        stream, policy, linears, texts, equal_length_batches(texts), output, options, data
+    )
 
 
-def read_texts(data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int) -> list[tuple[int, ...]]:
+def read_texts(
+    data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int
+) -> list[tuple[int, ...]]:
     """The first `samples` texts of `data` (see `read_conversations`) as token ids, each cut to `seq_len`; those of
     fewer than 2 tokens are passed over. Raises UsageError naming the row that is none, or when nothing is left."""
-    found = (_token_ids(conversation, tokenizer)[:seq_len] for conversation in read_conversations(data))
-    texts = [tuple(ids) for ids in itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples)]
+    found = (
+        _token_ids(conversation, tokenizer)[:seq_len] for conversation in read_conversations(data)
+    )
+    texts = [
+        tuple(ids)
+        for ids in itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples)
+    ]
     if not texts:
         raise UsageError(f"{data} holds no text", REMEDY)
     return texts
@@ -239,8 +268,14 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
     """The inputs of decoder layer `index` -> hub names of the linears that read each (experts: `experts.N.`)."""
     spec = stream.spec
     layer = f"{spec.name_prefix}model.layers.{index}."
-    attention = {"qkv_a": ("q_a_proj", "kv_a_proj_with_mqa"), "q_b": ("q_b_proj",), "kv_b": ("kv_b_proj",)}
-    points = {name: [f"{layer}self_attn.{leaf}" for leaf in leaves] for name, leaves in attention.items()}
+    attention = {
+        "qkv_a": ("q_a_proj", "kv_a_proj_with_mqa"),
+        "q_b": ("q_b_proj",),
+        "kv_b": ("kv_b_proj",),
+    }
+    points = {
+        name: [f"{layer}self_attn.{leaf}" for leaf in leaves] for name, leaves in attention.items()
+    }
     points["o"] = [f"{layer}self_attn.o_proj"]
     if index < spec.first_k_dense_replace:
         mlps = {"dense": [f"{layer}mlp."]}
@@ -248,7 +283,9 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
         experts = [f"{layer}mlp.experts.{expert}." for expert in range(spec.n_routed_experts)]
         mlps = {"experts": experts, "shared": [f"{layer}mlp.shared_experts."]}
     for name, stems in mlps.items():
-        points[f"{name}.gate_up"] = [f"{stem}{leaf}" for stem in stems for leaf in ("gate_proj", "up_proj")]
+        points[f"{name}.gate_up"] = [
+            f"{stem}{leaf}" for stem in stems for leaf in ("gate_proj", "up_proj")
+        ]
         points[f"{name}.down"] = [f"{stem}down_proj" for stem in stems]
     return points
 
@@ -280,16 +317,27 @@ class LayerObserver:
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
         quantizes = calibration.policy.quantizes
-        read = {point: filter(quantizes, modules) for point, modules in input_points(calibration.stream, index).items()}
-        observers = {point: InputObserver(name) for point, names in read.items() if (name := next(names, None))}
+        read = {
+            point: filter(quantizes, modules)
+            for point, modules in input_points(calibration.stream, index).items()
+        }
+        observers = {
+            point: InputObserver(name)
+            for point, names in read.items()
+            if (name := next(names, None))
+        }
         self.observers, self.experts = observers, None
 
-        def see(point: str, x: Tensor) -> None:  # no method: the experts would hold their observer, which holds them
+        def see(
+            point: str, x: Tensor
+        ) -> None:  # no method: the experts would hold their observer, which holds them
             if point in observers:
                 observers[point].see(x)
 
         attention, mlp = layer.self_attn, layer.mlp
-        inputs = dict[str, nn.Module](qkv_a=attention.qkv_a_proj, q_b=attention.q_b_proj, o=attention.o_proj)
+        inputs = dict[str, nn.Module](
+            qkv_a=attention.qkv_a_proj, q_b=attention.q_b_proj, o=attention.o_proj
+        )
         # the product of kv_b is folded into the queries, so its input is seen at its source
         attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: see("kv_b", x))
         name = "dense"
@@ -297,7 +345,9 @@ class LayerObserver:
             assert isinstance(mlp.experts, Experts)
             mlp.experts = self.experts = ObservedExperts(mlp.experts, see)
             name, mlp = "shared", mlp.shared_experts
-        inputs |= {f"{name}.{leaf}": mlp.get_submodule(f"{leaf}_proj") for leaf in ("gate_up", "down")}
+        inputs |= {
+            f"{name}.{leaf}": mlp.get_submodule(f"{leaf}_proj") for leaf in ("gate_up", "down")
+        }
         for point, module in inputs.items():
             module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
 
@@ -307,8 +357,14 @@ class LayerObserver:
         for point, observer in self.observers.items():
             scales[point], alive = observer.finish()
             dead += [] if alive else [point]
-        tokens: list[int] = self.experts.tokens_per_expert.tolist() if self.experts is not None else []
-        return {"scales": scales, "dead": dead, "unreached": [e for e, count in enumerate(tokens) if not count]}
+        tokens: list[int] = (
+            self.experts.tokens_per_expert.tolist() if self.experts is not None else []
+        )
+        return {
+            "scales": scales,
+            "dead": dead,
+            "unreached": [e for e, count in enumerate(tokens) if not count],
+        }
 
 
 def _measure(calibration: Calibration, journal: Journal, bar: Bar) -> int:
@@ -331,7 +387,9 @@ def _measure(calibration: Calibration, journal: Journal, bar: Bar) -> int:
             states.drop_older()
             bar.show(index + 1, total)
 
-        stream.run(calibration.batches, states, first=first, on_layer=on_layer, after_layer=after_layer)
+        stream.run(
+            calibration.batches, states, first=first, on_layer=on_layer, after_layer=after_layer
+        )
     return first
 
 
@@ -341,8 +399,15 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
         for path in output.parent.glob(pattern):  # a killed run's half-written file
             path.unlink()
-    tensors = {f"{name}.input_scale": torch.tensor(scale) for name, scale in _scales(calibration, layers).items()}
-    header, checkpoint, spec = calibration.header, calibration.stream.checkpoint, calibration.stream.spec
+    tensors = {
+        f"{name}.input_scale": torch.tensor(scale)
+        for name, scale in _scales(calibration, layers).items()
+    }
+    header, checkpoint, spec = (
+        calibration.header,
+        calibration.stream.checkpoint,
+        calibration.stream.spec,
+    )
     about = {
         "command": "calibrate",
         "options": header["options"],
@@ -358,7 +423,9 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     source = {"path": str(checkpoint.path), **header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     text = {"name": calibration.data.name, "sha256": header["data"]}
-    record = provenance("calibrate", source, header["options"], data=text, request=header, layers=kept)
+    record = provenance(
+        "calibrate", source, header["options"], data=text, request=header, layers=kept
+    )
     write_json(_provenance_path(output), record)
     write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
     calibration.work.finish()
@@ -370,7 +437,9 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
     for index, layer in enumerate(layers):
         points = input_points(calibration.stream, index)
         for point, scale in layer["scales"].items():
-            found |= {module: scale for module in points[point] if calibration.policy.quantizes(module)}
+            found |= {
+                module: scale for module in points[point] if calibration.policy.quantizes(module)
+            }
     return found
 
 
@@ -386,19 +455,31 @@ def _finished_layers(calibration: Calibration) -> list[dict[str, Any]] | None:
         found = json.loads(_provenance_path(calibration.output).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found["layers"] if found.get("request") == json.loads(json.dumps(calibration.header)) else None
+    return (
+        found["layers"]
+        if found.get("request") == json.loads(json.dumps(calibration.header))
+        else None
+    )
 
 
-def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float) -> CalibrationResult:
+def _result(
+    calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float
+) -> CalibrationResult:
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
-    unreached = {str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]}
+    unreached = {
+        str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]
+    }
     return calibration.result(
         sha256=file_sha256(calibration.output),
         experts=spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace),
         experts_unreached=sum(len(ids) for ids in unreached.values()),
         unreached=unreached,
-        dead_inputs=[f"layer {index} {point}" for index, layer in enumerate(layers) for point in layer["dead"]],
+        dead_inputs=[
+            f"layer {index} {point}"
+            for index, layer in enumerate(layers)
+            for point in layer["dead"]
+        ],
         input_scale={"min": min(scales), "median": statistics.median(scales), "max": max(scales)},
         layers_resumed=resumed,
         seconds=round(time.monotonic() - start, 3),
@@ -408,11 +489,14 @@ def _result(calibration: Calibration, layers: list[dict[str, Any]], resumed: int
 
 def _what_a_run_takes(calibration: Calibration, resumes: bool) -> CalibrationResult:
     stream, states = calibration.stream, calibration.states()
-    layer_bytes = max(map(stream.layer_bytes, {0, stream.num_layers - 1}))  # one that is dense, one with experts
+    layer_bytes = max(
+        map(stream.layer_bytes, {0, stream.num_layers - 1})
+    )  # one that is dense, one with experts
     return calibration.result(
         layer_bytes=layer_bytes,
         states_bytes=states.bytes,
-        memory_bytes_estimate=(1 + stream.load_ahead) * layer_bytes + (states.bytes if states.in_memory else 0),
+        memory_bytes_estimate=(1 + stream.load_ahead) * layer_bytes
+        + (states.bytes if states.in_memory else 0),
         disk_bytes=2 * states.bytes,  # read while those of the next layer are written
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,

@@ -13,7 +13,9 @@ def load_yaml(name: str | Path) -> Any:
     """Parses a file of the package: by its name in trtspec/data, for example `models.yaml`, or by its whole path."""
     import yaml  # here, because `trtspec --help` needs none
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where libyaml is built in
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # ten times faster, where libyaml is built in
     return yaml.load((DATA / name).read_text(encoding="utf-8"), Loader=loader)
 
 

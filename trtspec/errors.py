@@ -18,7 +18,9 @@ from trtspec.data_files import documented
 Severity = Literal["error", "warning", "info"]
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
-typed: dict[str, str] = {}  # field of the running command's options -> its flag; empty where no command runs
+typed: dict[
+    str, str
+] = {}  # field of the running command's options -> its flag; empty where no command runs
 
 
 def as_typed(text: str) -> str:
@@ -100,7 +102,9 @@ class Problem:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "remedy", self.remedy or documented().get(self.code, {}).get("remedy", ""))
+        object.__setattr__(
+            self, "remedy", self.remedy or documented().get(self.code, {}).get("remedy", "")
+        )
         for name in ("where", "message", "remedy"):
             object.__setattr__(self, name, as_typed(getattr(self, name)))
 

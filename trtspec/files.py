@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 MOST_JSON = 256 * 2**20  # bytes; the index of a large model has about 20 MB
 KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 CODE = "TS-ERROR-FILE"
-MOST_BYTES, MOST_OPTIONS = 2**20, 2**16  # of an engine file, and of options for a command; both have a few thousand
+MOST_BYTES, MOST_OPTIONS = (
+    2**20,
+    2**16,
+)  # of an engine file, and of options for a command; both have a few thousand
 STDIN = "-"
 YAML_REMEDY = "pass a YAML file, or `-` for standard input"
 
@@ -50,7 +53,9 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
         try:
             yield stream
         except OSError as error:
-            raise unreadable(path, error.strerror or str(error), remedy or "check the disk that it lies on") from None
+            raise unreadable(
+                path, error.strerror or str(error), remedy or "check the disk that it lies on"
+            ) from None
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:
@@ -128,7 +133,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            problem, place = "write the value out in place of an alias", self.peek_event().start_mark
+            problem, place = (
+                "write the value out in place of an alias",
+                self.peek_event().start_mark,
+            )
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=place)
         return super().compose_node(parent, index)
 
@@ -140,7 +148,19 @@ def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         where, reason = "", "it is nested too deep"
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         mark = getattr(error, "problem_mark", None)
-        where, reason = f":{mark.line + 1}" if mark else "", getattr(error, "problem", None) or str(error)
-    raise UsageError(f"{path}{where} is not valid YAML: {reason}", "correct the file", "TS-ERROR-YAML")
+        where, reason = (
+            f":{mark.line + 1}" if mark else "",
+            getattr(error, "problem", None) or str(error),
+        )
+    raise UsageError(
+        f"{path}{where} is not valid YAML: {reason}", "correct the file", "TS-ERROR-YAML"
+    )

@@ -20,8 +20,13 @@ PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need 
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2 of 1
-TINIEST_AMAX = 2.0**-88  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
-FP8_BLOCK_SIZE = (128, 128)  # rows and columns that share one scale, where config.json names no weight_block_size
+TINIEST_AMAX = (
+    2.0**-88
+)  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
+FP8_BLOCK_SIZE = (
+    128,
+    128,
+)  # rows and columns that share one scale, where config.json names no weight_block_size
 INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
 # Modules that read the same input share a scale: the larger amax of the group serves all of it.
 SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -127,7 +132,10 @@ class WeightFormat(StrEnum):
             "scalar": ((), (1,)),
             "shape": ((2,),),
         }
-        return {suffix: shapes[kind] for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)}
+        return {
+            suffix: shapes[kind]
+            for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)
+        }
 
     @functools.cache  # a checkpoint has one list, and each of its modules asks
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
@@ -136,7 +144,10 @@ class WeightFormat(StrEnum):
 
         A pattern that is no regular expression matches nothing.
         """
-        return re.compile("|".join(map(fnmatch.translate if self.is_fp4 else _named_or_regex, patterns)) or r"(?!)")
+        return re.compile(
+            "|".join(map(fnmatch.translate if self.is_fp4 else _named_or_regex, patterns))
+            or r"(?!)"
+        )
 
 
 def _named_or_regex(pattern: str) -> str:
@@ -151,7 +162,9 @@ def _named_or_regex(pattern: str) -> str:
     return r"(?!)" if "(?P" in alternative else alternative
 
 
-SIDE_PARTS = tuple(dict.fromkeys(suffix for format in WeightFormat for suffix in format.storage.all_parts[1:]))
+SIDE_PARTS = tuple(
+    dict.fromkeys(suffix for format in WeightFormat for suffix in format.storage.all_parts[1:])
+)
 # formats by the suffix of their values, where it is not `weight`; by a scale beside them; by the dtype of a `weight`
 PACKED = {format.parts[0]: format for format in WeightFormat if format.parts[0] != "weight"}
 _MARKS = {"weight_scale_inv": WeightFormat.FP8_BLOCK, "weight_scale_2": WeightFormat.NVFP4}
@@ -170,10 +183,16 @@ def stored_format(names: Container[str], module: str) -> WeightFormat:
 def parts_of(names: Container[str], name: str) -> list[str]:
     """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
     stem = name.removesuffix(".weight")
-    parts = [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts] if name.endswith(".weight") else [name]
+    parts = (
+        [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts]
+        if name.endswith(".weight")
+        else [name]
+    )
     for part in parts:
         if part not in names:
-            raise TrtspecError(f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again")
+            raise TrtspecError(
+                f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again"
+            )
     return parts
 
 
@@ -187,10 +206,14 @@ def shared_partners(module: str) -> list[str]:
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
     """The format that a quantization_config's method announces, whatever else it says."""
     method = block.get("quant_method")
-    return next((format for format in WeightFormat if method and format.storage.method == method), None)
+    return next(
+        (format for format in WeightFormat if method and format.storage.method == method), None
+    )
 
 
-def format_of_config(block: dict[str, Any]) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
+def format_of_config(
+    block: dict[str, Any],
+) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
     """Format, group size and block size of a quantization_config; None where no Kimi is published in it."""
     method = block.get("quant_method", "")
     if method == "modelopt" and block.get("quant_algo") == "NVFP4":

@@ -39,7 +39,9 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
         match _words(directory / "memory.max"), _words(directory / "memory.current"):
             case [limit], [used] if limit.isdigit():
                 words = _words(directory / "memory.stat")
-                cache = dict(zip(words[::2], words[1::2], strict=False)).get("inactive_file", 0)  # makes room
+                cache = dict(zip(words[::2], words[1::2], strict=False)).get(
+                    "inactive_file", 0
+                )  # makes room
                 free = min(free, int(limit) - max(0, int(used) - int(cache)))
     return max(0, free)
 

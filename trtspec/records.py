@@ -46,7 +46,9 @@ Record = TypeVar("Record")
 ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names of what a user sets
 # record of the running command -> its name, and the origin of each option that the user set
 _typed: ContextVar[Mapping[type, tuple[str, dict[str, str]]]] = ContextVar("typed")
-CLICK_ERROR: Any = typer.BadParameter.__mro__[2]  # typer brings a click of its own and does not export this class
+CLICK_ERROR: Any = typer.BadParameter.__mro__[
+    2
+]  # typer brings a click of its own and does not export this class
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
 # what the shell completes: parameter -> catalogue
@@ -73,7 +75,12 @@ JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
 RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
-LAST = ("dry_run", "restart", "force", "json_")  # on a help page, also where the record inherits them
+LAST = (
+    "dry_run",
+    "restart",
+    "force",
+    "json_",
+)  # on a help page, also where the record inherits them
 OUTPUT = ("output", "verbose", *LAST)  # a panel of their own
 
 
@@ -113,7 +120,9 @@ class Needs:
         if any(_holds(options, condition) for condition in self.conditions):
             return None
         record = type(options)
-        usable = [one for one in self.conditions if uses(record, one.partition("=")[0], mode)] or self.conditions
+        usable = [
+            one for one in self.conditions if uses(record, one.partition("=")[0], mode)
+        ] or self.conditions
         wanted = _listed([_named(record, one) for one in usable])
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
@@ -125,8 +134,14 @@ class Excludes:
         self.conditions, self.value = conditions, value
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
-        found = next((condition for condition in self.conditions if _holds(options, condition)), None)
-        return None if found is None else (f"with {_named(type(options), found)}", "leave one of the two out")
+        found = next(
+            (condition for condition in self.conditions if _holds(options, condition)), None
+        )
+        return (
+            None
+            if found is None
+            else (f"with {_named(type(options), found)}", "leave one of the two out")
+        )
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -134,7 +149,10 @@ def _holds(options: Any, condition: str) -> bool:
     value = getattr(options, name)
     if not equals:
         return bool(value)
-    return any(fnmatchcase(str(item), pattern) for item in (value if isinstance(value, tuple) else (value,)))
+    return any(
+        fnmatchcase(str(item), pattern)
+        for item in (value if isinstance(value, tuple) else (value,))
+    )
 
 
 def _named(record: type, condition: str) -> str:
@@ -189,13 +207,17 @@ def _read(record: Any) -> dict[str, Field]:
     return found
 
 
-fields_of: Callable[[type], dict[str, Field]] = functools.cache(_read)  # once: annotations are text until then
+fields_of: Callable[[type], dict[str, Field]] = functools.cache(
+    _read
+)  # once: annotations are text until then
 
 
 def _field(field: Any, hint: Any, panel: str | None) -> Field:
     kind, *metadata = typing.get_args(hint)
     rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
-    info: Any = copy.copy(next(item for item in metadata if isinstance(item, typer.models.ParameterInfo)))
+    info: Any = copy.copy(
+        next(item for item in metadata if isinstance(item, typer.models.ParameterInfo))
+    )
     inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
     parse = next((one for one in inner if hasattr(one, "parse")), None)
     many = any(typing.get_origin(one) is tuple for one in inner)
@@ -204,19 +226,28 @@ def _field(field: Any, hint: Any, panel: str | None) -> Field:
     if isinstance(info, typer.models.ArgumentInfo):
         info.metavar = info.metavar or field.name.upper()
         return Field(field.name, kind, default, info, rules, parse, many, ("", ""))
-    written = [info.default, *(info.param_decls or ())]  # in Annotated, the first spelling is `default`
+    written = [
+        info.default,
+        *(info.param_decls or ()),
+    ]  # in Annotated, the first spelling is `default`
     spelled = [text for text in written if isinstance(text, str) and text.startswith("-")]
     if not any(text.startswith("--") for text in spelled):
         spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
     on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
     info.default, info.param_decls = spelled[0], tuple(spelled[1:])
     if plain is not bool and info.metavar is None:
-        info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(plain)
+        info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(
+            plain
+        )
     choices = next((typing.get_args(one) for one in inner if typing.get_origin(one) is Literal), ())
     if len("|".join(choices)) > WIDEST_CHOICES and info.metavar is None:
         info.metavar = spelled[0].strip("-").upper()
-        info.help += "" if all(one in info.help for one in choices) else f" One of {', '.join(choices)}."
-    labels = [mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label]
+        info.help += (
+            "" if all(one in info.help for one in choices) else f" One of {', '.join(choices)}."
+        )
+    labels = [
+        mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label
+    ]
     if field.name in OUTPUT:
         panel = "Output"
     if 0 < len(labels) <= 2:
@@ -228,7 +259,9 @@ def _field(field: Any, hint: Any, panel: str | None) -> Field:
 def uses(record: type, name: str, mode: Mode | None) -> bool:
     """Whether the mode uses the field, beside whatever else."""
     rules = fields_of(record)[name].rules if name in fields_of(record) else ()
-    return mode is None or all(mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*")
+    return mode is None or all(
+        mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*"
+    )
 
 
 def checked(options: Record, mode: Mode | None = None) -> Record:
@@ -272,7 +305,9 @@ def made(record: type[Record], values: Mapping[str, Any]) -> Record:
     """The record of these options, with paths and lists in place of their texts. Raises UsageError naming the field for
     a value that the option does not take."""
     fields = {field.keyword: field for field in fields_of(record).values()}
-    return ready(record(**{fields[name].name: _value(fields[name], value) for name, value in values.items()}))
+    return ready(
+        record(**{fields[name].name: _value(fields[name], value) for name, value in values.items()})
+    )
 
 
 def _value(field: Field, value: Any) -> Any:
@@ -286,11 +321,17 @@ def _value(field: Field, value: Any) -> Any:
     if value is None or (field.parse is not None and isinstance(value, field.parse)):
         return value
     if field.parse is not None:
-        return parsed(field.parse, ",".join(map(str, value)) if several else str(value), f"`{field.keyword}`")
-    limits = pydantic.Field(ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None))
+        return parsed(
+            field.parse, ",".join(map(str, value)) if several else str(value), f"`{field.keyword}`"
+        )
+    limits = pydantic.Field(
+        ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None)
+    )
     kind: Any = Annotated[field.type, limits]
     try:
-        return pydantic.TypeAdapter(kind).validate_python(value if isinstance(value, bool) else str(value))
+        return pydantic.TypeAdapter(kind).validate_python(
+            value if isinstance(value, bool) else str(value)
+        )
     except pydantic.ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
         raise UsageError(f"`{field.keyword}` {value}: {reason}", "correct the value") from None
@@ -312,8 +353,12 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     record, parameters = record_of(function), list[inspect.Parameter]()
     for field in (field for name, field in fields_of(record).items() if name != "json_"):
         required = field.default is field.empty
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if required else inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(field.keyword, kind, default=field.default, annotation=field.type))
+        kind = (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if required else inspect.Parameter.KEYWORD_ONLY
+        )
+        parameters.append(
+            inspect.Parameter(field.keyword, kind, default=field.default, annotation=field.type)
+        )
     signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -333,19 +378,31 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
         sources = {key: getattr(context.get_parameter_source(key), "name", "") for key in values}
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
         running = _typed.set({record: (name, origins)})
-        before, errors.typed = errors.typed, {field.keyword: field.typed for field in fields.values()}
+        before, errors.typed = (
+            errors.typed,
+            {field.keyword: field.typed for field in fields.values()},
+        )
         try:
             for key in origins:
                 if values[key] == "" or (isinstance(values[key], list) and "" in values[key]):
-                    raise UsageError(f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out")
+                    raise UsageError(
+                        f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out"
+                    )
             if str(values.get("output")) == "-":
-                raise UsageError("`output` - would write a file named -; nothing goes to stdout", "give it a path")
-            return run(record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()}))
+                raise UsageError(
+                    "`output` - would write a file named -; nothing goes to stdout",
+                    "give it a path",
+                )
+            return run(
+                record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()})
+            )
         finally:
             _typed.reset(running)
             errors.typed = before
 
-    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
     parameters += [_for_typer(name, field) for field in fields.values()]
     filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -364,15 +421,23 @@ def _for_typer(command: str, field: Field) -> inspect.Parameter:
         info.envvar = [variable(command, field.typed), *([info.envvar] if info.envvar else [])]
         info.show_envvar = False  # the end of the page says it once
     if field.parse is not None:
-        info.parser = lambda text: parsed(field.parse, text, field.typed) if isinstance(text, str) else text
+        info.parser = lambda text: (
+            parsed(field.parse, text, field.typed) if isinstance(text, str) else text
+        )
     if field.many:
-        item = next(one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple)
+        item = next(
+            one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple
+        )
         kind = list[typing.get_args(item)[0]] | None  # type: ignore[misc]
         default = list(default) or None if isinstance(default, tuple) else default
     if (words := COMPLETED.get(field.keyword)) is not None:
-        info.autocompletion = lambda incomplete: [word for word in catalogue(words) if word.startswith(incomplete)]
+        info.autocompletion = lambda incomplete: [
+            word for word in catalogue(words) if word.startswith(incomplete)
+        ]
     hint: Any = Annotated[(kind, info)]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+    )
 
 
 class WithoutTypes:
@@ -391,7 +456,10 @@ class RecordCommand(WithoutTypes, TyperCommand):
     """Its help shows at the end two examples of data/examples.yaml."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        examples = ["Examples:", *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ()))]
+        examples = [
+            "Examples:",
+            *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ())),
+        ]
         variables = f"Options can also be set as {variable(str(self.name), '')}<OPTION>."
         self.epilog = _escaped("\n\n".join([*examples, variables]))
         super().format_help(ctx, formatter)
@@ -423,7 +491,9 @@ def parsed(kind: Any, text: str, name: str) -> Any:
         return kind.parse(text)
     except ValueError as error:
         why = f": {error}" if str(error) else ""
-        raise UsageError(f"{name} {text} is not {kind.what}{why}", f"write {name} {kind.example}") from None
+        raise UsageError(
+            f"{name} {text} is not {kind.what}{why}", f"write {name} {kind.example}"
+        ) from None
 
 
 def given(options: Any) -> set[str]:
@@ -431,7 +501,11 @@ def given(options: Any) -> set[str]:
     whatever differs from its default."""
     if (running := _typed.get({}).get(type(options))) is not None:
         return set(running[1])
-    return {name for name, field in fields_of(type(options)).items() if getattr(options, name) != field.default}
+    return {
+        name
+        for name, field in fields_of(type(options)).items()
+        if getattr(options, name) != field.default
+    }
 
 
 def words(record: Any, always: Iterable[str] = ()) -> list[str]:
@@ -463,4 +537,6 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
     except CLICK_ERROR as error:
         raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
     except UsageError as error:
-        raise UsageError(f"{shlex.join(split)} does not parse: {error.message}", error.remedy) from None
+        raise UsageError(
+            f"{shlex.join(split)} does not parse: {error.message}", error.remedy
+        ) from None

@@ -23,7 +23,12 @@ from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
-COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}  # of the first word of a line
+COLOURS = {
+    "error": "1;31",
+    "warning": "1;33",
+    "info": "1;36",
+    "fixed": "1;32",
+}  # of the first word of a line
 MOST_ITEMS = 8  # of a list on one line
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
@@ -98,7 +103,9 @@ def peak_rss() -> int:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide results, without importing them."""
-    from importlib import metadata  # here, because it takes as long to import as a torch-free command to answer
+    from importlib import (
+        metadata,
+    )  # here, because it takes as long to import as a torch-free command to answer
 
     found = {"python": platform.python_version()}
     for name in VERSIONED_PACKAGES:
@@ -112,10 +119,18 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def provenance(command: str, source: dict[str, Any], options: dict[str, Any], **more: Any) -> dict[str, Any]:
+def provenance(
+    command: str, source: dict[str, Any], options: dict[str, Any], **more: Any
+) -> dict[str, Any]:
     """The record written as provenance.json beside everything a command makes: without a time, because a run that was
     killed and resumed leaves the same bytes as one that was not."""
-    return {"command": command, "source": source, "options": options, "versions": versions(), **more}
+    return {
+        "command": command,
+        "source": source,
+        "options": options,
+        "versions": versions(),
+        **more,
+    }
 
 
 def print_json(value: Any) -> None:
@@ -198,16 +213,25 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The one envelope of `--json`."""
-        found = {"ok": self.ok, "problems": [problem.to_dict() for problem in self.problems], **self.values}
+        found = {
+            "ok": self.ok,
+            "problems": [problem.to_dict() for problem in self.problems],
+            **self.values,
+        }
         return found | ({"error": self.failure.to_dict()} if self.failure else {})
 
     def __repr__(self) -> str:
-        return f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
+        return (
+            f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         lines = [*(self.text or "").splitlines(), *self.lines, *problem_lines(self.problems)]
-        return "".join(table.html() for table in self.tables) + f"<pre>{escape(chr(10).join(lines))}</pre>"
+        return (
+            "".join(table.html() for table in self.tables)
+            + f"<pre>{escape(chr(10).join(lines))}</pre>"
+        )
 
 
 def print_result(result: Result, as_json: bool) -> None:
@@ -252,7 +276,10 @@ class Table:
 
     def html(self) -> str:
         heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
         return f"<table>{title}{f'<tr>{heading}</tr>' if heading else ''}{rows}</table>{note}"
@@ -260,7 +287,11 @@ class Table:
 
 def value_table(values: Mapping[str, Any], title: str = "") -> Table:
     """Name and text of each of the values of `--json` that is known."""
-    rows = [(name.replace("_", " "), _plain(value)) for name, value in values.items() if value is not None]
+    rows = [
+        (name.replace("_", " "), _plain(value))
+        for name, value in values.items()
+        if value is not None
+    ]
     return Table(title, (), rows, text_columns=frozenset({0, 1}), ruled=False)
 
 
@@ -269,10 +300,20 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict | list | tuple):
         named = value.items() if isinstance(value, dict) else ()
-        items = [f"{name} {_plain(item)}" for name, item in named if item is not None] if named else list(value)
+        items = (
+            [f"{name} {_plain(item)}" for name, item in named if item is not None]
+            if named
+            else list(value)
+        )
         more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
         return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
@@ -304,7 +345,9 @@ def _draw(table: Table) -> None:
         heading = table.columns[index] if table.columns else ""
         text = index in table.text_columns
         cells = [row[index] for row in table.rows if index < len(row)]
-        width = max(map(len, [*cells, *heading.split()]), default=0)  # shows each cell whole; headings wrap
+        width = max(
+            map(len, [*cells, *heading.split()]), default=0
+        )  # shows each cell whole; headings wrap
         drawn.add_column(
             heading, justify="left" if text else "right",
             min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
@@ -354,4 +397,6 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        yield Bar(functools.partial(progress.update, progress.add_task(title, total=total, note="")))
+        yield Bar(
+            functools.partial(progress.update, progress.add_task(title, total=total, note=""))
+        )

@@ -23,12 +23,32 @@ CODE = "TS-CONFIG-KEY"
 SHOWN = 60  # characters of a wrong value
 NUMBER = confloat(strict=True, ge=-1e300, le=1e300)
 ID: Any = conint(strict=True, ge=-MOST, le=MOST)
-NESTED = ("text_config", "transformer_layer_config", "eagle_config", "quantization_config", "quantization")
+NESTED = (
+    "text_config",
+    "transformer_layer_config",
+    "eagle_config",
+    "quantization_config",
+    "quantization",
+)
 # what readers of a config.json rely on, wherever in it a key is
 KINDS: dict[Any, tuple[str, ...]] = {
-    dict: (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters", "auto_map"),
+    dict: (
+        *NESTED,
+        "vision_config",
+        "speculators_config",
+        "rope_scaling",
+        "rope_parameters",
+        "auto_map",
+    ),
     dict[str, dict[str, Any]]: ("config_groups",),
-    str: ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format"),
+    str: (
+        "model_type",
+        "speculators_model_type",
+        "quant_method",
+        "quant_algo",
+        "kv_cache_quant_algo",
+        "format",
+    ),
     list[str]: ("architectures", "ignore", "exclude_modules"),
     list[ID]: ("eagle_aux_hidden_state_layer_ids", "weight_block_size"),
     list[ID] | ID: ("eos_token_id",),
@@ -53,7 +73,9 @@ class Values:
             return _adapter(kind).validate_python(value)
         except ValidationError as error:
             reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise TrtspecError(f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}", REMEDY, CODE) from None
+            raise TrtspecError(
+                f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}", REMEDY, CODE
+            ) from None
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = MOST) -> int:
         """An integer within its limits; 0 gives the default too."""
@@ -102,7 +124,10 @@ SIZES = (
     "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
     "num_experts_per_tok", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
-LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}  # far beyond any model; both are counted through
+LIMITS = {
+    "num_hidden_layers": 2000,
+    "n_routed_experts": 20_000,
+}  # far beyond any model; both are counted through
 YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
@@ -125,18 +150,26 @@ class RopeSpec:
     def from_config(config: dict[str, Any]) -> RopeSpec:
         """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
         values = Values(config)
-        scaling = values.mapping("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
-        theta = (scaling if "rope_theta" in scaling.values else values).number("rope_theta", RopeSpec.theta)
+        scaling = values.mapping(
+            "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        )
+        theta = (scaling if "rope_theta" in scaling.values else values).number(
+            "rope_theta", RopeSpec.theta
+        )
         rope_type = scaling.read("rope_type", str, "") or scaling.read("type", str, "") or "default"
         if rope_type == "default":
             return RopeSpec(theta=theta)
         if rope_type != "yarn":
             text = f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)"
-            raise TrtspecError(text, "check rope_scaling / rope_parameters in config.json", "TS-CONFIG-ROPE")
+            raise TrtspecError(
+                text, "check rope_scaling / rope_parameters in config.json", "TS-CONFIG-ROPE"
+            )
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
             numbers["mscale"] = 0.0  # the models read it so; elsewhere 0 means the default
-        length = scaling.whole("original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1)
+        length = scaling.whole(
+            "original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1
+        )
         return RopeSpec(theta, "yarn", original_max_position_embeddings=length, **numbers)
 
 
@@ -149,13 +182,19 @@ class QuantSpec:
     exclude: tuple[str, ...] = ()
     kv_cache: str | None = None  # "fp8" or None
     block_size: tuple[int, int] | None = None  # fp8-block only
-    where: str = ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
+    where: str = (
+        ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", WeightFormat(self.format))  # a name such as "nvfp4" is enough
+        object.__setattr__(
+            self, "format", WeightFormat(self.format)
+        )  # a name such as "nvfp4" is enough
 
     @staticmethod
-    def from_configs(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> QuantSpec:
+    def from_configs(
+        config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
+    ) -> QuantSpec:
         """Detects the format from `quantization_config` (top level or inside text_config) and hf_quant_config.json."""
         where = "config.json"
         block = config.get("quantization_config")
@@ -164,14 +203,20 @@ class QuantSpec:
             where = "config.json:text_config"
         if not block and hf_quant_config:
             stated = hf_quant_config.get("quantization", {})
-            block = {**stated, "quant_method": "modelopt", "ignore": stated.get("exclude_modules", [])}
+            block = {
+                **stated,
+                "quant_method": "modelopt",
+                "ignore": stated.get("exclude_modules", []),
+            }
             if stated.get("kv_cache_quant_algo"):
                 block["kv_cache_scheme"] = {"num_bits": 8}
             where = "hf_quant_config.json"
         if not block:
             return QuantSpec()
         if (known := format_of_config(block)) is None:
-            words = ", ".join(f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo"))
+            words = ", ".join(
+                f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo")
+            )
             text = f"quantization_config in {where} ({words}) is not a format that Kimi checkpoints are published in"
             supported = ", ".join(each.storage.title for each in WeightFormat)
             raise TrtspecError(text, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
@@ -233,7 +278,9 @@ class ModelSpec:
         return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
 
     @staticmethod
-    def from_config(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> ModelSpec:
+    def from_config(
+        config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
+    ) -> ModelSpec:
         """Parses a target's config.json. Raises TrtspecError for a model type that is no Kimi-K2, naming it, and for a
         config that lacks a key."""
         model_type = config.get("model_type", "")
@@ -336,7 +383,9 @@ def gpu_spec(name: str) -> GpuSpec:
     """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
     data = load_yaml("gpus.yaml")
     if name.lower() not in data["gpus"]:
-        raise UsageError(f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}")
+        raise UsageError(
+            f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}"
+        )
     row = dict(data["gpus"][name.lower()])
     memory = row.pop("memory_mib") * 2**20
     return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)

@@ -31,14 +31,21 @@ HOME = "install vLLM in an environment of its own and put it on PATH"
 PROGRAM = EngineProgram("vllm", "vllm", "vLLM", HOME, "vllm_version")
 PATTERNS = DATA / "vllm_log.yaml"
 ENGINE = ENGINES["vllm"]
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # phases show when they begin; no usage reports
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}  # phases show when they begin; no usage reports
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
 # keys of vLLM's configuration file that are options of serve too: own_options of vllm.yaml has their names
 FILE_KEYS = (
     "model", "tensor-parallel-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "served-model-name",
     "dtype", "trust-remote-code",
 )  # fmt: skip
-PUBLISHED = ("tensor-parallel-size", "speculative-config", "trust-remote-code")  # in this order on every head's card
+PUBLISHED = (
+    "tensor-parallel-size",
+    "speculative-config",
+    "trust-remote-code",
+)  # in this order on every head's card
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
@@ -50,14 +57,18 @@ def _releases() -> Any:
 def passed_options(words: Sequence[str]) -> dict[str, str]:
     """Options among the words after `--`: how each is written, by its long spelling without dashes."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    named = {flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags}
+    named = {
+        flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags
+    }
     return {SHORT.get(name, name): flag for name, flag in named.items()}
 
 
 def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
     """The entry in `options` of one that was passed, also abbreviated (`--hos`), as vLLM's parser accepts it."""
     short = flag.startswith("--")
-    return next((options[key] for key in options if key == name or (short and key.startswith(name))), None)
+    return next(
+        (options[key] for key in options if key == name or (short and key.startswith(name))), None
+    )
 
 
 def _ranks(options: ServeOptions) -> int:
@@ -68,7 +79,9 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
     """The value of --speculative-config; {} without a head."""
     if options.head is None:
         return {}
-    drawn = {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
+    drawn = (
+        {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
+    )
     return vllm_speculation(engine_name(options.head), options.draft_len) | drawn
 
 
@@ -81,7 +94,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     version, reason, problems = _version(options.vllm_version, launching)
     for name, flag in passed_options(options.passed).items():
         if own := _entry_of(name, flag, _releases()["own_options"]):
-            raise UsageError(f"{flag} is not used after --: {own} decides it", f"pass {own} before --")
+            raise UsageError(
+                f"{flag} is not used after --: {own} decides it", f"pass {own} before --"
+            )
         if remedy := _entry_of(name, flag, _releases()["refused_options"]):
             raise UsageError(f"{flag} is not used after --", remedy)
     problems += _target_problems(options, target.spec)
@@ -97,7 +112,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         argv=vllm_command(options, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
         config={"speculative_config": _speculation(options)} if options.head else {},
-        problems=problems if launching else [preflight.as_in_dry_run(problem) for problem in problems],
+        problems=problems
+        if launching
+        else [preflight.as_in_dry_run(problem) for problem in problems],
         version=(str(version), reason),
         endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
         limits=options.limits,
@@ -112,12 +129,16 @@ def with_file(options: ServeOptions) -> ServeOptions:
         return options
     values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
     if not isinstance(values, dict):
-        raise UsageError(f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines")
+        raise UsageError(
+            f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines"
+        )
     own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
     for written, value in values.items():
         key = str(written).replace("_", "-")
         if value is None:
-            raise UsageError(f"{options.config}: {written} has no value", "write one, or leave the key out")
+            raise UsageError(
+                f"{options.config}: {written} has no value", "write one, or leave the key out"
+            )
         if key == "speculative-config":
             found |= _speculation_of(value, options)
         elif key in FILE_KEYS:
@@ -131,7 +152,9 @@ def with_file(options: ServeOptions) -> ServeOptions:
     said, plain = {name: getattr(read, name) for name in found}, ServeOptions(target=read.target)
     for name, value in said.items():
         if getattr(options, name) not in (getattr(plain, name), value):
-            raise UsageError(f"{name} is given, and {options.config} says {value!r}", "say it in one place")
+            raise UsageError(
+                f"{name} is given, and {options.config} says {value!r}", "say it in one place"
+            )
     return replace(options, **said, passed=(*as_words(others), *options.passed))
 
 
@@ -154,13 +177,18 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
             raise ValueError
     except (ValueError, KeyError, AttributeError, TypeError):
         message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
-        raise UsageError(message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`") from None
+        raise UsageError(
+            message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`"
+        ) from None
     return found
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
     """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
-    values = {"model": engine_name(options.target), **_settings(options, load_target(options.target))}
+    values = {
+        "model": engine_name(options.target),
+        **_settings(options, load_target(options.target)),
+    }
     return f"{first_line}\n" + yaml.safe_dump(values, sort_keys=False, width=10**6)
 
 
@@ -204,7 +232,9 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     try:
         version = Version(asked or installed or newest)
     except InvalidVersion:
-        raise UsageError(f"{asked!r} is not a vLLM version", f"write it as the package does: {newest}") from None
+        raise UsageError(
+            f"{asked!r} is not a vLLM version", f"write it as the package does: {newest}"
+        ) from None
     if version < Version(oldest):
         message = f"vLLM {version} is older than {oldest}, the first release that is known"
         raise UsageError(message, f"use {oldest} or later")
@@ -213,22 +243,46 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         remedy = "compare with its release notes"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, remedy))
-    reason = "asked for" if asked else "installed here" if installed else "the newest release that is known"
+    reason = (
+        "asked for"
+        if asked
+        else "installed here"
+        if installed
+        else "the newest release that is known"
+    )
     return version, reason, problems
 
 
 def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
     ranks = _ranks(options)
     whole_experts = "enable-expert-parallel" in passed_options(options.passed)
-    for problem in layout_refusals(target, ranks, ranks if whole_experts else 1, attention_dp=False):
-        remedy = "use another `tp_size`" if problem.where == "tp_size" else "pass -- --enable-expert-parallel"
+    for problem in layout_refusals(
+        target, ranks, ranks if whole_experts else 1, attention_dp=False
+    ):
+        remedy = (
+            "use another `tp_size`"
+            if problem.where == "tp_size"
+            else "pass -- --enable-expert-parallel"
+        )
         yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy=remedy)
-    if options.max_seq_len is not None and options.max_seq_len > (limit := target.max_position_embeddings):
+    if options.max_seq_len is not None and options.max_seq_len > (
+        limit := target.max_position_embeddings
+    ):
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")
-    if options.max_num_tokens and options.max_batch_size and options.max_num_tokens < options.max_batch_size:
+    if (
+        options.max_num_tokens
+        and options.max_batch_size
+        and options.max_num_tokens < options.max_batch_size
+    ):
         message = f"{options.max_batch_size} requests do not fit into steps of {options.max_num_tokens} tokens"
-        yield Problem("TS-VLLM-LENGTH", "error", "`max_num_tokens`", message, "raise it, or lower `max_batch_size`")
+        yield Problem(
+            "TS-VLLM-LENGTH",
+            "error",
+            "`max_num_tokens`",
+            message,
+            "raise it, or lower `max_batch_size`",
+        )
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:
@@ -237,7 +291,9 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
-    published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get("published_on", ())
+    published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get(
+        "published_on", ()
+    )
     if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
         message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"

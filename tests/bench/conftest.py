@@ -24,7 +24,11 @@ from trtspec.client.text_quality import judge_run
 
 PACED = Path(__file__).with_name("paced_server.py")
 STAND_IN = Path(__file__).with_name("stand_in.py")
-TOPICS = {"code": "Write a function that", "docs": "Explain the module that", "list": "Name three things that"}
+TOPICS = {
+    "code": "Write a function that",
+    "docs": "Explain the module that",
+    "list": "Name three things that",
+}
 
 
 SERVER = DetectedServer("reference", "m")
@@ -38,11 +42,19 @@ NO_RATES = Throughput(
 
 
 def results_of(
-    turns: list[TurnCounts], speeds: Sequence[QuestionSpeed] = (), loads: Sequence[int] = (), **changed: Any
+    turns: list[TurnCounts],
+    speeds: Sequence[QuestionSpeed] = (),
+    loads: Sequence[int] = (),
+    **changed: Any,
 ) -> BenchResults:
     """A run of bench with these counts, and speeds by question, at each load."""
     summary, sound = vars(summarize(turns)), judge_run([])
-    level = summary | {"categories": {}, "throughput": NO_RATES, "rounds": [1.0], "degeneration": sound}
+    level = summary | {
+        "categories": {},
+        "throughput": NO_RATES,
+        "rounds": [1.0],
+        "degeneration": sound,
+    }
     found = summary | {
         "name": "new", "url": "u", "server": SERVER, "categories": {}, "degeneration": sound,
         "concurrency": [LevelResult(**level, concurrency=load) for load in loads], "turns_detail": turns,
@@ -83,7 +95,9 @@ async def answering(
                 data = answer(head.split(b" ", 2)[1].decode(), body)
                 status = 404 if data is None else 200
                 data = data or b""
-                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data)
+                writer.write(
+                    b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(data)) + data
+                )
                 await writer.drain()
         writer.close()
 
@@ -112,7 +126,11 @@ def stand_in() -> Iterator[Callable[..., str]]:
         key = json.dumps(settings, sort_keys=True)
         if not forking:
             pipe = subprocess.PIPE
-            forking.append(subprocess.Popen([sys.executable, str(STAND_IN)], stdin=pipe, stdout=pipe, text=True))
+            forking.append(
+                subprocess.Popen(
+                    [sys.executable, str(STAND_IN)], stdin=pipe, stdout=pipe, text=True
+                )
+            )
         if key not in running:
             asked, told = forking[0].stdin, forking[0].stdout
             assert asked is not None and told is not None

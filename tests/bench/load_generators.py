@@ -39,7 +39,12 @@ def tool(variable: str, name: str) -> Path:
 def guidellm(load: Load, out: Path) -> dict[str, float]:
     """Seconds, and output tokens per second from the first request's start to the last one's end, as we count them: its
     own figure is a mean over seconds, of which the last are emptier. Its inter-token latency is our TPOT."""
-    backend = {"kind": "openai_http", "target": load.url, "model": load.model, "max_tokens": load.max_tokens}
+    backend = {
+        "kind": "openai_http",
+        "target": load.url,
+        "model": load.model,
+        "max_tokens": load.max_tokens,
+    }
     backend |= {"extras": {"body": {"temperature": 0}}}
     command = [
         tool("TRTSPEC_GUIDELLM_PYTHON", "guidellm"), "run", "--backend", json.dumps(backend),
@@ -55,7 +60,10 @@ def guidellm(load: Load, out: Path) -> dict[str, float]:
             break
     found, asked = report["metrics"], report["requests"]["successful"]
     assert found["request_totals"]["successful"] == len(asked) == load.count
-    ends, starts = [one["request_end_time"] for one in asked], [one["request_start_time"] for one in asked]
+    ends, starts = (
+        [one["request_end_time"] for one in asked],
+        [one["request_start_time"] for one in asked],
+    )
     return {
         "TTFT": found["time_to_first_token_ms"]["successful"]["median"] / 1000,
         "TPOT": found["inter_token_latency_ms"]["successful"]["median"] / 1000,
@@ -87,7 +95,11 @@ def figures(results: BenchResults) -> dict[str, float]:
     """Ours, of the first load."""
     speed = results.concurrency[0].throughput
     assert speed.ttft_s and speed.itl_s and speed.inter_token_s and speed.tokens_per_s
-    found: dict[str, Any] = {"TTFT": speed.ttft_s.p50, "TPOT": speed.inter_token_s.p50, "ITL": speed.itl_s.p50}
+    found: dict[str, Any] = {
+        "TTFT": speed.ttft_s.p50,
+        "TPOT": speed.inter_token_s.p50,
+        "ITL": speed.itl_s.p50,
+    }
     return {**found, "tokens/s": speed.tokens_per_s}
 
 

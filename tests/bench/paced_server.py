@@ -43,7 +43,9 @@ async def answer(writer: asyncio.StreamWriter, body: dict[str, Any], completion:
     prompt = json.dumps(body.get("messages") or body.get("prompt"))
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": tokens}
     usage["total_tokens"] = sum(usage.values())
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    writer.write(
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     held, times, sent = b"", [], 0
     sizes = [SETTINGS["per_chunk"]] * (tokens // SETTINGS["per_chunk"])
     for place, size in enumerate(sizes):
@@ -68,12 +70,16 @@ async def answer(writer: asyncio.StreamWriter, body: dict[str, Any], completion:
 
 async def fault(writer: asyncio.StreamWriter, kind: str) -> None:
     """What broken servers and the proxies before them do."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     good = chunk(False, choices=[choice(False, "alpha")])
     if kind == "503":
         writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
     elif kind == "html":
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 16\r\n\r\n<html>404</html>")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 16\r\n\r\n<html>404</html>"
+        )
     elif kind == "garbage":
         writer.write(head)
         send(writer, good + b"data: {not json\n\n")
@@ -96,7 +102,9 @@ def send(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 def plain(writer: asyncio.StreamWriter, value: Any) -> None:
     data = json.dumps(value).encode()
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     writer.write(head.encode() + data)
 
 
@@ -105,18 +113,32 @@ async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             _, path, _ = head.split(" ", 2)
-            lengths = [int(line.split(":")[1]) for line in head.lower().split("\r\n") if "content-length" in line]
+            lengths = [
+                int(line.split(":")[1])
+                for line in head.lower().split("\r\n")
+                if "content-length" in line
+            ]
             body = json.loads(await reader.readexactly(sum(lengths)) or b"{}")
             if path.endswith("/completions"):
                 global asked
                 asked += 1
-                kind = SETTINGS["faults"][asked % len(SETTINGS["faults"])] if SETTINGS["faults"] else ""
+                kind = (
+                    SETTINGS["faults"][asked % len(SETTINGS["faults"])]
+                    if SETTINGS["faults"]
+                    else ""
+                )
                 if kind:
                     await fault(writer, kind)
                     return
                 await answer(writer, body, completion=not path.endswith("chat/completions"))
             elif path.endswith("/models"):
-                plain(writer, {"object": "list", "data": [{"id": "paced", "object": "model", "owned_by": "paced"}]})
+                plain(
+                    writer,
+                    {
+                        "object": "list",
+                        "data": [{"id": "paced", "object": "model", "owned_by": "paced"}],
+                    },
+                )
             elif path == "/truth":
                 plain(writer, written)
             else:

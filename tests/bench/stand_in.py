@@ -40,7 +40,14 @@ SETTINGS: dict[str, Any] = {
     "fail_every": 0,
 }
 app = FastAPI()
-state: dict[str, Any] = {"requests": 0, "drafts": 0, "drafted": 0, "accepted": 0, "per_pos": {}, "busy": 0}
+state: dict[str, Any] = {
+    "requests": 0,
+    "drafts": 0,
+    "drafted": 0,
+    "accepted": 0,
+    "per_pos": {},
+    "busy": 0,
+}
 
 
 def number(*parts: Any) -> float:
@@ -55,7 +62,9 @@ def write(prompt: str, limit: int, seed: int, temperature: float) -> list[str]:
     length = min(limit, 40 + int(60 * number(prompt, "length")))
     if SETTINGS["loop"]:
         return [WORDS[position % 3] for position in range(length)]
-    return [WORDS[int(number(history, position, "best") * len(WORDS))] for position in range(length)]
+    return [
+        WORDS[int(number(history, position, "best") * len(WORDS))] for position in range(length)
+    ]
 
 
 def steps_of(prompt: str, count: int) -> list[int]:
@@ -65,7 +74,10 @@ def steps_of(prompt: str, count: int) -> list[int]:
     while left > 0:
         drafts = 0 if SETTINGS["kind"] == "plain" else SETTINGS["draft_len"]
         accepted = 0
-        while accepted < drafts and number(prompt, len(steps), accepted, "accept") < 0.7 - 0.1 * accepted:
+        while (
+            accepted < drafts
+            and number(prompt, len(steps), accepted, "accept") < 0.7 - 0.1 * accepted
+        ):
             accepted += 1
         if SETTINGS["forced"] is not None:
             accepted = SETTINGS["forced"]
@@ -85,9 +97,16 @@ def statistics(steps: list[int], tokens: int) -> dict[str, Any]:
     state["drafted"] += len(steps) * draft_len
     state["accepted"] += accepted
     for position in range(draft_len):
-        state["per_pos"][position] = state["per_pos"].get(position, 0) + sum(1 for s in steps if s - 1 > position)
+        state["per_pos"][position] = state["per_pos"].get(position, 0) + sum(
+            1 for s in steps if s - 1 > position
+        )
     if SETTINGS["kind"] == "reference":
-        counts = {"steps": len(steps), "drafted": len(steps) * draft_len, "accepted": accepted, "histogram": histogram}
+        counts = {
+            "steps": len(steps),
+            "drafted": len(steps) * draft_len,
+            "accepted": accepted,
+            "histogram": histogram,
+        }
         return {"avg_decoded_tokens_per_iter": tokens / (len(steps) + 1), "spec_decode": counts}
     if SETTINGS["kind"] == "trtllm":
         return {"avg_decoded_tokens_per_iter": tokens / (len(steps) + 1)}
@@ -106,9 +125,12 @@ def version() -> dict[str, str]:
 
 @app.get("/v1/models")
 def models() -> dict[str, Any]:
-    owner = {"reference": "trtspec", "trtllm": "tensorrt_llm", "vllm": "vllm", "sglang": "sglang"}.get(
-        SETTINGS["kind"], "somebody"
-    )
+    owner = {
+        "reference": "trtspec",
+        "trtllm": "tensorrt_llm",
+        "vllm": "vllm",
+        "sglang": "sglang",
+    }.get(SETTINGS["kind"], "somebody")
     return {"object": "list", "data": [{"id": "stand-in", "object": "model", "owned_by": owner}]}
 
 
@@ -135,7 +157,9 @@ async def chat(request: Request) -> Any:
     body = await request.json()
     state["requests"] += 1
     if SETTINGS["fail_every"] and state["requests"] % SETTINGS["fail_every"] == 0:
-        return JSONResponse({"object": "error", "message": "out of blocks", "code": 500}, status_code=500)
+        return JSONResponse(
+            {"object": "error", "message": "out of blocks", "code": 500}, status_code=500
+        )
     prompt = json.dumps(body["messages"])
     tokens = write(prompt, body["max_tokens"], body.get("seed", 0), body.get("temperature", 1.0))
     steps = steps_of(prompt, len(tokens))
@@ -143,9 +167,14 @@ async def chat(request: Request) -> Any:
     finish = "length" if len(tokens) == body["max_tokens"] else "stop"
     usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(tokens)}
     if body.get("stream"):
-        return StreamingResponse(stream(tokens, steps, extra, finish, usage), media_type="text/event-stream")
+        return StreamingResponse(
+            stream(tokens, steps, extra, finish, usage), media_type="text/event-stream"
+        )
     message = {"role": "assistant", "content": "".join(f"{token} " for token in tokens)}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": finish, **extra}], "usage": usage}
+    return {
+        "choices": [{"index": 0, "message": message, "finish_reason": finish, **extra}],
+        "usage": usage,
+    }
 
 
 async def stream(tokens: list[str], steps: list[int], extra: dict, finish: str, usage: dict):  # type: ignore[no-untyped-def]

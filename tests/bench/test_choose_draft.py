@@ -30,11 +30,19 @@ def served(drafts: int, loads: tuple[int, ...] = LOADS, **changed: Any) -> Bench
     for number in range(30):
         steps = int(20 + rng.poisson(60))
         accepted = int(steps * ACCEPTED[drafts] * rng.normal(1, 0.02))
-        turns.append(TurnCounts(str(number), "c", 1 + steps + accepted, steps, accepted, drafts * steps, None, "s"))
+        turns.append(
+            TurnCounts(
+                str(number), "c", 1 + steps + accepted, steps, accepted, drafts * steps, None, "s"
+            )
+        )
         for load in loads:
             cost = 0.01 * (1 + drafts * 0.02 * load)
             seconds = steps * cost * rng.normal(1, 0.01)
-            speeds.append(QuestionSpeed(f"concurrency {load}", str(number), "c", 1 + steps + accepted, seconds))
+            speeds.append(
+                QuestionSpeed(
+                    f"concurrency {load}", str(number), "c", 1 + steps + accepted, seconds
+                )
+            )
     return results_of(turns, speeds, loads, name=f"k{drafts}", workload=replace(WORK, **changed))
 
 
@@ -54,7 +62,9 @@ def test_of_lengths_that_may_be_equally_fast_the_shorter_is_proposed() -> None:
         replace(speed, seconds=speed.seconds * (1.01 if number % 2 else 0.985))
         for number, speed in enumerate(three.questions_detail)
     ])  # fmt: skip
-    assert choose({3: three, 6: again}).draft_len == 3, "6 is faster by less than the questions can tell"
+    assert choose({3: three, 6: again}).draft_len == 3, (
+        "6 is faster by less than the questions can tell"
+    )
 
 
 def test_no_drafts_are_proposed_where_they_are_fastest() -> None:
@@ -75,7 +85,11 @@ def test_nothing_is_chosen_between_one_length_or_on_loops() -> None:
     ("given", "results", "says"),
     [
         (6, served(1), "are of 1 drafts per step"),
-        (3, served(3, dataset_sha256="1", temperature=1.0), 'sha256 was "1", now "0"; temperature was 1.0, now 0.0'),
+        (
+            3,
+            served(3, dataset_sha256="1", temperature=1.0),
+            'sha256 was "1", now "0"; temperature was 1.0, now 0.0',
+        ),
         (3, served(3, loads=(2,)), "have no concurrency 1"),
     ],
 )
@@ -99,9 +113,15 @@ def test_lengths_come_from_what_was_drafted_or_given() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_report_its_length_is_given_it(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+def test_a_server_that_does_not_report_its_length_is_given_it(
+    stand_in: Start, dataset: Path, tmp_path: Path
+) -> None:
     """The remedy of the error, tried: trtllm-serve reports an average and no draft length."""
-    url, other, out = stand_in(kind="trtllm"), stand_in(kind="trtllm", draft_len=2), tmp_path / "out"
+    url, other, out = (
+        stand_in(kind="trtllm"),
+        stand_in(kind="trtllm", draft_len=2),
+        tmp_path / "out",
+    )
     command = ["bench", url, "--dataset", dataset, "--samples", 6, "--concurrency", 1, "--max-tokens", 24,
                "--choose-draft", "--against-url", f"2={other}", "-o", out]  # fmt: skip
     refused = trtspec(*command)
@@ -110,7 +130,10 @@ def test_a_server_that_does_not_report_its_length_is_given_it(stand_in: Start, d
     done = trtspec("bench", f"3={url}", *command[2:], "--resume", "--json")
     found = json.loads(done.stdout)
     assert done.status == 0, done.stderr
-    assert [figure["draft_len"] for figure in found["draft_choice"]["loads"][0]["lengths"]] == [2, 3]
+    assert [figure["draft_len"] for figure in found["draft_choice"]["loads"][0]["lengths"]] == [
+        2,
+        3,
+    ]
     assert list(found["endpoints"]) == ["draft-2"], "the first server is measured once"
     twice = trtspec(*command, "--resume", "--against-url", f"2={url}")
     assert twice.status == 2 and "the name 2 is given twice" in twice.stderr
@@ -120,13 +143,29 @@ def test_a_mistyped_place_of_results_is_no_server(tmp_path: Path) -> None:
     for place in ("resuls-old", tmp_path / "resuls" / "old", "./old"):
         done = trtspec("bench", "http://127.0.0.1:9", "--choose-draft", "--at", f"1={place}")
         assert done.status == 2 and "is not K=RESULTS of an earlier run" in done.stderr, done.stderr
-    server = trtspec("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "1=http://127.0.0.1:10")
+    server = trtspec(
+        "bench", "http://127.0.0.1:9", "--choose-draft", "--at", "1=http://127.0.0.1:10"
+    )
     assert server.status == 2 and "--against-url 3=URL" in server.stderr
 
 
-def test_what_was_measured_is_kept_where_nothing_can_be_chosen(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+def test_what_was_measured_is_kept_where_nothing_can_be_chosen(
+    stand_in: Start, dataset: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    words = ("--dataset", dataset, "--samples", 4, "--concurrency", 1, "--max-tokens", 48, "--choose-draft", "-o", out)
+    words = (
+        "--dataset",
+        dataset,
+        "--samples",
+        4,
+        "--concurrency",
+        1,
+        "--max-tokens",
+        48,
+        "--choose-draft",
+        "-o",
+        out,
+    )
     done = trtspec("bench", stand_in(), *words)
     assert done.status == 2 and "1 draft length was measured" in done.stderr
     assert json.loads((out / "results.json").read_text())["draft_choice"] is None

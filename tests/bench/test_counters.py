@@ -22,7 +22,9 @@ from trtspec.client.client import RequestSampling
 
 TOKENS = 30
 DRAFTS = 3
-QUESTIONS = tuple(Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8))
+QUESTIONS = tuple(
+    Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8)
+)
 WORKLOAD = BenchWorkload(
     dataset=Dataset("eight", "0" * 64, QUESTIONS), sampling=RequestSampling(max_tokens=64), concurrency=(2,),
     warmup=0,
@@ -59,7 +61,10 @@ class CountingServer:
 
     def events(self, prompt: str, tokens: int) -> Iterator[dict[str, Any]]:
         dice = random.Random(prompt)
-        words = [dice.choice(["river", "storm", "bridge", "report", "week", "house"]) for _ in range(tokens)]
+        words = [
+            dice.choice(["river", "storm", "bridge", "report", "week", "house"])
+            for _ in range(tokens)
+        ]
         sizes = [1]
         while sum(sizes) < tokens:
             sizes.append(self.step(dice))
@@ -69,13 +74,19 @@ class CountingServer:
             text = " ".join(words[sum(sizes[:place]) :][:size]) + " "
             yield {"choices": [{"index": 0, "delta": {"content": text}}]}
         yield {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        yield {"choices": [], "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": tokens}}
+        yield {
+            "choices": [],
+            "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": tokens},
+        }
 
     def metrics(self) -> str:
         name = "vllm:spec_decode_num"
         lines = [f"{name}_drafts_total {self.steps}", f"{name}_draft_tokens_total {DRAFTS * self.steps}",
                  f"{name}_accepted_tokens_total {sum(self.reached)}"]  # fmt: skip
-        lines += [f'{name}_accepted_tokens_per_pos_total{{position="{p}"}} {n}' for p, n in enumerate(self.reached)]
+        lines += [
+            f'{name}_accepted_tokens_per_pos_total{{position="{p}"}} {n}'
+            for p, n in enumerate(self.reached)
+        ]
         return "\n".join(lines) + "\n"
 
     async def go_on(self) -> None:
@@ -111,13 +122,17 @@ class CountingServer:
 
     def truth(self, prompts: list[str]) -> float:
         """Acceptance length over these answers."""
-        steps, accepted = (sum(self.received[prompt][place] for prompt in prompts) for place in (0, 1))
+        steps, accepted = (
+            sum(self.received[prompt][place] for prompt in prompts) for place in (0, 1)
+        )
         return round(1 + accepted / steps, 4)
 
 
 def bench(url: str, raw: RunJournal | None = None, **changes: Any) -> Awaitable[BenchResults]:
     async def measured() -> BenchResults:
-        return assemble.assemble(await measure({"e": url}, replace(WORKLOAD, **changes), journal=raw))
+        return assemble.assemble(
+            await measure({"e": url}, replace(WORKLOAD, **changes), journal=raw)
+        )
 
     return measured()
 
@@ -146,7 +161,11 @@ def prompts(category: str | None = None) -> list[str]:
 def test_counters_give_the_truth_for_all_and_by_category() -> None:
     server = CountingServer()
     results = server.run(bench)
-    assert results.acceptance_length == server.truth(prompts()) and results.surplus and not codes(results)
+    assert (
+        results.acceptance_length == server.truth(prompts())
+        and results.surplus
+        and not codes(results)
+    )
     told = {name: found.acceptance_length for name, found in results.categories.items()}
     assert told == {name: server.truth(prompts(name)) for name in ("code", "prose")}
 
@@ -167,15 +186,21 @@ def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
     failed, whole = server.run(twice)
     first, second = failed.concurrency
     assert first.acceptance_length is None and first.throughput.errors == 1
-    assert failed.acceptance_length == second.acceptance_length == server.truth(prompts()), "nothing failed in it"
+    assert failed.acceptance_length == second.acceptance_length == server.truth(prompts()), (
+        "nothing failed in it"
+    )
     assert codes(failed) == {"TS-BENCH-ERRORS", "TS-BENCH-NO-ACCEPTANCE"}
     said = next(problem for problem in failed.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE")
     assert "1 of 8 answers of concurrency 2, round 1 failed" in said.message
     assert "1 of 4 answers of code, round 1 failed" in said.message
     told = {name: found.acceptance_length for name, found in failed.categories.items()}
     assert told == {"prose": server.truth(prompts("prose"))}
-    assert whole.concurrency[0].throughput.requests == 8 and not whole.concurrency[0].throughput.errors
-    assert server.asked.count("Question 3?") == 5, "three times in the load, twice by category; no other is asked again"
+    assert (
+        whole.concurrency[0].throughput.requests == 8 and not whole.concurrency[0].throughput.errors
+    )
+    assert server.asked.count("Question 3?") == 5, (
+        "three times in the load, twice by category; no other is asked again"
+    )
     assert all(server.asked.count(text) <= 3 for text in prompts() if text != "Question 3?")
 
 
@@ -183,13 +208,27 @@ def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path)
     """Their counters were never read to the end; the answers are kept and the others counted."""
     server, path = CountingServer(), tmp_path / "answers.jsonl"
     results = server.run(stopped_and_resumed(path))
-    kept = [json.loads(line)["answer"]["question"] for line in path.read_text().splitlines()[:5] if "answer" in line]
+    kept = [
+        json.loads(line)["answer"]["question"]
+        for line in path.read_text().splitlines()[:5]
+        if "answer" in line
+    ]
     rest = [question.turns[0] for question in QUESTIONS if question.id not in kept]
     assert 0 < len(kept) < 8 and results.acceptance_length == server.truth(rest)
-    assert codes(results) == {"TS-BENCH-NO-ACCEPTANCE"} and results.concurrency[0].throughput.requests == 8
-    assert f"{len(kept)} answers of concurrency 2, round 1 were read before" in results.problems[0].message
+    assert (
+        codes(results) == {"TS-BENCH-NO-ACCEPTANCE"}
+        and results.concurrency[0].throughput.requests == 8
+    )
+    assert (
+        f"{len(kept)} answers of concurrency 2, round 1 were read before"
+        in results.problems[0].message
+    )
 
 
 def test_a_resumed_rate_reports_how_many_were_in_flight(tmp_path: Path) -> None:
-    (level,) = CountingServer().run(stopped_and_resumed(tmp_path / "answers.jsonl", rates=(200.0,))).concurrency
+    (level,) = (
+        CountingServer()
+        .run(stopped_and_resumed(tmp_path / "answers.jsonl", rates=(200.0,)))
+        .concurrency
+    )
     assert 1 <= level.concurrency <= 8 and level.throughput.requests == 8

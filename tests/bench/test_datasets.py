@@ -13,7 +13,16 @@ from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+MT_BENCH = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
 SPEED_BENCH = (
     "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",
     "writing",
@@ -33,19 +42,31 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_mt_bench_as_its_own_file_and_as_the_hub_has_it(tmp_path: Path, suffix: str) -> None:
     rows = [
-        {"question_id": 81 + i, "category": MT_BENCH[i // 10], "turns": [f"Tell me about {i}", f"And shorter, {i}"]}
+        {
+            "question_id": 81 + i,
+            "category": MT_BENCH[i // 10],
+            "turns": [f"Tell me about {i}", f"And shorter, {i}"],
+        }
         for i in range(80)
     ]
     own = load_dataset(f"mt-bench={write(tmp_path / f'own{suffix}', rows)}")
     hub = [
-        {"prompt": row["turns"], "prompt_id": row["question_id"], "category": row["category"], "reference": []}
+        {
+            "prompt": row["turns"],
+            "prompt_id": row["question_id"],
+            "category": row["category"],
+            "reference": [],
+        }
         for row in rows
     ]
     published = load_dataset(f"mt-bench={write(tmp_path / f'hub{suffix}', hub)}")
     for found in (own, published):
         assert len(found.questions) == 80 and {q.requests for q in found.questions} == {2}
         assert {q.category for q in found.questions} == set(MT_BENCH)
-        assert found.questions[3].turns == ("Tell me about 3", "And shorter, 3") and found.questions[3].id == "84"
+        assert (
+            found.questions[3].turns == ("Tell me about 3", "And shorter, 3")
+            and found.questions[3].id == "84"
+        )
         assert found.licence == "Apache-2.0"
 
 
@@ -112,10 +133,14 @@ QA: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_question_and_answer_sets(tmp_path: Path, name: str, suffix: str) -> None:
     row, asks, category = QA[name]
     found = load_dataset(f"{name}={write(tmp_path / f'rows{suffix}', [row, row])}")
-    assert [q.turns for q in found.questions] == [(asks,), (asks,)] and found.questions[0].category == category
+    assert [q.turns for q in found.questions] == [(asks,), (asks,)] and found.questions[
+        0
+    ].category == category
     assert found.questions[0].id != found.questions[1].id, "the same id twice is two questions"
     assert found.licence and found.source == catalogue()[name].source
-    broken = {key: value for key, value in row.items() if key not in ("question", "prompt", "problem")}
+    broken = {
+        key: value for key, value in row.items() if key not in ("question", "prompt", "problem")
+    }
     with pytest.raises(UsageError, match="has no "):
         load_dataset(f"{name}={write(tmp_path / f'broken{suffix}', [broken])}")
 
@@ -134,7 +159,9 @@ def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
     for column in MADE_OF[name]:
         for bad in (None, "", " \n", ["a", "b"], {"a": 1}, True, 1.5):
             file = write(tmp_path / "rows.jsonl", [row, {**row, column: bad}])
-            with pytest.raises(UsageError, match=f":2 has (no {column},|a {column} that is not)") as failed:
+            with pytest.raises(
+                UsageError, match=f":2 has (no {column},|a {column} that is not)"
+            ) as failed:
                 load_dataset(f"{name}={file}")
             assert failed.value.code == "TS-DATA-ROW" and failed.value.remedy
         numbered = load_dataset(f"{name}={write(tmp_path / 'rows.jsonl', [{**row, column: 42}])}")
@@ -143,7 +170,9 @@ def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
         assert "42" in said, "an option of C-Eval that a table keeps as a number"
     if name in ("gsm8k", "humaneval"):
         with pytest.raises(UsageError, match=f"has no {MADE_OF[name][0]}, which rows"):
-            load_dataset(f"{name}={write(tmp_path / 'rows.parquet', [row, {**row, MADE_OF[name][0]: None}])}")
+            load_dataset(
+                f"{name}={write(tmp_path / 'rows.parquet', [row, {**row, MADE_OF[name][0]: None}])}"
+            )
 
 
 def test_a_picture_is_passed_through(tmp_path: Path) -> None:
@@ -153,31 +182,50 @@ def test_a_picture_is_passed_through(tmp_path: Path) -> None:
     text, picture = question.request(0)[0]["content"]
     assert text == {"type": "text", "text": "What is it?"} and question.has_pictures
     assert picture["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
-    parts = [{"type": "text", "text": "Compare"}, {"type": "image_url", "image_url": {"url": "https://x/a.png"}}]
+    parts = [
+        {"type": "text", "text": "Compare"},
+        {"type": "image_url", "image_url": {"url": "https://x/a.png"}},
+    ]
     said = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "ok"},
         {"role": "user", "content": "And?"},
     ]
     question = load_dataset(str(write(tmp_path / "own.jsonl", [{"messages": said}]))).questions[0]
-    assert question.opening[0]["content"] == parts and question.turns == ("And?",) and question.has_pictures
+    assert (
+        question.opening[0]["content"] == parts
+        and question.turns == ("And?",)
+        and question.has_pictures
+    )
     with pytest.raises(UsageError, match="neither a URL nor PNG"):
         load_dataset(f"mmstar={write(tmp_path / 'bad.jsonl', [{'question': 'x', 'image': 'zzz'}])}")
 
 
 def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> None:
-    row = {"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"}
+    row = {
+        "index": 0,
+        "question": "What is it?",
+        "image": {"bytes": PNG, "path": "0.png"},
+        "category": "x",
+    }
     without = {key: value for key, value in row.items() if key != "image"}
     for suffix, bad in ((".parquet", {**row, "image": None}), (".jsonl", {**without, "image": None}),
                         (".jsonl", {**without, "image": []}), (".jsonl", without)):  # fmt: skip
         rows = [row, bad] if suffix == ".parquet" else [bad]
-        with pytest.raises(UsageError, match=f":{len(rows)} has no image, which rows of MMStar have"):
+        with pytest.raises(
+            UsageError, match=f":{len(rows)} has no image, which rows of MMStar have"
+        ):
             load_dataset(f"mmstar={write(tmp_path / f'rows{suffix}', rows)}")
     address = "https://x/a.png"
-    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": address}}]
+    parts = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": address}},
+    ]
     for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
                 {"messages": [{"role": "user", "content": parts}]}):  # fmt: skip
-        asked = load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0)
+        asked = (
+            load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0)
+        )
         assert asked[0]["content"] == parts, own
     with pytest.raises(UsageError, match="has no image"):
         load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [{'prompt': 'What is it?'}])}")
@@ -201,7 +249,9 @@ def read_from_hub(name: str, known: QuestionSource, count: int) -> None:
     assert len(found) == count
     said = found[0].turns[0]
     assert (said if isinstance(said, str) else said[0]["text"]) == asks
-    assert found[0].category == ("computer_network" if name == "ceval" else category)  # of its configuration
+    assert found[0].category == (
+        "computer_network" if name == "ceval" else category
+    )  # of its configuration
     assert found[0].has_pictures == (name == "mmstar")
 
 
@@ -221,7 +271,9 @@ def test_sets_read_from_the_hub_by_the_datasets_library(tmp_path: Path, name: st
 
 def test_every_known_set_states_its_licence_and_source() -> None:
     for name, known in catalogue().items():
-        assert known.licence and known.source.startswith("https://") and known.hub.count("/") == 1, name
+        assert (
+            known.licence and known.source.startswith("https://") and known.hub.count("/") == 1
+        ), name
     with pytest.raises(UsageError, match="does not exist") as failed:
         load_dataset("mt-bensh")
     assert "mt-bench" in failed.value.remedy
@@ -237,9 +289,15 @@ def test_every_known_set_states_its_licence_and_source() -> None:
         ('{"messages": {"role": "user"}}', "has messages that are no list"),
         ('{"messages": ["hello"]}', "has a message that is no object"),
         ('{"messages": [{"role": "system"}]}', "role system without content"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "ends in a message of the role system"),
+        (
+            '{"messages": [{"role": "system", "content": "x"}]}',
+            "ends in a message of the role system",
+        ),
         ('{"messages": [{"role": "user", "content": ""}]}', "has an empty or non-text prompt"),
-        ('{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}', "ends in a message"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}',
+            "ends in a message",
+        ),
         ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),
         ('{"text": "x"}', "has no user message"),
         ('{"prompt": [1, 2]}', "empty or non-text"),

@@ -37,21 +37,34 @@ def test_an_average_below_one_is_no_acceptance() -> None:
     """0.5 made 152 steps of 76 tokens, and accepted -76; a rounded 1 and a 0, which is no count, are honest."""
     faults: list[str] = []
     low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]
-    assert servers.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
-    plain, untold = (answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0))
-    assert [(count.steps, count.accepted) for count in servers.all_counts([plain, untold], faults)] == [(30, 0)]
+    assert (
+        servers.all_counts(low, faults) == [] and "avg_decoded_tokens_per_iter is 0.5" in faults[0]
+    )
+    plain, untold = (
+        answer(30, 0, spec_decode=None, tokens_per_iteration=average) for average in (0.999, 0.0)
+    )
+    assert [
+        (count.steps, count.accepted) for count in servers.all_counts([plain, untold], faults)
+    ] == [(30, 0)]
 
 
 def counters(tokens: int, steps: int, accepted: int, answers: int) -> TurnCounts:
-    return without_surplus(TurnCounts("all", "all", tokens, steps, accepted, 3 * steps, None, "c"), answers, answers)
+    return without_surplus(
+        TurnCounts("all", "all", tokens, steps, accepted, 3 * steps, None, "c"), answers, answers
+    )
 
 
 def test_drafts_accepted_past_the_end_are_taken_out() -> None:
     """474 steps, 1024 accepted: vLLM tells 3.16, and 1,487 tokens in 24 answers make it 3.09."""
     found = counters(1487, 474, 1024, 24)
-    assert found.surplus == 1024 - 989 and 1 + found.accepted / found.steps == pytest.approx(3.087, abs=0.001)
+    assert found.surplus == 1024 - 989 and 1 + found.accepted / found.steps == pytest.approx(
+        3.087, abs=0.001
+    )
     summary = summarize([found])
-    assert summary.acceptance_length == pytest.approx(3.0865, abs=1e-3) and summary.turns == summary.questions == 24
+    assert (
+        summary.acceptance_length == pytest.approx(3.0865, abs=1e-3)
+        and summary.turns == summary.questions == 24
+    )
     assert summary.per_turn_mean is None and summary.per_question_mean is None
     assert counters(1600, 474, 1024, 24).surplus == 0, "tokens without drafts: the counter stands"
 
@@ -63,8 +76,16 @@ def test_counters_of_somebody_else_are_named() -> None:
 
 
 def test_answers_that_are_tool_calls_are_not_empty() -> None:
-    places = ("Rome, near the river", "Oslo in winter", "a village behind the hills", "Lima", "Kyoto at night")
-    calls = [[{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places]
+    places = (
+        "Rome, near the river",
+        "Oslo in winter",
+        "a village behind the hills",
+        "Lima",
+        "Kyoto at night",
+    )
+    calls = [
+        [{"name": "get_weather", "arguments": '{"place": "' + place + '"}'}] for place in places
+    ]
     called = [answer(text="", tool_calls=call) for call in calls]
     assert not codes(assemble.in_answers(called))
     silent = [replace(one, tool_calls=[]) for one in called]
@@ -85,7 +106,9 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
         for i in range(40):
             start, late = 0.1 * i, growth * i
             chunks = [(start + 0.2 + late, 5)]
-            answers.append(Answer(str(i), "c", 0, started=start, finished=start + 1 + late, chunks=chunks))
+            answers.append(
+                Answer(str(i), "c", 0, started=start, finished=start + 1 + late, chunks=chunks)
+            )
         return Round(level=LoadLevel(0, 10.0), number=0, answers=answers, seconds=9.0, most=10)
 
     assert codes(assemble.overloaded([run(0.1)])) == ["TS-BENCH-OVERLOAD"]
@@ -98,7 +121,12 @@ def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
         return Round(level=LoadLevel(load, rate), number=0, answers=answers, seconds=9.0, most=load)
 
     found = list(assemble.underfilled([run(4, 80), run(256, 80), run(100, 80)]))
-    assert codes(found) == ["TS-BENCH-FEW-QUESTIONS"] and "concurrency 256: a round had 80 questions" in found[0][2]
+    assert (
+        codes(found) == ["TS-BENCH-FEW-QUESTIONS"]
+        and "concurrency 256: a round had 80 questions" in found[0][2]
+    )
     assert not codes(assemble.underfilled([run(80, 80), run(256, 80, rate=2.0)]))
-    parts = [replace(run(8, 8), answers=run(8, 8).answers[half]) for half in (slice(5), slice(5, 8))]
+    parts = [
+        replace(run(8, 8), answers=run(8, 8).answers[half]) for half in (slice(5), slice(5, 8))
+    ]
     assert not codes(assemble.underfilled(parts)), "a round that was resumed"

@@ -43,12 +43,25 @@ def answered(directory: Path) -> list[dict[str, Any]]:
 
 
 def bench(url: str, dataset: Path, *more: str) -> list[str]:
-    return [*TRTSPEC, "bench", url, "--dataset", str(dataset), "--concurrency", "2", "--max-tokens", "48", *more]
+    return [
+        *TRTSPEC,
+        "bench",
+        url,
+        "--dataset",
+        str(dataset),
+        "--concurrency",
+        "2",
+        "--max-tokens",
+        "48",
+        *more,
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_again_and_again_loses_nothing(
+    stand_in: Start, dataset: Path, tmp_path: Path
+) -> None:
     """Ctrl-C, SIGTERM and ten kills, each followed by --resume; in the end the figures are those of one whole run."""
     url, out, whole = stand_in(step_s=0.02), tmp_path / "out", tmp_path / "whole"
     resume: tuple[str, ...] = ()
@@ -64,19 +77,39 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(stand_in: Start, da
             assert "--resume" in errors and str(out) in errors
         assert before + 1 <= len(answered(out)) < 39 and not (out / "results.json").exists()
         resume = ("--resume",)
-    for wrong, says in (((), "--resume"), (("--resume", "--seed", "5"), "begun with something else")):
-        refused = subprocess.run(bench(url, dataset, "-o", str(out), *wrong), capture_output=True, text=True)
+    for wrong, says in (
+        ((), "--resume"),
+        (("--resume", "--seed", "5"), "begun with something else"),
+    ):
+        refused = subprocess.run(
+            bench(url, dataset, "-o", str(out), *wrong), capture_output=True, text=True
+        )
         assert refused.returncode == 2 and says in refused.stderr
-    again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
+    again = subprocess.run(
+        bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True
+    )
     assert again.returncode == 0, again.stderr
     asked = [(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)]
     assert len(set(asked)) == len(asked) == 39, "what reached the journal is not asked again"
-    uninterrupted = subprocess.run(bench(url, dataset, "-o", str(whole)), capture_output=True, text=True)
+    uninterrupted = subprocess.run(
+        bench(url, dataset, "-o", str(whole)), capture_output=True, text=True
+    )
     assert uninterrupted.returncode == 0
     results, expected = read_results(out), read_results(whole)
-    for key in ("turns", "tokens", "steps", "drafted", "accepted", "histogram", "per_question_mean"):
+    for key in (
+        "turns",
+        "tokens",
+        "steps",
+        "drafted",
+        "accepted",
+        "histogram",
+        "per_question_mean",
+    ):
         assert getattr(results, key) == getattr(expected, key), key
-    assert results.concurrency[0].throughput.requests == 39 and results.concurrency[0].throughput.errors == 0
+    assert (
+        results.concurrency[0].throughput.requests == 39
+        and results.concurrency[0].throughput.errors == 0
+    )
 
 
 class Stopped(Exception):
@@ -99,7 +132,13 @@ def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Pa
     question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
     load = replace(WORKLOAD, dataset=Dataset("one", "0" * 64, (question,)))
     with RunJournal(path, {}) as raw, pytest.raises(ExceptionGroup):
-        asyncio.run(served(pages("vllm").get, lambda url: measure({"e": url}, load, journal=raw, bar=bar), asked))
+        asyncio.run(
+            served(
+                pages("vllm").get,
+                lambda url: measure({"e": url}, load, journal=raw, bar=bar),
+                asked,
+            )
+        )
     kept = answered(tmp_path)
     assert [entry["answer"]["turn"] for entry in kept] == [0, 1, 2] and len(asked) == 3
     assert asked[2]["messages"][1] == {"role": "assistant", "content": kept[0]["answer"]["text"]}
@@ -111,7 +150,9 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "out"
     command = [sys.executable, str(STAND_IN), str(port), '{"step_s": 0.01}']
     with command_line.served(port, *command) as (url, server):
-        process = subprocess.Popen(bench(url, dataset, "-o", str(out)), stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            bench(url, dataset, "-o", str(out)), stdout=subprocess.PIPE, text=True
+        )
         wait_for(lambda: len(answered(out)) >= 6, PATIENCE)
         server.kill()
     process.communicate(timeout=PATIENCE)
@@ -121,7 +162,9 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     speed = results.concurrency[0].throughput
     assert speed.errors >= 30 - 3 - 10 and speed.requests - speed.errors >= 6
     with command_line.served(port, *command):
-        again = subprocess.run(bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True)
+        again = subprocess.run(
+            bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True
+        )
     assert again.returncode == 0, again.stderr
     assert read_results(out).concurrency[0].throughput.errors == 0 and read_results(out).turns == 39
 
@@ -140,7 +183,14 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
     assert done.returncode == 3 and "TS-BENCH-ERRORS" in done.stdout, done.stderr
     errors = [entry["answer"]["error"] or "" for entry in answered(out)]
     cut = "without a finish_reason"
-    for said in ("HTTP 503: busy", cut, "key must be a string", "incomplete", "not complete after 10 s", "disconnect"):
+    for said in (
+        "HTTP 503: busy",
+        cut,
+        "key must be a string",
+        "incomplete",
+        "not complete after 10 s",
+        "disconnect",
+    ):
         assert any(said in error for error in errors), (said, sorted(set(errors)))
     assert errors.count("") >= 2
 
@@ -170,12 +220,17 @@ def test_fuzzed_answers_end_in_words() -> None:
 
     async def ask(url: str) -> list[Any]:
         async with new_client(url, 1) as client:
-            asked = [chat_body("m", [{"role": "user", "content": "x"}], RequestSampling(), n) for n in range(500)]
+            asked = [
+                chat_body("m", [{"role": "user", "content": "x"}], RequestSampling(), n)
+                for n in range(500)
+            ]
             return [await stream_answer(client, body, "q", "c", limit_s=60) for body in asked]
 
     answers = asyncio.run(answering(lambda path, body: bodies[body["seed"]], ask))
     failed = sum(answer.error is not None for answer in answers)
-    print(f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers")
+    print(
+        f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers"
+    )
     assert len(answers) == 500 and 50 < failed < 500
     json.dumps([vars(answer) for answer in answers], ensure_ascii=False).encode("utf-8")
 

@@ -21,7 +21,11 @@ Pages = dict[str, str]
 STREAM = "".join(
     f"data: {json.dumps(event)}\n\n"
     for event in (
-        {"choices": [{"index": 0, "delta": {"content": "four words are here"}, "finish_reason": "stop"}]},
+        {
+            "choices": [
+                {"index": 0, "delta": {"content": "four words are here"}, "finish_reason": "stop"}
+            ]
+        },
         {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
     )
 )
@@ -29,7 +33,23 @@ DRAFTS, DRAFTED, ACCEPTED = (
     f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")
 )
 BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-ODD = ("NaN", "+Inf", "-Inf", "abc", "-3", "1.5", "1e400", "9" * 400, "", "0x3", "{", '"', "1 2 3", "\x00", "\ud800")
+ODD = (
+    "NaN",
+    "+Inf",
+    "-Inf",
+    "abc",
+    "-3",
+    "1.5",
+    "1e400",
+    "9" * 400,
+    "",
+    "0x3",
+    "{",
+    '"',
+    "1 2 3",
+    "\x00",
+    "\ud800",
+)
 WORKLOAD = measure.BenchWorkload(
     dataset=Dataset("two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))),
     sampling=RequestSampling(max_tokens=8), concurrency=(1,), warmup=0,
@@ -63,14 +83,19 @@ def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str
 
 def pages(kind: str) -> Pages:
     """What an honest server of that kind says."""
-    found = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": kind}]}), "/version": '{"version": "1.0"}'}
+    found = {
+        "/v1/models": json.dumps({"data": [{"id": "m", "owned_by": kind}]}),
+        "/version": '{"version": "1.0"}',
+    }
     if kind == "vllm":
         return {**found, "/metrics": metrics()}
     return found
 
 
 async def served(
-    found: Callable[[str], str | None], then: Callable[[str], Awaitable[Any]], asked: list[Any] | None = None
+    found: Callable[[str], str | None],
+    then: Callable[[str], Awaitable[Any]],
+    asked: list[Any] | None = None,
 ) -> Any:
     """`then(url)` while a server answers `found(path)` at each path, and every chat with the same words; `asked` gets
     the bodies."""
@@ -95,17 +120,25 @@ def bench(first: Pages, later: Pages) -> BenchResults:
 
     targets = asyncio.run(served(found, lambda url: measure.measure({"e": url}, WORKLOAD)))
     results = assemble.assemble(targets)
-    assert json.loads(json.dumps(results.to_dict(), ensure_ascii=False).encode())["turns"] is not None
+    assert (
+        json.loads(json.dumps(results.to_dict(), ensure_ascii=False).encode())["turns"] is not None
+    )
     return results
 
 
 def reasons(results: BenchResults) -> list[str]:
-    return [problem.message for problem in results.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE"]
+    return [
+        problem.message for problem in results.problems if problem.code == "TS-BENCH-NO-ACCEPTANCE"
+    ]
 
 
-@pytest.mark.parametrize("models", ['{"data":["x"]}', '{"data":{"a":1}}', '{"data":[{}]}', "[]", '{"data":[{"id":1}]}'])
+@pytest.mark.parametrize(
+    "models", ['{"data":["x"]}', '{"data":{"a":1}}', '{"data":[{}]}', "[]", '{"data":[{"id":1}]}']
+)
 def test_a_list_of_models_that_is_none_is_named(models: str) -> None:
-    with pytest.raises(TrtspecError, match=r"http://127.0.0.1:\d+/v1/models answered 200 without a model"):
+    with pytest.raises(
+        TrtspecError, match=r"http://127.0.0.1:\d+/v1/models answered 200 without a model"
+    ):
         bench({"/v1/models": models}, {})
 
 
@@ -117,20 +150,38 @@ def test_a_list_of_models_that_is_none_is_named(models: str) -> None:
         ("/metrics", metrics(drafts="abc"), "not Prometheus text"),
         ("/metrics", metrics(drafts="3"), "counts less after the run than before it"),
         ("/metrics", metrics(position="x"), "of the position 'x'"),
-        ("/metrics", metrics(drafts="11", accepted="5").replace('"0"} 4', '"0"} 9'), "measured in part"),
+        (
+            "/metrics",
+            metrics(drafts="11", accepted="5").replace('"0"} 4', '"0"} 9'),
+            "measured in part",
+        ),
     ],
 )
-def test_figures_that_are_none_are_unmeasured_with_their_reason(page: str, text: str, says: str) -> None:
+def test_figures_that_are_none_are_unmeasured_with_their_reason(
+    page: str, text: str, says: str
+) -> None:
     """They change while the run goes on: its answers and times are kept."""
     results = bench(pages("vllm"), {**pages("vllm"), page: text})
-    assert any(says in reason.replace("nan", "NaN") for reason in reasons(results)), results.problems
-    assert results.concurrency[0].throughput.requests == 2 and results.concurrency[0].throughput.errors == 0
+    assert any(says in reason.replace("nan", "NaN") for reason in reasons(results)), (
+        results.problems
+    )
+    assert (
+        results.concurrency[0].throughput.requests == 2
+        and results.concurrency[0].throughput.errors == 0
+    )
     assert says == "measured in part" or results.acceptance_length is None
 
 
 def test_honest_counters_are_read() -> None:
-    results = bench(pages("vllm"), {**pages("vllm"), "/metrics": metrics("14", "6").replace('"0"} 4', '"0"} 6')})
-    assert (results.steps, results.accepted, results.histogram, reasons(results)) == (4, 2, [2, 2], [])
+    results = bench(
+        pages("vllm"), {**pages("vllm"), "/metrics": metrics("14", "6").replace('"0"} 4', '"0"} 6')}
+    )
+    assert (results.steps, results.accepted, results.histogram, reasons(results)) == (
+        4,
+        2,
+        [2, 2],
+        [],
+    )
 
 
 def damaged(page: str, dice: random.Random) -> str:
@@ -145,7 +196,11 @@ def damaged(page: str, dice: random.Random) -> str:
                                lines[at].replace('="0"', f'="{dice.choice(ODD)}"')))  # fmt: skip
         text = "\n".join([*lines[:at], changed, *lines[at + 1 :]]) + "\n"
     place = dice.randrange(len(text) + 1)
-    return text if dice.random() < 0.8 else text[:place] + dice.choice(("", "\x00", "\ud800", "}", text))
+    return (
+        text
+        if dice.random() < 0.8
+        else text[:place] + dice.choice(("", "\x00", "\ud800", "}", text))
+    )
 
 
 def fuzz(seeds: range) -> tuple[int, int]:
@@ -173,7 +228,12 @@ def fuzz_watch(seeds: range) -> int:
     drafts = {"numRequestsWithDraftTokens": 4, "numDraftTokens": 12, "numAcceptedTokens": 6}
     iteration = {"iter": 1, "numActiveRequests": 4, "specDecodingStats": drafts}
     bodies = [
-        (seed, random.Random(seed).choice((metrics(), json.dumps([iteration, {**iteration, "iter": 2}]))))
+        (
+            seed,
+            random.Random(seed).choice(
+                (metrics(), json.dumps([iteration, {**iteration, "iter": 2}]))
+            ),
+        )
         for seed in seeds
     ]
     current = ""

@@ -29,14 +29,20 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
     assert read.token_ids == (3, 4) and read.answered and read.name == ("text 0", "ids")
 
 
-@pytest.mark.parametrize("change", [{"token_ids": "x"}, {"steps": 1.5}, {"key": None}, {"body": []}, {"calls": [3]}])
-def test_a_recording_with_other_kinds_of_values_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"token_ids": "x"}, {"steps": 1.5}, {"key": None}, {"body": []}, {"calls": [3]}]
+)
+def test_a_recording_with_other_kinds_of_values_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     with pytest.raises(UsageError, match="line 1, is no exchange"):
         read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
 
 
 @pytest.mark.parametrize("key", ["categories", "turns_detail", "quality"])
-def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, whole: Path, key: str) -> None:
+def test_results_with_other_kinds_of_values_are_refused(
+    tmp_path: Path, whole: Path, key: str
+) -> None:
     found = json.loads((whole / "results.json").read_text())
     with pytest.raises(UsageError, match=key):
         read_results(write(tmp_path / "b.json", {**found, key: 3}))
@@ -44,34 +50,56 @@ def test_results_with_other_kinds_of_values_are_refused(tmp_path: Path, whole: P
 
 @pytest.mark.parametrize("value", [-3, 2**53, 10**30, 10**400])
 @pytest.mark.parametrize("key", ["steps", "accepted", "tokens", "histogram"])
-def test_counts_that_are_none_are_refused(tmp_path: Path, whole: Path, key: str, value: int) -> None:
+def test_counts_that_are_none_are_refused(
+    tmp_path: Path, whole: Path, key: str, value: int
+) -> None:
     found = json.loads((whole / "results.json").read_text())
     changed = {**COUNTS, key: [1, value] if key == "histogram" else value}
     with pytest.raises(UsageError, match=f"turns_detail.0.{key}"):
         read_results(write(tmp_path / "b.json", {**found, "turns_detail": [changed]}))
 
 
-def test_another_schema_and_a_workload_that_tables_cannot_state_are_refused(tmp_path: Path, whole: Path) -> None:
+def test_another_schema_and_a_workload_that_tables_cannot_state_are_refused(
+    tmp_path: Path, whole: Path
+) -> None:
     found = json.loads((whole / "results.json").read_text())
     assert read_results(whole).workload.dataset == found["workload"]["dataset"]
     with pytest.raises(UsageError, match="its schema is '99', and this release reads 3"):
         read_results(write(tmp_path / "b.json", {**found, "schema": 99}))
-    for key in ("dataset", "dataset_sha256", "questions", "rates", "concurrency", "temperature", "template", "seed"):
-        for workload in ({k: v for k, v in found["workload"].items() if k != key}, found["workload"] | {key: None}):
+    for key in (
+        "dataset",
+        "dataset_sha256",
+        "questions",
+        "rates",
+        "concurrency",
+        "temperature",
+        "template",
+        "seed",
+    ):
+        for workload in (
+            {k: v for k, v in found["workload"].items() if k != key},
+            found["workload"] | {key: None},
+        ):
             with pytest.raises(UsageError, match=f"workload.{key}"):
                 read_results(write(tmp_path / "b.json", {**found, "workload": workload}))
 
 
 @pytest.fixture(scope="module")
-def whole(stand_in: Callable[..., str], dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(
+    stand_in: Callable[..., str], dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What a real run wrote."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    done = trtspec("bench", stand_in(), "--dataset", dataset, "--samples", 3, "--concurrency", 1, "-o", out)
+    done = trtspec(
+        "bench", stand_in(), "--dataset", dataset, "--samples", 3, "--concurrency", 1, "-o", out
+    )
     assert done.status == 0, done.stderr
     return out
 
 
-def test_a_server_that_is_not_there_is_no_obstacle(stand_in: Callable[..., str], dataset: Path, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_no_obstacle(
+    stand_in: Callable[..., str], dataset: Path, tmp_path: Path
+) -> None:
     """It leaves nothing; then the same command works against a server that is there, without --force."""
     out, url = tmp_path / "out", f"http://127.0.0.1:{free_port()}"
     words = ("--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out)
@@ -82,18 +110,29 @@ def test_a_server_that_is_not_there_is_no_obstacle(stand_in: Callable[..., str],
     assert alive.status == 0, alive.stderr
     assert (out / "answers.jsonl").is_file()
     again = trtspec("bench", stand_in(), *words)
-    assert again.status == 2 and "already exists" in again.stderr, "what was measured is not overwritten"
+    assert again.status == 2 and "already exists" in again.stderr, (
+        "what was measured is not overwritten"
+    )
 
 
-def test_the_ci_step_bench_fails_with_its_summary(stand_in: Callable[..., str], tmp_path: Path) -> None:
+def test_the_ci_step_bench_fails_with_its_summary(
+    stand_in: Callable[..., str], tmp_path: Path
+) -> None:
     """The step as configs/ci/endpoint.yml has it, on a server that fails every third request: its status is that of
     bench, and the tables are in the job's summary all the same. The check behind it is not skipped."""
     summary = tmp_path / "summary.md"
-    steps, run = ci_steps(tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary))
+    steps, run = ci_steps(
+        tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary)
+    )
     done = run("bench")
     assert done.returncode == 3, done.stderr
-    assert "TS-BENCH-ERRORS" in summary.read_text() and "Output tokens per second" in summary.read_text()
-    assert steps["record"]["if"] == "${{ !cancelled() }}", "it judges the server whatever bench found"
+    assert (
+        "TS-BENCH-ERRORS" in summary.read_text()
+        and "Output tokens per second" in summary.read_text()
+    )
+    assert steps["record"]["if"] == "${{ !cancelled() }}", (
+        "it judges the server whatever bench found"
+    )
     (tmp_path / "baseline").mkdir()
     (tmp_path / "results").rename(tmp_path / "baseline" / "1")
     again = run("bench")

@@ -39,7 +39,10 @@ def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path)
         assert counters[key] == exact[key], key
     # trtllm-serve counts the prefill as a step, which is taken out again
     assert average["steps"] == exact["steps"] and average["accepted"] == exact["accepted"]
-    assert average["per_question_mean"] == exact["per_question_mean"] and counters["per_question_mean"] is None
+    assert (
+        average["per_question_mean"] == exact["per_question_mean"]
+        and counters["per_question_mean"] is None
+    )
     assert counters["per_turn_mean"] is None and counters["turns"] == exact["turns"]
     assert average["per_turn_mean"] == exact["per_turn_mean"]
     assert average["histogram"] is None and average["drafted"] is None
@@ -53,17 +56,28 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
     assert level["tokens"] == level["steps"] + level["accepted"] + level["turns"]
     assert sum(level["histogram"]) == level["steps"] and level["drafted"] == 3 * level["steps"]
     assert results["turns"] == 39, "three questions have a second turn"
-    assert level["throughput"]["output_tokens"] == level["tokens"] and level["throughput"]["errors"] == 0
+    assert (
+        level["throughput"]["output_tokens"] == level["tokens"]
+        and level["throughput"]["errors"] == 0
+    )
 
 
 def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
     """Both servers sleep per step, so the speed-up is tokens per step: 25 tokens in 1 + 8 steps of 3 or in 25."""
-    urls = {"spec": stand_in(kind="reference", step_s=0.05, forced=2), "plain": stand_in(kind="plain", step_s=0.05)}
-    first = [replace(question, turns=question.turns[:1]) for question in load_dataset(str(dataset), 6).questions]
+    urls = {
+        "spec": stand_in(kind="reference", step_s=0.05, forced=2),
+        "plain": stand_in(kind="plain", step_s=0.05),
+    }
+    first = [
+        replace(question, turns=question.turns[:1])
+        for question in load_dataset(str(dataset), 6).questions
+    ]
     once = Dataset("once", "0" * 64, tuple(first))
     work = measure.BenchWorkload(once, RequestSampling(max_tokens=25), (2,), rounds=2, warmup=2)
     results = assemble.assemble(asyncio.run(measure.measure(urls, work)))
-    (ratio,) = (found.ratio for found in results.speedups if (found.of, found.over) == ("spec", "plain"))
+    (ratio,) = (
+        found.ratio for found in results.speedups if (found.of, found.over) == ("spec", "plain")
+    )
     assert ratio.units == 6 and ratio.low <= ratio.value <= ratio.high
     assert results.per_turn_mean == pytest.approx(25 / 9, abs=1e-3)
     assert ratio.value == pytest.approx(25 / 9, rel=0.15)
@@ -71,9 +85,13 @@ def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> Non
     assert asked[0] == asked[1].throughput.requests  # type: ignore[union-attr]
 
 
-def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand_in: Start, dataset: Path) -> None:
+def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(
+    stand_in: Start, dataset: Path
+) -> None:
     url = stand_in(kind="reference")
-    work = measure.BenchWorkload(load_dataset(str(dataset), 8), RequestSampling(32, 1.0, seed=5), (4,))
+    work = measure.BenchWorkload(
+        load_dataset(str(dataset), 8), RequestSampling(32, 1.0, seed=5), (4,)
+    )
     first, second = (asyncio.run(measure.measure({"e": url}, work))[0].answers() for _ in range(2))
     texts = [{(a.question, a.turn): a.text for a in answers} for answers in (first, second)]
     assert texts[0] == texts[1]
@@ -90,11 +108,15 @@ def test_sampled_answers_differ_between_questions_and_repeat_with_the_seed(stand
         ({"kind": "other"}, "TS-BENCH-NO-ACCEPTANCE"),
     ],
 )
-def test_unsound_measurements_are_named(stand_in: Start, dataset: Path, settings: dict, code: str) -> None:
+def test_unsound_measurements_are_named(
+    stand_in: Start, dataset: Path, settings: dict, code: str
+) -> None:
     assert codes(run({"e": stand_in(**settings)}, dataset)) == {code}
 
 
-def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Path, tmp_path: Path) -> None:
+def test_command_writes_results_report_and_compares(
+    stand_in: Start, dataset: Path, tmp_path: Path
+) -> None:
     url, out = stand_in(kind="reference"), tmp_path / "out"
     common = ["--dataset", dataset, "--concurrency", "1,4", "--samples", "24", "--max-tokens", "48"]
     first = trtspec("bench", url, *common, "-o", out)
@@ -103,9 +125,9 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     results = json.loads((out / "results.json").read_text())
     assert [level["concurrency"] for level in results["concurrency"]] == [1, 4]
     page = (out / "report.html").read_text()
-    assert f"{results['acceptance_length']:.2f}" in page and "http://" not in page.replace(url, "").replace(
-        "http://www.w3.org", ""
-    )
+    assert f"{results['acceptance_length']:.2f}" in page and "http://" not in page.replace(
+        url, ""
+    ).replace("http://www.w3.org", "")
     assert (out / "answers.jsonl").read_text().count('"answer": {') == sum(
         level["throughput"]["requests"] for level in results["concurrency"]
     )
@@ -113,10 +135,15 @@ def test_command_writes_results_report_and_compares(stand_in: Start, dataset: Pa
     assert refused.status == 2 and "--force" in refused.stderr
     again = trtspec("bench", url, *common, "--compare", out, "--json")
     comparison = json.loads(again.stdout)["comparison"]
-    assert comparison["figures"][0]["ratio"] == 1.0 and comparison["figures"][0]["verdict"] == "no change found"
+    assert (
+        comparison["figures"][0]["ratio"] == 1.0
+        and comparison["figures"][0]["verdict"] == "no change found"
+    )
     other = trtspec("bench", url, *common[:-2], "--compare", out)
     assert other.status == 2 and "max_tokens was 48, now 256" in other.stderr
-    renamed = json.loads((out / "results.json").read_text()) | {"server": {"kind": "reference", "model": "other"}}
+    renamed = json.loads((out / "results.json").read_text()) | {
+        "server": {"kind": "reference", "model": "other"}
+    }
     (tmp_path / "other.json").write_text(json.dumps(renamed))
     other = trtspec("bench", url, *common, "--compare", tmp_path / "other.json")
     assert other.status == 2 and "figures of the model other" in other.stderr, other.stderr
@@ -127,7 +154,9 @@ def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Pa
     assert nobody.status == 1 and "does not answer" in nobody.stderr
     waited = trtspec("bench", "127.0.0.1:9", "--dataset", dataset, "--wait-ready", "1")
     assert waited.status == 1 and "after 1 s" in waited.stderr
-    failing = trtspec("bench", stand_in(fail_every=1), "--dataset", dataset, "--samples", 2, "--concurrency", 1)
+    failing = trtspec(
+        "bench", stand_in(fail_every=1), "--dataset", dataset, "--samples", 2, "--concurrency", 1
+    )
     assert failing.status == 1 and "out of blocks" in failing.stderr
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt": [17, 4, 99]}\n')

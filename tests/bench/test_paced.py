@@ -30,7 +30,9 @@ def paced(paced: Callable[..., str]) -> Callable[..., str]:
 
 
 def run(url: str, dataset: Path, **options: Any) -> BenchResults:
-    return measured({"e": url}, dataset, max_tokens=TOKENS, **{"samples": 8, "warmup": 0, **options})
+    return measured(
+        {"e": url}, dataset, max_tokens=TOKENS, **{"samples": 8, "warmup": 0, **options}
+    )
 
 
 def truth(url: str) -> dict[str, float]:
@@ -43,7 +45,9 @@ def codes(results: BenchResults) -> set[str]:
     return {problem.code for problem in results.problems}
 
 
-async def raw_first_token(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], body: dict[str, Any]) -> float:
+async def raw_first_token(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], body: dict[str, Any]
+) -> float:
     """Seconds from writing a request to the read that brought its first text, with nothing but a socket between."""
     reader, writer = connection
     data, came, first = json.dumps(body).encode(), b"", None
@@ -75,7 +79,9 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(paced: Callable[...,
         return found
 
     found = asyncio.run(differences())[1:]
-    print(f"{1000 * statistics.median(found):.2f} ms more than a bare socket, median of {len(found)} pairs")
+    print(
+        f"{1000 * statistics.median(found):.2f} ms more than a bare socket, median of {len(found)} pairs"
+    )
     assert statistics.median(found) < 0.006
 
 
@@ -87,11 +93,16 @@ def test_waiting_for_a_connection_is_not_counted(paced: Callable[..., str]) -> N
     async def firsts() -> list[tuple[float, float]]:
         async with new_client(url, concurrency=1) as client:
             asked = [stream_answer(client, body, "q", "c", 0) for _ in range(8)]
-            return sorted((a.started, (a.first_token or 0.0) - a.started) for a in await asyncio.gather(*asked))
+            return sorted(
+                (a.started, (a.first_token or 0.0) - a.started)
+                for a in await asyncio.gather(*asked)
+            )
 
     found = asyncio.run(firsts())
     assert found[5][0] - found[0][0] >= 0.6, "three had to wait"
-    assert 0.6 <= statistics.median(first for _, first in found[5:]) < 1.0, f"1.2 with the waiting: {found}"
+    assert 0.6 <= statistics.median(first for _, first in found[5:]) < 1.0, (
+        f"1.2 with the waiting: {found}"
+    )
 
 
 def test_a_buffering_proxy_is_named(paced: Callable[..., str], dataset: Path) -> None:
@@ -101,7 +112,9 @@ def test_a_buffering_proxy_is_named(paced: Callable[..., str], dataset: Path) ->
     assert "TS-BENCH-BUFFERED" in codes(pieces)
 
 
-def test_open_loop_keeps_its_rate_whatever_the_server_does(paced: Callable[..., str], dataset: Path) -> None:
+def test_open_loop_keeps_its_rate_whatever_the_server_does(
+    paced: Callable[..., str], dataset: Path
+) -> None:
     results = run(paced(ttft_s=0.5, gap_s=0.0, tokens=10), dataset, rates=(8.0,), samples=36)
     level = results.concurrency[0]
     assert level.rate == 8.0 and level.label == "8 requests/s" and level.throughput.requests == 39
@@ -112,25 +125,40 @@ def test_open_loop_keeps_its_rate_whatever_the_server_does(paced: Callable[..., 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
-def test_within_3_percent_of_the_truth(paced: Callable[..., str], tmp_path: Path, slots: int) -> None:
+def test_within_3_percent_of_the_truth(
+    paced: Callable[..., str], tmp_path: Path, slots: int
+) -> None:
     """24 questions of one turn, so that the slots are busy to the end."""
     url, promise = paced(), ServiceLevel(ttft=60.0, tpot=60.0)
     results = run(url, prompts(tmp_path), samples=24, concurrency=(slots,), promise=promise)
     speed, wrote = results.concurrency[0].throughput, truth(url)
-    assert speed.ttft_s and speed.itl_s and speed.tokens_per_s and speed.inter_token_s and speed.answer_tokens
+    assert (
+        speed.ttft_s
+        and speed.itl_s
+        and speed.tokens_per_s
+        and speed.inter_token_s
+        and speed.answer_tokens
+    )
     assert speed.answer_tokens.mean == TOKENS and speed.goodput and speed.goodput.share == 1.0
     assert "TS-BENCH-NO-ACCEPTANCE" in codes(results) and "TS-BENCH-BUFFERED" not in codes(results)
-    figures = {"TTFT": (speed.ttft_s.p50, wrote["ttft_s"]), "ITL": (speed.itl_s.mean, wrote["gap_s"])}
+    figures = {
+        "TTFT": (speed.ttft_s.p50, wrote["ttft_s"]),
+        "ITL": (speed.itl_s.mean, wrote["gap_s"]),
+    }
     figures["TPOT"] = (speed.inter_token_s.p50, wrote["gap_s"] * TPOT / GAP)
     figures["tokens/s"] = (speed.tokens_per_s, slots * TOKENS / wrote["request_s"])
     for name, (ours, true) in figures.items():
-        print(f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, {100 * (ours / true - 1):+.2f} %")
+        print(
+            f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, {100 * (ours / true - 1):+.2f} %"
+        )
         assert ours == pytest.approx(true, rel=0.03), name
 
 
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Tell me about the number {i}"}) + "\n" for i in range(24)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Tell me about the number {i}"}) + "\n" for i in range(24))
+    )
     return path
 
 
@@ -142,10 +170,13 @@ def test_within_3_percent_of_another_load_generator(
 ) -> None:
     url, questions = paced(), prompts(tmp_path)
     theirs = peer(
-        Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")), tmp_path / "peer.json"
+        Load(url, "paced", questions, 24, 2, TOKENS, word_tokenizer(tmp_path / "words")),
+        tmp_path / "peer.json",
     )
     ours = figures(run(url, questions, samples=24))
     for key, value in theirs.items():
-        print(f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %")
+        print(
+            f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %"
+        )
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=0.03), key

@@ -45,23 +45,33 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
     """Every line parses as the command that it names, and both launches are the same but for the head."""
     steps = script(SETUP, tmp_path, 16)
     assert [step.name for step in steps] == ["plan", "bench-spec", "record", "bench-plain", "score"]
-    for words in (*(step.words for step in steps), *(serve_words(SETUP, launch) for launch in (SPECULATING, PLAIN))):
+    for words in (
+        *(step.words for step in steps),
+        *(serve_words(SETUP, launch) for launch in (SPECULATING, PLAIN)),
+    ):
         command = getattr(import_module(f"trtspec.cli.{words[0]}"), words[0])
         parse(record_of(command), list(words[1:]), words[0])
     speculating, plain = (set(serve_words(SETUP, launch)) for launch in (SPECULATING, PLAIN))
-    assert speculating - plain == {"--head", PAIR[1], "--draft-len", "2"} and not plain - speculating
+    assert (
+        speculating - plain == {"--head", PAIR[1], "--draft-len", "2"} and not plain - speculating
+    )
     subprocess.run(["bash", "-n", "-c", shell_text(SETUP, tmp_path, steps)], check=True)
 
 
 def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> None:
     done = trtspec(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
     lines = done.stdout.splitlines()
-    assert done.status == 0 and lines[0].startswith("# about ") and not (tmp_path / "proof").exists()
+    assert (
+        done.status == 0 and lines[0].startswith("# about ") and not (tmp_path / "proof").exists()
+    )
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
         "serve", "bench", "check", "serve", "bench", "check",
     ]  # fmt: skip
     tokens = [
-        json.loads(trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).stdout)["tokens"] for n in (4, 8)
+        json.loads(trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).stdout)[
+            "tokens"
+        ]
+        for n in (4, 8)
     ]
     assert tokens[1] > 1.5 * tokens[0] > 0
 
@@ -71,14 +81,22 @@ def test_without_the_engine_it_ends_before_the_first_launch(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = trtspec("prove", PAIR[0], "--head", PAIR[1], "--backend", backend, "-o", tmp_path / "proof")
-    assert done.status == 4 and "not installed here" in done.stderr and not (tmp_path / "proof").exists()
+    done = trtspec(
+        "prove", PAIR[0], "--head", PAIR[1], "--backend", backend, "-o", tmp_path / "proof"
+    )
+    assert (
+        done.status == 4
+        and "not installed here" in done.stderr
+        and not (tmp_path / "proof").exists()
+    )
 
 
 def test_options_that_would_change_what_is_proved_are_refused(tmp_path: Path) -> None:
     for flag in OWN_OPTIONS:
         done = trtspec(*NANO, "-o", tmp_path / "proof", "--dry-run", "--", f"{flag}=7")
-        assert done.status == 2 and f"{flag} cannot be passed to the servers" in done.stderr, done.stderr
+        assert done.status == 2 and f"{flag} cannot be passed to the servers" in done.stderr, (
+            done.stderr
+        )
     engines = ("--max-batch-size", "8", "--", "--head")
     assert trtspec(*NANO, "-o", "x", "--dry-run", "--", *engines).status == 0
     for words in (NANO[:2], (*NANO, "-o", tmp_path, "--dataset", "nowhere.jsonl")):
@@ -89,9 +107,14 @@ def test_the_sentence_says_verdict_and_speed() -> None:
     ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=Ratio(r, r - 0.1, r + 0.1, 8))
            for c, r in ((1, 1.4), (4, 1.28))]  # fmt: skip
     said = sentence("SAFE", "SAFE: the same output as without speculation", ups)
-    speeds = "1.40 times as fast (1.30 to 1.50) at concurrency 1, 1.28 (1.18 to 1.38) at concurrency 4"
+    speeds = (
+        "1.40 times as fast (1.30 to 1.50) at concurrency 1, 1.28 (1.18 to 1.38) at concurrency 4"
+    )
     assert said == f"SAFE: the same output, {speeds}"
-    assert sentence("NOT SAFE", "NOT SAFE: greedy: x", []) == "NOT SAFE: greedy: x; the speed was not measured"
+    assert (
+        sentence("NOT SAFE", "NOT SAFE: greedy: x", [])
+        == "NOT SAFE: greedy: x; the speed was not measured"
+    )
 
 
 def test_the_page_and_the_bundle_hold_what_was_found(
@@ -109,48 +132,89 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "serve-spec.log").write_text("the key is s3cret")
     rows = [
-        {"name": "greedy", "status": "pass", "seen": 8, "of": 8, "faults": [], "why": "largest difference 0.01 nats"}
+        {
+            "name": "greedy",
+            "status": "pass",
+            "seen": 8,
+            "of": 8,
+            "faults": [],
+            "why": "largest difference 0.01 nats",
+        }
     ]
-    plan = {"points": [{"concurrency": c, "draft_len": k, "step_ms": 70.7 + k} for c in (1, 4) for k in (0, 2)]}
-    scored = {"verdict": "SAFE", "message": "SAFE: the same output as without speculation", "results": rows}
+    plan = {
+        "points": [
+            {"concurrency": c, "draft_len": k, "step_ms": 70.7 + k} for c in (1, 4) for k in (0, 2)
+        ]
+    }
+    scored = {
+        "verdict": "SAFE",
+        "message": "SAFE: the same output as without speculation",
+        "results": rows,
+    }
     setup = replace(SETUP, serve_words=("--api-key", "s3cret"))
-    more: dict[str, Any] = {"identities": {}, "seconds": {}, "engine": "1.3.0rc20", "dataset_sha256": "0"}
+    more: dict[str, Any] = {
+        "identities": {},
+        "seconds": {},
+        "engine": "1.3.0rc20",
+        "dataset_sha256": "0",
+    }
     evidence = gathered(setup, {"plan": plan, "score": scored}, tmp_path, **more)
     page = proof_html(evidence, *results.values())
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
-    assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(asdict(evidence))
-    shown = ("70.70", "72.70", "tokens per verification step", "largest difference 0.01 nats", 'class="sentence pass"')
+    assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(
+        asdict(evidence)
+    )
+    shown = (
+        "70.70",
+        "72.70",
+        "tokens per verification step",
+        "largest difference 0.01 nats",
+        'class="sentence pass"',
+    )
     assert all(words in page for words in shown), page
     slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups]
     assert evidence.proved and not replace(evidence, speedups=slow).proved
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}
     evidence = gathered(SETUP, {"score": failed}, tmp_path, **more)
     page = proof_html(evidence, *results.values())
-    assert 'class="sentence fail"' in page and "NOT SAFE: greedy: 1 fault" in page and "70.70" not in page
+    assert (
+        'class="sentence fail"' in page
+        and "NOT SAFE: greedy: 1 fault" in page
+        and "70.70" not in page
+    )
     bad = replace(results["spec"].degeneration, degenerate=True)
     levels = [replace(level, degeneration=bad) for level in results["spec"].concurrency]
     loops = replace(results["spec"], degeneration=bad, concurrency=levels)
     (tmp_path / "spec" / "results.json").write_text(json.dumps(loops.to_dict()))
     evidence = gathered(SETUP, {"score": scored}, tmp_path, **more)
-    assert evidence.sentence == "NOT PROVEN: the same output; the speed was not measured" and not evidence.proved
+    assert (
+        evidence.sentence == "NOT PROVEN: the same output; the speed was not measured"
+        and not evidence.proved
+    )
     assert evidence.acceptance_length is None
 
 
 def prove(out: Path, port: int, *words: str) -> subprocess.Popen[str]:
     command = [*TRTSPEC, *NANO, "-o", str(out), "--port", str(port), *SMALL, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
 
 
 def keys_of(journal: Path) -> set[str]:
     return {
-        json.loads(line)["key"] for line in journal.read_text().splitlines(keepends=True)[1:] if line.endswith("\n")
+        json.loads(line)["key"]
+        for line in journal.read_text().splitlines(keepends=True)[1:]
+        if line.endswith("\n")
     }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_proof_killed_at_ten_points_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_proof_killed_at_ten_points_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The kills come before the first server is ready, then in each of the four steps, early and later."""
     out, port, seen = tmp_path / "proof", free_port(), ""
     journal, passed = out / "journal.jsonl", ("--", "--max-queue", "77")
@@ -172,9 +236,17 @@ def test_a_proof_killed_at_ten_points_is_resumed(tmp_path: Path, capsys: pytest.
     assert done.returncode in (0, 3), errors
     found = json.loads(said)
     keys = [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:]]
-    assert [key for key in keys if not key.startswith("serve-")] == ["bench-spec", "record", "bench-plain", "score"]
+    assert [key for key in keys if not key.startswith("serve-")] == [
+        "bench-spec",
+        "record",
+        "bench-plain",
+        "score",
+    ]
     evidence, page = (out / "evidence.json").read_text(), (out / "report.html").read_text()
-    assert json.loads(evidence)["sentence"] == found["sentence"] and found["sentence"].split(",")[0] in page
+    assert (
+        json.loads(evidence)["sentence"] == found["sentence"]
+        and found["sentence"].split(",")[0] in page
+    )
     assert found["verdict"] in ("SAFE", "NOT PROVEN"), found["sentence"]  # never a false alarm
     for text in (evidence, page, journal.read_text()):
         assert "--max-queue" not in text, "words for the servers may hold a key"

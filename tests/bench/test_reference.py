@@ -35,14 +35,26 @@ def reference() -> Iterator[Callable[..., str]]:
 
 
 def run(urls: dict[str, str], **options: Any) -> BenchResults:
-    return measured(urls, "nano", **{"concurrency": (4,), "samples": 24, "temperature": 1.0, **options})
+    return measured(
+        urls, "nano", **{"concurrency": (4,), "samples": 24, "temperature": 1.0, **options}
+    )
 
 
 def counters(url: str) -> dict[str, float]:
     lines = httpx.get(f"{url}/prometheus/metrics", trust_env=False)
-    text = lines.text if lines.status_code == 200 else httpx.get(f"{url}/metrics", trust_env=False).text
-    found = [line.split(" ") for line in text.splitlines() if line.startswith("trtspec_") and "{" not in line]
-    return {name.removesuffix("_total").removeprefix("trtspec_"): float(value) for name, value in found}
+    text = (
+        lines.text
+        if lines.status_code == 200
+        else httpx.get(f"{url}/metrics", trust_env=False).text
+    )
+    found = [
+        line.split(" ")
+        for line in text.splitlines()
+        if line.startswith("trtspec_") and "{" not in line
+    ]
+    return {
+        name.removesuffix("_total").removeprefix("trtspec_"): float(value) for name, value in found
+    }
 
 
 def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., str]) -> None:
@@ -52,12 +64,20 @@ def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., st
     gone = {name: value - before[name] for name, value in counters(url).items()}
     print({key: (getattr(results, key), gone[f"spec_decode_{name}"]) for key, name in
            (("steps", "steps"), ("drafted", "draft_tokens"), ("accepted", "accepted_tokens"))})  # fmt: skip
-    assert results.steps == gone["spec_decode_steps"] and results.drafted == gone["spec_decode_draft_tokens"]
-    assert results.accepted == gone["spec_decode_accepted_tokens"] and results.tokens == gone["generation_tokens"]
+    assert (
+        results.steps == gone["spec_decode_steps"]
+        and results.drafted == gone["spec_decode_draft_tokens"]
+    )
+    assert (
+        results.accepted == gone["spec_decode_accepted_tokens"]
+        and results.tokens == gone["generation_tokens"]
+    )
     assert not [problem for problem in results.problems if problem.severity == "error"]
 
 
-def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(reference: Callable[..., str]) -> None:
+def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(
+    reference: Callable[..., str],
+) -> None:
     """Chosen on every other question of one run, judged on the questions between them, so that both see the same
     machine: a second run of the same servers is up to a quarter slower or faster."""
     urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 3, 5)}
@@ -65,13 +85,17 @@ def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(refere
 
     def half(odd: int) -> dict[int, EndpointResult]:
         return {
-            int(e.name.removeprefix("draft-")): replace(e, questions_detail=e.questions_detail[odd::2])
+            int(e.name.removeprefix("draft-")): replace(
+                e, questions_detail=e.questions_detail[odd::2]
+            )
             for e in found.all
         }
 
     for told, truth in zip(choose(half(0)).loads, choose(half(1)).loads, strict=True):
         speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
-        print(f"concurrency {told.concurrency}: {told.best} chosen, {speed} tokens/s on the other questions")
+        print(
+            f"concurrency {told.concurrency}: {told.best} chosen, {speed} tokens/s on the other questions"
+        )
         assert speed[told.best] >= 0.97 * max(speed.values())
 
 

@@ -29,7 +29,11 @@ from trtspec.report import Table
 @pytest.fixture(scope="module")
 def results(stand_in: Callable[..., str], dataset: Path) -> BenchResults:
     """A real measurement of three stand-in servers."""
-    urls = {"eagle3": stand_in(), "plain": stand_in(kind="plain"), "prompt-lookup": stand_in(draft_len=2)}
+    urls = {
+        "eagle3": stand_in(),
+        "plain": stand_in(kind="plain"),
+        "prompt-lookup": stand_in(draft_len=2),
+    }
     return measured(urls, dataset, samples=12, max_tokens=48, concurrency=(1, 4), thinking="off")
 
 
@@ -71,13 +75,25 @@ def parsed(page: str) -> str:
     return page
 
 
-def test_the_page_begins_with_its_sentence_and_figures_with_ranges(results: BenchResults, tmp_path: Path) -> None:
+def test_the_page_begins_with_its_sentence_and_figures_with_ranges(
+    results: BenchResults, tmp_path: Path
+) -> None:
     page = parsed(bench_html(results))
     body = page[page.index("<main>") :]
     said = sentence(results)
-    assert re.match(r"eagle3: [\d.]+ times as fast as plain at concurrency 1 \([\d.]+ to [\d.]+\), ", said), said
-    assert "tokens per step (" in said and "questions of questions.jsonl, temperature 0, thinking off." in said
-    assert body.index(said) < body.index('<div class="figures">') < body.index("<svg") < body.index("<table")
+    assert re.match(
+        r"eagle3: [\d.]+ times as fast as plain at concurrency 1 \([\d.]+ to [\d.]+\), ", said
+    ), said
+    assert (
+        "tokens per step (" in said
+        and "questions of questions.jsonl, temperature 0, thinking off." in said
+    )
+    assert (
+        body.index(said)
+        < body.index('<div class="figures">')
+        < body.index("<svg")
+        < body.index("<table")
+    )
     cards = re.findall(r'<b>([^<]+)</b><span class="range">([^<]+)</span>', page)
     assert len(cards) == 3 and all(re.search(r"\d to \d", found) for _, found in cards), cards
     assert page.count("<svg") == page.count('class="bars"') == 1 and len(page) < 100_000
@@ -94,7 +110,9 @@ def test_terminal_and_page_have_the_same_tables_within_80_columns(results: Bench
         widths = [max(len(word) for row in cells for word in _unbroken(table, row, place))
                   for place in range(len(table.columns))]  # fmt: skip
         assert sum(widths) + 3 * len(widths) + 1 <= 80, (table.title, widths)
-        assert table.title.endswith(", temperature 0, thinking off"), "a title names how its figures were measured"
+        assert table.title.endswith(", temperature 0, thinking off"), (
+            "a title names how its figures were measured"
+        )
 
 
 def _unbroken(table: Table, row: list[str], place: int) -> list[str]:
@@ -124,10 +142,18 @@ def test_what_is_missing_is_left_out() -> None:
 
 
 def test_plots_hold_their_values_and_intervals() -> None:
-    found = bars({"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}, baseline=1.0)
+    found = bars(
+        {"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}, baseline=1.0
+    )
     assert found == {"code & co": [Bar(1, "2.50", 75.0, (50.0, 100.0)), Bar(2, "1.50", 25.0, None)]}
-    page = parsed(render("t", "s", [], [Section(title="Bars", plots=[Plot("c", ["a", "b"], bars=found)])]))
-    assert "code &amp; co" in page and page.count('class="track"') == 2 and "left: 50.0%; width: 50.0%" in page
+    page = parsed(
+        render("t", "s", [], [Section(title="Bars", plots=[Plot("c", ["a", "b"], bars=found)])])
+    )
+    assert (
+        "code &amp; co" in page
+        and page.count('class="track"') == 2
+        and "left: 50.0%; width: 50.0%" in page
+    )
     line = curve({"a": [Point(10, 5, "1", 4, 6), Point(40, 3, "4", None, None)]}, "x", "y")
     assert line.count("<circle") == 2 and "<polyline" in line and curve({}, "x", "y") == ""
     flat = curve({"a": [Point(1, 2.0, "1", None, None)] * 2}, "x", "y")

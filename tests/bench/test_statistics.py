@@ -24,7 +24,9 @@ RUNS = 1000
 RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, roughly
 
 
-def questions(rng: np.random.Generator, count: int, fall: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def questions(
+    rng: np.random.Generator, count: int, fall: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """(steps, accepted) of `count` questions: of different lengths, some easy and some hard, turns of one alike.
 
     `fall` lowers the length that a step yields by that share on average."""
@@ -51,7 +53,8 @@ def test_quantiles_are_students() -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [10, pytest.param(34, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)]
+    "count",
+    [10, pytest.param(34, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)],
 )
 def test_intervals_of_acceptance_cover_in_93_to_97_percent_of_runs(count: int) -> None:
     rng, value = np.random.default_rng(count), truth()
@@ -82,7 +85,9 @@ def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
     assert 0.93 * RUNS <= covered <= 0.97 * RUNS
 
 
-def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float) -> BenchResults:
+def run_of(
+    rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float
+) -> BenchResults:
     """A run of bench at three concurrencies over the same questions: sampled answers, a machine with its own noise."""
     count = len(names)
     steps = 20 + rng.poisson(60, count)
@@ -104,18 +109,33 @@ def run_of(rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: f
     return results_of(turns, speeds, (1, 4, 16))
 
 
-def in_a_mood(rng: np.random.Generator, run: BenchResults, mood: float, rounds: int) -> BenchResults:
+def in_a_mood(
+    rng: np.random.Generator, run: BenchResults, mood: float, rounds: int
+) -> BenchResults:
     """The same run on a machine that is faster or slower for all of its answers, by one factor for each level."""
     speeds, levels = [], []
     for level in run.concurrency:
         factor = float(np.exp(rng.normal(0, mood)))
         mine = [speed for speed in run.questions_detail if speed.level == level.label]
         speeds += [replace(speed, seconds=speed.seconds * factor) for speed in mine]
-        levels.append(replace(level, rounds=[float(100 / factor * np.exp(rng.normal(0, 0.01))) for _ in range(rounds)]))
+        levels.append(
+            replace(
+                level,
+                rounds=[float(100 / factor * np.exp(rng.normal(0, 0.01))) for _ in range(rounds)],
+            )
+        )
     return replace(run, questions_detail=speeds, concurrency=levels)
 
 
-def alarms(count: int, fall: float, runs: int, seed: int, mood: float = 0.05, rounds: int = 1, earlier: int = 1) -> int:
+def alarms(
+    count: int,
+    fall: float,
+    runs: int,
+    seed: int,
+    mood: float = 0.05,
+    rounds: int = 1,
+    earlier: int = 1,
+) -> int:
     """How many comparisons raise an alarm."""
     rng = np.random.default_rng(seed)
     names, raised = [str(i) for i in range(count)], 0
@@ -133,7 +153,9 @@ def alarms(count: int, fall: float, runs: int, seed: int, mood: float = 0.05, ro
 @pytest.mark.parametrize("earlier", [1, 4, 6])
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("mood", [0.05, 0.1])
-def test_equal_runs_raise_an_alarm_in_at_most_5_percent(mood: float, rounds: int, earlier: int) -> None:
+def test_equal_runs_raise_an_alarm_in_at_most_5_percent(
+    mood: float, rounds: int, earlier: int
+) -> None:
     """On a machine whose speed differs from run to run by 5 or 10 %."""
     raised = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
     print(f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
@@ -152,7 +174,9 @@ def test_speed_of_one_earlier_run_is_not_judged_and_of_four_is() -> None:
     one, four = comparing.compare(half, old[:1], 0.05), comparing.compare(half, old, 0.05)
     assert not [p for p in one.problems if p.severity != "info"] and one.runs == 1
     assert {f.verdict for f in one.figures[1:]} == {"not judged"}
-    assert [p.code for p in four.problems if p.severity == "error"] == ["TS-BENCH-REGRESSION"] * 3 and four.runs == 4
+    assert [p.code for p in four.problems if p.severity == "error"] == [
+        "TS-BENCH-REGRESSION"
+    ] * 3 and four.runs == 4
 
 
 def test_comparison_in_small() -> None:
@@ -168,18 +192,35 @@ def test_comparison_in_small() -> None:
 def test_more_spread_needs_more_pairs() -> None:
     rng = np.random.default_rng(0)
     steps, accepted = questions(rng, 40)
-    quiet = paired_ratio(units(steps + accepted, steps), units(steps + accepted + rng.binomial(4, 0.5, 40), steps))
-    loud = paired_ratio(units(steps + accepted, steps), units(steps + accepted + rng.binomial(80, 0.5, 40), steps))
+    quiet = paired_ratio(
+        units(steps + accepted, steps), units(steps + accepted + rng.binomial(4, 0.5, 40), steps)
+    )
+    loud = paired_ratio(
+        units(steps + accepted, steps), units(steps + accepted + rng.binomial(80, 0.5, 40), steps)
+    )
     assert quiet and loud and loud.units_needed(0.002) > quiet.units_needed(0.002)
     assert loud.units_needed(0.001) > 10 * loud.units_needed(0.005)
     assert paired_ratio({"a": (1, 1)}, {"a": (1, 1)}) is None
 
 
 def turn(
-    steps: int, accepted: int, histogram: tuple[int, ...] | None = None, question: str = "q", **more: Any
+    steps: int,
+    accepted: int,
+    histogram: tuple[int, ...] | None = None,
+    question: str = "q",
+    **more: Any,
 ) -> TurnCounts:
     more = {"drafted": 3 * steps, **more}
-    return TurnCounts(question, "c", 1 + steps + accepted, steps, accepted, histogram=histogram, source="s", **more)
+    return TurnCounts(
+        question,
+        "c",
+        1 + steps + accepted,
+        steps,
+        accepted,
+        histogram=histogram,
+        source="s",
+        **more,
+    )
 
 
 def test_rates_follow_from_the_histogram() -> None:

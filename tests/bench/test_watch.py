@@ -20,19 +20,29 @@ from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
 from trtspec.client.servers import Counters, TurnCounts
 
-VLLM = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
-TRTLLM = ("trtllm:spec_decode_num_draft_tokens", "trtllm:spec_decode_num_accepted_tokens")  # as Dynamo writes them
+VLLM = (
+    "vllm:spec_decode_num_drafts",
+    "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)
+TRTLLM = (
+    "trtllm:spec_decode_num_draft_tokens",
+    "trtllm:spec_decode_num_accepted_tokens",
+)  # as Dynamo writes them
 Once = Callable[..., Any]  # watch --once: the process and the object that it prints
 RECORD = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
 
 
 def prometheus(*values: object, names: tuple[str, ...] = VLLM) -> str:
-    return "".join(f'{name}_total{{engine="0"}} {value}\n' for name, value in zip(names, values, strict=True))
+    return "".join(
+        f'{name}_total{{engine="0"}} {value}\n' for name, value in zip(names, values, strict=True)
+    )
 
 
 def iterations(*counts: tuple[object, object, object]) -> str:
     stats = [
-        {"iter": n, "specDecodingStats": dict(zip(RECORD, values, strict=True))} for n, values in enumerate(counts)
+        {"iter": n, "specDecodingStats": dict(zip(RECORD, values, strict=True))}
+        for n, values in enumerate(counts)
     ]
     return json.dumps([{"iter": 0, "specDecodingStats": None}, *stats])
 
@@ -48,7 +58,9 @@ def results(path: Path, turns: bool = True, **ratios: float) -> Path:
     """A results.json with 40 answers of 100 steps in each category."""
     groups = {
         name: [
-            TurnCounts(f"{name}{n}", name, 100, 100, round(100 * ratio) + (-8, 8)[n % 2], 300, None, "x")
+            TurnCounts(
+                f"{name}{n}", name, 100, 100, round(100 * ratio) + (-8, 8)[n % 2], 300, None, "x"
+            )
             for n in range(40)
         ]
         for name, ratio in ratios.items()
@@ -91,8 +103,15 @@ def test_the_counts_since_the_server_started_are_judged_at_the_first_reading(
     server.bodies["/metrics"] = body
     done, found = once()
     assert done.status == 0 and found["ok"] and found["status"] == "pass" and not found["problems"]
-    assert [found[key] for key in ("source", "steps", "drafted", "accepted")] == [source, 900, 2700, 1350]
-    assert found["acceptance_length"] == 2.5 and found["baseline"]["category"] == "docs"  # the one that accepts least
+    assert [found[key] for key in ("source", "steps", "drafted", "accepted")] == [
+        source,
+        900,
+        2700,
+        1350,
+    ]
+    assert (
+        found["acceptance_length"] == 2.5 and found["baseline"]["category"] == "docs"
+    )  # the one that accepts least
 
 
 def test_a_server_that_stops_accepting_is_found_with_a_baseline_of_bench(
@@ -103,10 +122,14 @@ def test_a_server_that_stops_accepting_is_found_with_a_baseline_of_bench(
         url = stand_in(kind="vllm", version="watched", **settings)
         assert trtspec("bench", url, *bench, "-o", tmp_path / str(status)).status in (0, 3)
         done = trtspec("watch", url, "--once", "--baseline", tmp_path / "0", "--json")
-        assert done.status == status and json.loads(done.stdout)["status"] == ("fail" if status else "pass"), done
+        assert done.status == status and json.loads(done.stdout)["status"] == (
+            "fail" if status else "pass"
+        ), done
 
 
-def test_a_drop_is_found_where_it_is_large_and_significant(server: FixedServer, once: Once, baseline: Path) -> None:
+def test_a_drop_is_found_where_it_is_large_and_significant(
+    server: FixedServer, once: Once, baseline: Path
+) -> None:
     for accepted, words, status in (
         (4000, (), "fail"),  # 1.0 a step, a third less
         (4000, ("--max-drop", 0.4), "pass"),
@@ -117,10 +140,19 @@ def test_a_drop_is_found_where_it_is_large_and_significant(server: FixedServer, 
         done, found = once(*words)
         assert (done.status, found["status"]) == (0 if status == "pass" else 3, status), found
         assert found["ok"] == (not found["problems"]) == (status == "pass")
-        assert [problem["code"] for problem in found["problems"]] == ["TS-WATCH-BASELINE"] * (status == "fail")
-        assert abs(found["drop"] - (1 - accepted / 6000)) < 1e-9 and found["significant_drop"] < 0.03
-    wide = results(baseline.with_name("wide.json"), turns=False, docs=1.5)  # its answers were counted together
-    for accepted, status in ((400, "fail"), (600, "unmeasured")):  # 47 and 20 %; significant is more than 39 %
+        assert [problem["code"] for problem in found["problems"]] == ["TS-WATCH-BASELINE"] * (
+            status == "fail"
+        )
+        assert (
+            abs(found["drop"] - (1 - accepted / 6000)) < 1e-9 and found["significant_drop"] < 0.03
+        )
+    wide = results(
+        baseline.with_name("wide.json"), turns=False, docs=1.5
+    )  # its answers were counted together
+    for accepted, status in (
+        (400, "fail"),
+        (600, "unmeasured"),
+    ):  # 47 and 20 %; significant is more than 39 %
         server.bodies["/metrics"] = prometheus(500, 1500, accepted)
         found = once("--baseline", wide)[1]
         assert found["status"] == status and 0.3 < found["significant_drop"] < 0.46
@@ -139,10 +171,17 @@ def test_a_drop_is_found_where_it_is_large_and_significant(server: FixedServer, 
         ("sglang:spec_accept_length 2.6\n", "sglang metrics do not count verification steps"),
     ],
 )
-def test_what_was_not_measured_does_not_pass(server: FixedServer, once: Once, body: str, reason: str) -> None:
+def test_what_was_not_measured_does_not_pass(
+    server: FixedServer, once: Once, body: str, reason: str
+) -> None:
     server.bodies["/metrics"] = body
     done, found = once()
-    assert done.status == 3 and not found["ok"] and found["status"] == "unmeasured" and found["drop"] is None
+    assert (
+        done.status == 3
+        and not found["ok"]
+        and found["status"] == "unmeasured"
+        and found["drop"] is None
+    )
     assert [problem["code"] for problem in found["problems"]] == ["TS-WATCH-UNMEASURED"]
     assert reason in found["problems"][0]["message"] and "NOT PROVEN" in done.stderr
     assert once("--min-steps", 100)[1]["status"] == ("pass" if "120" in reason else "unmeasured")
@@ -173,12 +212,22 @@ def test_a_server_without_readable_metrics_ends_with_the_reason(
     server.bodies = {} if body is None else {"/metrics": body}
     for done in (once()[0], trtspec("watch", server.url, "--json")):
         error = json.loads(done.stdout)["error"]
-        assert done.status == 1 and error["code"] == "TS-WATCH-NO-METRICS" and reason in error["message"], error
+        assert (
+            done.status == 1
+            and error["code"] == "TS-WATCH-NO-METRICS"
+            and reason in error["message"]
+        ), error
 
 
-def test_wrong_usage_names_the_next_command(server: FixedServer, once: Once, tmp_path: Path) -> None:
+def test_wrong_usage_names_the_next_command(
+    server: FixedServer, once: Once, tmp_path: Path
+) -> None:
     done = trtspec("watch", server.url, "--once")
-    assert done.status == 2 and "--baseline is missing" in done.stderr and "trtspec bench URL" in done.stderr
+    assert (
+        done.status == 2
+        and "--baseline is missing" in done.stderr
+        and "trtspec bench URL" in done.stderr
+    )
     for file, reason in (
         (results(tmp_path / "none.json", turns=False), "no category with 200 verification steps"),
         (results(tmp_path / "zero.json", turns=False, docs=0.0), "no accepted draft in docs"),
@@ -187,7 +236,10 @@ def test_wrong_usage_names_the_next_command(server: FixedServer, once: Once, tmp
         done = trtspec("watch", server.url, "--once", "--baseline", file)
         assert done.status == 2 and reason in done.stderr, done.stderr
     done, found = once(url=f"http://127.0.0.1:{free_port()}")
-    assert done.status == 1 and "does not answer: nothing accepts connections" in found["error"]["message"]
+    assert (
+        done.status == 1
+        and "does not answer: nothing accepts connections" in found["error"]["message"]
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -210,20 +262,38 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
         server = FixedServer({"/metrics": prometheus(1000, 3000, 1500)}, ports[0])
         first = until(lambda found: found["steps"] == 1000)
         assert first["ok"] and first["acceptance_length"] == 2.5 and first["restarts"] == 0
-        assert until(lambda found: found["scrapes"] > first["scrapes"])["acceptance_length"] is None  # nobody asked
+        assert (
+            until(lambda found: found["scrapes"] > first["scrapes"])["acceptance_length"] is None
+        )  # nobody asked
         server.bodies["/metrics"] = prometheus(1100, 3300, 1700)
         assert until(lambda found: found["steps"] == 1100)["acceptance_length"] == 3.0
         server.bodies["/metrics"] = prometheus(40, 120, 20)  # started again
         again = until(lambda found: found["restarts"] == 1)
-        assert [again[key] for key in ("steps", "accepted", "acceptance_length")] == [1140, 1720, 1.5]
+        assert [again[key] for key in ("steps", "accepted", "acceptance_length")] == [
+            1140,
+            1720,
+            1.5,
+        ]
         server.bodies["/metrics"] = prometheus("NaN", 120, 20)
         gap = until(lambda found: not found["up"])
-        assert not gap["ok"] and gap["missed_scrapes"] and gap["steps"] == 1140 and gap["acceptance_length"] is None
+        assert (
+            not gap["ok"]
+            and gap["missed_scrapes"]
+            and gap["steps"] == 1140
+            and gap["acceptance_length"] is None
+        )
         text = httpx.get(f"http://localhost:{ports[1]}/metrics", trust_env=False).text
-        shown = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+        shown = {
+            s.name: s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+        }
         exact = {"up": 0, "restarts_total": 1, "steps_total": 1140, "accepted_tokens_total": 1720}
         assert {name: shown.get(f"trtspec_watch_{name}") for name in exact} == exact
-        assert shown["trtspec_watch_scrapes_total"] >= 4 and "trtspec_watch_acceptance_length" not in shown
+        assert (
+            shown["trtspec_watch_scrapes_total"] >= 4
+            and "trtspec_watch_acceptance_length" not in shown
+        )
         server.bodies["/metrics"] = prometheus(90, 270, 80)
         assert until(lambda found: found["up"])["steps"] == 1190
     finally:
@@ -247,7 +317,9 @@ def test_equal_traffic_fails_as_rarely_as_stated(tmp_path: Path) -> None:
             sides.append(turns)
         baseline = read_baseline(of_turns(tmp_path / f"{number % 2}.json", {"c": sides[0]}))
         live = Watch("u", keeps=("steps", "drafted", "accepted"))
-        live.counted = Counters(sum(t.steps for t in sides[1]), 0, sum(t.accepted for t in sides[1]))
+        live.counted = Counters(
+            sum(t.steps for t in sides[1]), 0, sum(t.accepted for t in sides[1])
+        )
         failed += judge(live, baseline, 0.0, 500).status == "fail"
     print(f"{failed} of 1000 equal servers fail at a stated rate of 1 %")
     assert failed <= 20

@@ -16,7 +16,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_target
-from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint, equal_length_batches, read_texts
+from trtspec.calibrate import (
+    CalibrationOptions,
+    calibrate_checkpoint,
+    equal_length_batches,
+    read_texts,
+)
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant.plan import ConversionOptions
@@ -27,7 +32,23 @@ from trtspec.report import Bar, OutputOptions
 ROOT = Path(__file__).parents[2]
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
 K25, K26 = load_policy("k2.5"), load_policy("k2.6")
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return", "x", "=", "3", ";"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "def",
+    "return",
+    "x",
+    "=",
+    "3",
+    ";",
+]
 EVERYTHING = 'summary: all\nquantize: ["model.layers.*.mlp.*_proj", "model.layers.*.self_attn.*"]\nexclude: []\n'
 
 
@@ -36,7 +57,9 @@ def data(tmp_path_factory) -> Path:
     """Rows of every shape, of many lengths."""
     shuffle, rows = random.Random(0), []
     for number in range(30):
-        text, answer = (" ".join(shuffle.choices(WORDS, k=shuffle.randint(2, 30))) for _ in range(2))
+        text, answer = (
+            " ".join(shuffle.choices(WORDS, k=shuffle.randint(2, 30))) for _ in range(2)
+        )
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         rows.append(({"text": text}, {"messages": turns}, {"prompt": text})[number % 3])
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
@@ -44,17 +67,32 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
-def modelopt(source: Path, data: Path, config: str, dtype: str, out: Path) -> dict[str, torch.Tensor]:
+def modelopt(
+    source: Path, data: Path, config: str, dtype: str, out: Path
+) -> dict[str, torch.Tensor]:
     """ModelOpt's input scales on the very batches that trtspec runs."""
     texts = read_texts(data, KimiTokenizer(source), FLOAT32.samples, FLOAT32.seq_len)
     batches = out.with_suffix(".json")
     batches.write_text(json.dumps([batch.tolist() for batch in equal_length_batches(texts)]))
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [sys.executable, "-m", "tests.calibrate.modelopt_whole", str(copy), config, str(batches), dtype, str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.calibrate.modelopt_whole",
+        str(copy),
+        config,
+        str(batches),
+        dtype,
+        str(out),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor
+        for file in out.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     return {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
 
 
@@ -80,13 +118,21 @@ def starve(source: Path, layer: int, expert: int) -> None:
         ("bf16", True, "NVFP4_EXPERTS_ONLY_CFG", "k2.6"),
     ],
 )
-def test_all_scales_equal_modelopts_whole_model_calibration(tmp_path, data, format, nested, config, policy):
-    source = make_target(tmp_path / "in", format=format, nested=nested, layers=4, experts=6, shards=3)
+def test_all_scales_equal_modelopts_whole_model_calibration(
+    tmp_path, data, format, nested, config, policy
+):
+    source = make_target(
+        tmp_path / "in", format=format, nested=nested, layers=4, experts=6, shards=3
+    )
     starve(source, 2, 3)
     (tmp_path / "everything.yaml").write_text(EVERYTHING)
     chosen = load_policy(str(tmp_path / "everything.yaml") if policy == "everything" else policy)
     theirs = modelopt(source, data, config, "float32", tmp_path / "theirs")
-    theirs = {name: value for name, value in theirs.items() if nested <= name.startswith("language_model.")}
+    theirs = {
+        name: value
+        for name, value in theirs.items()
+        if nested <= name.startswith("language_model.")
+    }
     result = calibrate_checkpoint(source, data, tmp_path / "ours.safetensors", chosen, FLOAT32)
     ours = load_file(tmp_path / "ours.safetensors")
     assert set(ours) == set(theirs)
@@ -101,16 +147,25 @@ def test_all_scales_equal_modelopts_whole_model_calibration(tmp_path, data, form
 def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, experts=4)
     result = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32)
-    quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(input_scales=tmp_path / "s.safetensors"))
+    quantize_checkpoint(
+        source, tmp_path / "out", K25, ConversionOptions(input_scales=tmp_path / "s.safetensors")
+    )
     scales = load_file(tmp_path / "s.safetensors")
-    written = {n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()}
+    written = {
+        n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()
+    }
     assert {name for name in written if name.endswith("input_scale")} == set(scales)
     assert all(torch.equal(written[name], scale) for name, scale in scales.items())
     stem = "language_model.model.layers.1.mlp.experts."
     for leaf in ("gate_proj", "up_proj", "down_proj"):
-        assert len({float(scales[f"{stem}{expert}.{leaf}.input_scale"]) for expert in range(4)}) == 1
+        assert (
+            len({float(scales[f"{stem}{expert}.{leaf}.input_scale"]) for expert in range(4)}) == 1
+        )
     assert result.texts == 24 and result.experts == 8
-    assert calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32).layers_resumed == 3
+    assert (
+        calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32).layers_resumed
+        == 3
+    )
     with safe_open(tmp_path / "s.safetensors", "pt") as file:
         about = json.loads(file.metadata()["trtspec"])
     assert about["options"]["seq_len"] == 40 and about["tokens"] == result.tokens
@@ -161,7 +216,9 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     calibrate_checkpoint(*arguments)  # what is finished is only tidied up
     assert output.read_bytes() == expected
     assert output.with_name(f"{output.name}.provenance.json").read_bytes() == record
-    print(f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}")
+    print(
+        f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}"
+    )
     assert not list(tmp_path.glob(".*"))
     assert max(resumed) > 0
 
@@ -171,7 +228,9 @@ def test_states_on_disk_give_the_same_file(tmp_path, data):
     calibrate_checkpoint(source, data, tmp_path / "memory.safetensors", K26, FLOAT32)
     options = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32, states_budget=0)
     calibrate_checkpoint(source, data, tmp_path / "disk.safetensors", K26, options)
-    assert (tmp_path / "memory.safetensors").read_bytes() == (tmp_path / "disk.safetensors").read_bytes()
+    assert (tmp_path / "memory.safetensors").read_bytes() == (
+        tmp_path / "disk.safetensors"
+    ).read_bytes()
 
 
 def interrupted(source: Path, data: Path, output: Path) -> None:
@@ -221,12 +280,16 @@ def test_other_times_are_no_other_source_but_another_model_of_the_same_size_is(t
 def test_dry_run_tells_and_writes_nothing(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, experts=4)
     before = sorted(tmp_path.rglob("*"))
-    plan = calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32, OutputOptions(dry_run=True))
+    plan = calibrate_checkpoint(
+        source, data, tmp_path / "s.safetensors", K26, FLOAT32, OutputOptions(dry_run=True)
+    )
     assert sorted(tmp_path.rglob("*")) == before
     assert plan.linears == 2 * 4 * 3 and plan.states_bytes == plan.tokens * 64 * 4
 
 
-@pytest.mark.parametrize(("text", "match"), [('{"title": 1}\n', "has none of"), ("\n", "holds no text")])
+@pytest.mark.parametrize(
+    ("text", "match"), [('{"title": 1}\n', "has none of"), ("\n", "holds no text")]
+)
 def test_bad_data_is_refused_by_line(tmp_path, text, match):
     source, path = make_target(tmp_path / "in", layers=2), tmp_path / "bad.jsonl"
     path.write_text(text)
@@ -277,8 +340,18 @@ def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mod
     environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
     for layers in (4, 16):
         source = make_target(tmp_path / str(layers), layers=layers, hidden=512, experts=24)
-        command = [sys.executable, "-c", MEMORY, source, data, tmp_path / f"{layers}.safetensors", mode]
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+        command = [
+            sys.executable,
+            "-c",
+            MEMORY,
+            source,
+            data,
+            tmp_path / f"{layers}.safetensors",
+            mode,
+        ]
+        run = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+        )
         assert run.returncode == 0, run.stderr
         found = json.loads(run.stdout.splitlines()[-1])
         print(mode, layers, "layers", found)

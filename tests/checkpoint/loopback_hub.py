@@ -43,10 +43,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub = self.server
         if hub.refuses:
-            self.answer(hub.refuses, b"{}", {"X-Error-Code": "GatedRepo"} if hub.refuses == 403 else {})
+            self.answer(
+                hub.refuses, b"{}", {"X-Error-Code": "GatedRepo"} if hub.refuses == 403 else {}
+            )
         elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif found := re.match(r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(/tree/[^/?]+)?", self.path):
+        elif found := re.match(
+            r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(/tree/[^/?]+)?", self.path
+        ):
             self.listing(found[1], tree=bool(found[3]))
         elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
             self.file(found[1], found[2])
@@ -59,11 +63,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = sorted(path for path in self.server.repositories[name].iterdir() if path.is_file())
         if tree:
-            entries = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"} for path in files]
+            entries = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"}
+                for path in files
+            ]
             self.answer(200, json.dumps(entries).encode())
             return
-        siblings = [{"rfilename": path.name, "size": path.stat().st_size, "blobId": "0"} for path in files]
-        body = {"_id": "0", "id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [], "downloads": 0}
+        siblings = [
+            {"rfilename": path.name, "size": path.stat().st_size, "blobId": "0"} for path in files
+        ]
+        body = {
+            "_id": "0",
+            "id": name,
+            "modelId": name,
+            "sha": COMMIT,
+            "private": False,
+            "tags": [],
+            "downloads": 0,
+        }
         self.answer(200, json.dumps(body | {"likes": 0, "siblings": siblings}).encode())
 
     def file(self, name: str, file: str) -> None:
@@ -72,7 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if wanted and int(wanted[2]) < len(data):
             begin, end = int(wanted[1]), int(wanted[2])
@@ -81,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.answer(200, data, headers, path.name)
 
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = "") -> None:
+    def answer(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = ""
+    ) -> None:
         self.send_response(status)
         for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(key, value)

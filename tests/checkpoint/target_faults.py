@@ -51,7 +51,9 @@ class Draft:
         return self.config.get("quantization_config") or self.text["quantization_config"]
 
     def copied(self) -> "Draft":
-        return Draft(dict(self.tensors), copy.deepcopy(self.config), copy.deepcopy(self.quant), self.files)
+        return Draft(
+            dict(self.tensors), copy.deepcopy(self.config), copy.deepcopy(self.quant), self.files
+        )
 
     def write(self, directory: Path, shards: int = 2) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
@@ -62,7 +64,9 @@ class Draft:
         write_json(directory / "config.json", self.config)
         if self.quant is not None:
             write_json(directory / "hf_quant_config.json", self.quant)
-        write_shards(directory, {name: value.contiguous() for name, value in self.tensors.items()}, shards)
+        write_shards(
+            directory, {name: value.contiguous() for name, value in self.tensors.items()}, shards
+        )
         for change in self.after:
             change(directory)
         return directory
@@ -110,9 +114,15 @@ def _more_vision(draft: Draft) -> None:
 def _experts_only(draft: Draft, words: dict[str, Any]) -> None:
     """Shared experts and the dense layer in BF16, as nvidia's K2.6 and K2.7 have them."""
     plain = draft.files.parent / "plain"
-    make_target(plain, layers=3, experts=4, hidden=64, shards=1, seed=6, **(words | {"format": "bf16"}))
+    make_target(
+        plain, layers=3, experts=4, hidden=64, shards=1, seed=6, **(words | {"format": "bf16"})
+    )
     bf16 = load_file(plain / "model.safetensors")
-    left = [name for name in bf16 if ".mlp." in name and ".experts." not in name and name.endswith("_proj.weight")]
+    left = [
+        name
+        for name in bf16
+        if ".mlp." in name and ".experts." not in name and name.endswith("_proj.weight")
+    ]
     for name in left:
         for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             draft.tensors.pop(f"{name.removesuffix('.weight')}.{suffix}")
@@ -130,7 +140,11 @@ def is_vision(name: str) -> bool:
 
 def linears(draft: Draft) -> list[str]:
     ends = (".weight", ".weight_packed")
-    stems = [name.rpartition(".")[0] for name in draft.tensors if name.endswith(ends) and not is_vision(name)]
+    stems = [
+        name.rpartition(".")[0]
+        for name in draft.tensors
+        if name.endswith(ends) and not is_vision(name)
+    ]
     return [stem for stem in stems if stem.endswith(("_proj", "_mqa", "lm_head"))]
 
 
@@ -140,22 +154,37 @@ def tensor_faults(draft: Draft) -> Iterator[Fault]:
         if is_vision(name) and ".blocks." not in name:
             continue  # not known by name; see test_what_is_not_judged
         yield Fault("tensor missing", name, lambda d, n=name: _drop(d.tensors, n))
-        yield Fault("tensor misnamed", name, lambda d, n=name: d.tensors.update({f"{n}s": d.tensors.pop(n)}))
+        yield Fault(
+            "tensor misnamed", name, lambda d, n=name: d.tensors.update({f"{n}s": d.tensors.pop(n)})
+        )
         if is_vision(name):
             continue
         if tensor.dim() and min(tensor.shape) > 1:
             for axis in range(tensor.dim()):
                 yield Fault("shape", name, lambda d, n=name, a=axis: _narrow(d, n, a))
         else:
-            yield Fault("shape", name, lambda d, n=name: d.tensors.update({n: d.tensors[n].reshape(-1).repeat(3)}))
+            yield Fault(
+                "shape",
+                name,
+                lambda d, n=name: d.tensors.update({n: d.tensors[n].reshape(-1).repeat(3)}),
+            )
         other = torch.int8 if tensor.dtype in PLAIN else torch.float64
         if tensor.dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32, torch.int64):
             other = torch.int16
         yield Fault(
-            "type", name, lambda d, n=name, o=other: d.tensors.update({n: d.tensors[n].to(torch.float32).to(o)})
+            "type",
+            name,
+            lambda d, n=name, o=other: d.tensors.update({n: d.tensors[n].to(torch.float32).to(o)}),
         )
     for stem in linears(draft):
-        for suffix in ("weight_zero_point", "weight_g_idx", "weight_foo", "bias", "qzeros", "weight_scale_3"):
+        for suffix in (
+            "weight_zero_point",
+            "weight_g_idx",
+            "weight_foo",
+            "bias",
+            "qzeros",
+            "weight_scale_3",
+        ):
             yield Fault("sibling", f"{stem}.{suffix}", lambda d, n=f"{stem}.{suffix}": _add(d, n))
     prefix = "language_model." if "text_config" in draft.config else ""
     for name in (
@@ -186,7 +215,9 @@ def value_faults(draft: Draft) -> Iterator[Fault]:
         if not tensor.is_floating_point():
             continue
         for position in sorted({0, tensor.numel() // 2, tensor.numel() - 1}):
-            for value in ("nan",) if tensor.dtype == torch.float8_e4m3fn else ("nan", "inf", "-inf"):
+            for value in (
+                ("nan",) if tensor.dtype == torch.float8_e4m3fn else ("nan", "inf", "-inf")
+            ):
                 spoil = lambda d, n=name, p=position, v=value: _put(d, n, p, float(v))  # noqa: E731
                 yield Fault("NaN or infinity", f"{name}[{position}] {value}", spoil, values=True)
         suffix = name.rpartition(".")[2]
@@ -285,18 +316,40 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
     for key in draft.text["rope_scaling"]:
         spoil = lambda d, k=key: _drop(d.text["rope_scaling"], k)  # noqa: E731
         yield Fault("rope word absent", key, spoil)
-        yield Fault("rope word of another kind", key, lambda d, k=key: d.text["rope_scaling"].update({k: [1]}))
+        yield Fault(
+            "rope word of another kind",
+            key,
+            lambda d, k=key: d.text["rope_scaling"].update({k: [1]}),
+        )
     for key, value in pairs(ROPE):
-        yield Fault("rope word", key, lambda d, k=key, v=value: d.text["rope_scaling"].update({k: v}))
-    yield Fault("architecture", "architectures", lambda d: d.config.update(architectures=["LlamaForCausalLM"]))
+        yield Fault(
+            "rope word", key, lambda d, k=key, v=value: d.text["rope_scaling"].update({k: v})
+        )
+    yield Fault(
+        "architecture",
+        "architectures",
+        lambda d: d.config.update(architectures=["LlamaForCausalLM"]),
+    )
     yield Fault("architecture", "architectures", lambda d: _drop(d.config, "architectures"))
     yield Fault("model type", "model_type", lambda d: d.config.update(model_type="kimi_k3"))
-    yield Fault("nesting", "model_type", lambda d: d.config.update(model_type="kimi_k25" if flat else "kimi_k2"))
+    yield Fault(
+        "nesting",
+        "model_type",
+        lambda d: d.config.update(model_type="kimi_k25" if flat else "kimi_k2"),
+    )
     if not flat:
-        yield Fault("nesting", "text_config", lambda d: d.config.update(d.config.pop("text_config")))
+        yield Fault(
+            "nesting", "text_config", lambda d: d.config.update(d.config.pop("text_config"))
+        )
         yield Fault("nesting", "text_config", lambda d: d.text.update(model_type="llama"))
-        yield Fault("tied", "tie_word_embeddings", lambda d: d.config.update(tie_word_embeddings=True))
-        yield Fault("vision", "text_hidden_size", lambda d: d.config["vision_config"].update(text_hidden_size=99))
+        yield Fault(
+            "tied", "tie_word_embeddings", lambda d: d.config.update(tie_word_embeddings=True)
+        )
+        yield Fault(
+            "vision",
+            "text_hidden_size",
+            lambda d: d.config["vision_config"].update(text_hidden_size=99),
+        )
     yield from scheme_faults(draft)
 
 
@@ -352,7 +405,9 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
     """Words of quantization_config and hf_quant_config.json."""
     block = draft.config.get("quantization_config") or draft.text.get("quantization_config")
     if not block:
-        yield Fault("format", "quantization_config", lambda d: d.text.update(quantization_config=FP8_CONFIG))
+        yield Fault(
+            "format", "quantization_config", lambda d: d.text.update(quantization_config=FP8_CONFIG)
+        )
         return
     holder = "text" if "quantization_config" in draft.text else "config"
     yield Fault("format", "quantization_config", lambda d: _unquantized(getattr(d, holder), d))
@@ -364,7 +419,11 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
         for key, value in pairs(HF_QUANT):
             spoil = lambda d, k=key, v=value: d.quant["quantization"].update({k: v})  # noqa: E731
             yield Fault("hf_quant_config", key, spoil)
-        yield Fault("hf_quant_config", "producer", lambda d: d.quant.update(producer={"name": "x", "version": "1"}))
+        yield Fault(
+            "hf_quant_config",
+            "producer",
+            lambda d: d.quant.update(producer={"name": "x", "version": "1"}),
+        )
     for key, value in top:
         yield Fault("scheme", key, lambda d, k=key, v=value: d.block.update({k: v}))
     for key, value in changes:
@@ -399,19 +458,37 @@ def file_faults(draft: Draft) -> Iterator[Fault]:
     for number in (1, 2):
         shard = f"model-{number:05d}-of-00002.safetensors"
         yield after("shard missing", shard, lambda d, s=shard: (d / s).unlink())
-        yield after("shard missing, no index", shard, lambda d, s=shard: (_index(d).unlink(), (d / s).unlink())[0])
-        yield after("still downloading", shard, lambda d, s=shard: (d / s).rename(d / f"{s}.incomplete") and None)
-        yield after("empty shard", shard, lambda d, s=shard: (d / s).write_bytes(b"") and None)
-        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
-        yield after("LFS pointer", shard, lambda d, s=shard, p=pointer: (d / s).write_bytes(p) and None)
         yield after(
-            "stray file", shard, lambda d, s=shard: shutil.copyfile(d / s, d / "consolidated.safetensors") and None
+            "shard missing, no index",
+            shard,
+            lambda d, s=shard: (_index(d).unlink(), (d / s).unlink())[0],
+        )
+        yield after(
+            "still downloading",
+            shard,
+            lambda d, s=shard: (d / s).rename(d / f"{s}.incomplete") and None,
+        )
+        yield after("empty shard", shard, lambda d, s=shard: (d / s).write_bytes(b"") and None)
+        pointer = (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+            + b"0" * 64
+            + b"\nsize 12345\n"
+        )
+        yield after(
+            "LFS pointer", shard, lambda d, s=shard, p=pointer: (d / s).write_bytes(p) and None
+        )
+        yield after(
+            "stray file",
+            shard,
+            lambda d, s=shard: shutil.copyfile(d / s, d / "consolidated.safetensors") and None,
         )
         for size in (1, 8, 100, 5000):
             yield after("shard shorter", shard, lambda d, s=shard, n=size: _cut(d / s, n))
             yield after("shard longer", shard, lambda d, s=shard, n=size: _grow(d / s, n))
         for name, change in header_changes().items():
-            yield after("header", f"{shard}: {name}", lambda d, s=shard, c=change: edit_header(d / s, c))
+            yield after(
+                "header", f"{shard}: {name}", lambda d, s=shard, c=change: edit_header(d / s, c)
+            )
         for length in (0, 1, 7, 2**40, 2**63, 2**64 - 1):
             yield after("header length", shard, lambda d, s=shard, n=length: _length(d / s, n))
         for name, raw in (
@@ -422,14 +499,32 @@ def file_faults(draft: Draft) -> Iterator[Fault]:
             ("utf-16", '{"a":1}'.encode("utf-16")),
             ("cut", b'{"a": {"dtype"'),
         ):
-            yield after("header", f"{shard}: {name}", lambda d, s=shard, r=raw: _raw_header(d / s, r))
+            yield after(
+                "header", f"{shard}: {name}", lambda d, s=shard, r=raw: _raw_header(d / s, r)
+            )
     first = next(iter(draft.tensors))
-    yield after("index", "a tensor too many", lambda d: _edit_index(d, lambda m: m.update({"ghost.weight": m[first]})))
+    yield after(
+        "index",
+        "a tensor too many",
+        lambda d: _edit_index(d, lambda m: m.update({"ghost.weight": m[first]})),
+    )
     yield after("index", "a tensor too few", lambda d: _edit_index(d, lambda m: m.pop(first)))
     elsewhere = lambda m: next(shard for shard in m.values() if shard != m[first])  # noqa: E731
-    yield after("index", "another shard", lambda d: _edit_index(d, lambda m: m.update({first: elsewhere(m)})))
-    yield after("index", "outside", lambda d: _edit_index(d, lambda m: m.update({first: "../x.safetensors"})))
-    yield after("index", "a file too many", lambda d: _edit_index(d, lambda m: m.update({"x": "model-3.safetensors"})))
+    yield after(
+        "index",
+        "another shard",
+        lambda d: _edit_index(d, lambda m: m.update({first: elsewhere(m)})),
+    )
+    yield after(
+        "index",
+        "outside",
+        lambda d: _edit_index(d, lambda m: m.update({first: "../x.safetensors"})),
+    )
+    yield after(
+        "index",
+        "a file too many",
+        lambda d: _edit_index(d, lambda m: m.update({"x": "model-3.safetensors"})),
+    )
     yield after("index", "empty", lambda d: _index(d).write_text('{"weight_map": {}}') and None)
     yield after("index", "no JSON", lambda d: _index(d).write_text("{") and None)
     yield after("index", "not a string", lambda d: _edit_index(d, lambda m: m.update({first: 7})))
@@ -447,7 +542,9 @@ def header_changes() -> dict[str, Callable[[dict[str, Any]], Any]]:
         entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
 
     def overlap(header: dict[str, Any]) -> None:
-        first, second = sorted((pick(header, 0), pick(header, 1)), key=lambda entry: entry["data_offsets"][0])
+        first, second = sorted(
+            (pick(header, 0), pick(header, 1)), key=lambda entry: entry["data_offsets"][0]
+        )
         size = second["data_offsets"][1] - second["data_offsets"][0]
         second["data_offsets"] = [first["data_offsets"][0], first["data_offsets"][0] + size]
 
@@ -464,8 +561,12 @@ def header_changes() -> dict[str, Callable[[dict[str, Any]], Any]]:
         "no type": lambda h: pick(h).pop("dtype"),
         "larger shape": lambda h: pick(h).update(shape=[2, *pick(h)["shape"]]),
         "negative shape": lambda h: pick(h).update(shape=[-1]),
-        "shape of floats": lambda h: pick(h).update(shape=[float(n) for n in (pick(h)["shape"] or [1])]),
-        "shape of strings": lambda h: pick(h).update(shape=[str(n) for n in (pick(h)["shape"] or [1])]),
+        "shape of floats": lambda h: pick(h).update(
+            shape=[float(n) for n in (pick(h)["shape"] or [1])]
+        ),
+        "shape of strings": lambda h: pick(h).update(
+            shape=[str(n) for n in (pick(h)["shape"] or [1])]
+        ),
         "entry is null": lambda h: h.update({next(n for n in h if n != "__metadata__"): None}),
         "tensor left out": lambda h: h.pop(next(n for n in h if n != "__metadata__")),
         "metadata of numbers": lambda h: h.update(__metadata__={"format": 1}),

@@ -21,7 +21,10 @@ ANSWERS = [
     (f"I look it up.{SECTION}", False),
     (f"hm{SECTION}", True),
     (f"{SECTION} after", False),
-    ("<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{", False),
+    (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{",
+        False,
+    ),
     ("<|tool_calls_section_begin|>garbage<|tool_call_end|><|tool_calls_section_end|>", False),
 ]
 
@@ -30,7 +33,10 @@ def test_calls_and_reasoning() -> None:
     message = parse_reply(f"two things</think>Looking.{SECTION}", thinking=True)
     assert message["reasoning_content"] == "two things"
     assert message["content"] == "Looking."
-    assert [call["id"] for call in message["tool_calls"]] == ["functions.get_weather:0", "functions.now:1"]
+    assert [call["id"] for call in message["tool_calls"]] == [
+        "functions.get_weather:0",
+        "functions.now:1",
+    ]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
 
@@ -43,9 +49,8 @@ def test_a_section_ends_reasoning() -> None:
 
 def test_names_with_dots_and_without_prefix() -> None:
     def name(call_id: str) -> str:
-        text = (
-            f"<|tool_calls_section_begin|><|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-        )
+        call = f"<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        text = f"<|tool_calls_section_begin|>{call}"
         return parse_reply(text, False)["tool_calls"][0]["function"]["name"]
 
     assert name("functions.mcp.files.read:12") == "mcp.files.read"
@@ -53,7 +58,9 @@ def test_names_with_dots_and_without_prefix() -> None:
     assert name("search") == "search"
 
 
-@pytest.mark.parametrize("begun", ["<|tool_call_begin|>functions.f", "<|tool_call_begin|>", "garbage<|tool_call_end|>"])
+@pytest.mark.parametrize(
+    "begun", ["<|tool_call_begin|>functions.f", "<|tool_call_begin|>", "garbage<|tool_call_end|>"]
+)
 def test_nothing_is_swallowed(begun: str) -> None:
     """A section without a call comes back as content."""
     message = parse_reply(f"<|tool_calls_section_begin|>{begun}", thinking=False)

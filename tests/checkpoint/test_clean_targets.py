@@ -31,9 +31,14 @@ def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
     text |= {key: small[key] for key in SIZES}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if "text_config" in result and key in result:
-            result[key] = [small[key]] if key == "eos_token_id" else small[key]  # a list of one says the same
+            result[key] = (
+                [small[key]] if key == "eos_token_id" else small[key]
+            )  # a list of one says the same
     if "vision_config" in result:
-        result["vision_config"] |= {"text_hidden_size": small["hidden_size"], "vt_num_hidden_layers": 1}
+        result["vision_config"] |= {
+            "text_hidden_size": small["hidden_size"],
+            "vt_num_hidden_layers": 1,
+        }
     return result
 
 
@@ -41,7 +46,9 @@ def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
     """A small checkpoint in the words and the layout of the published one."""
     entry = catalogue()["targets"][name]
     nested = "text_config" in entry["config"]
-    plain = make_target(directory.parent / "plain", nested=nested, layers=3, shards=1, vision=vision and nested)
+    plain = make_target(
+        directory.parent / "plain", nested=nested, layers=3, shards=1, vision=vision and nested
+    )
     path = make_target(
         directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=vision and nested
     )  # fmt: skip
@@ -55,7 +62,10 @@ def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
     (path / "model.safetensors").unlink()
     write_shards(path, tensors, shards)
     write_json(path / "config.json", config)
-    for value in {**config.get("auto_map", {}), **config.get("text_config", {}).get("auto_map", {})}.values():
+    for value in {
+        **config.get("auto_map", {}),
+        **config.get("text_config", {}).get("auto_map", {}),
+    }.values():
         (path / f"{value.split('.')[0]}.py").write_text("# remote code\n")
     return path
 
@@ -73,7 +83,11 @@ def unpack_excluded(tensors: dict[str, Any], bf16: dict[str, Any], ignore: list[
 
 def above_info(path: Path, sample: int | None = 0) -> list[str]:
     found = describe(resolve(str(path)), sample=sample).problems
-    return [f"{problem.code} {problem.where} {problem.message}" for problem in found if problem.severity != "info"]
+    return [
+        f"{problem.code} {problem.where} {problem.message}"
+        for problem in found
+        if problem.severity != "info"
+    ]
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -95,6 +109,8 @@ def test_shard_names_of_other_widths(tmp_path: Path) -> None:
     for number in (1, 2):
         old, new = f"model-{number:05d}-of-00002.safetensors", f"model-{number}-of-2.safetensors"
         (path / old).rename(path / new)
-        index["weight_map"] = {name: new if file == old else file for name, file in index["weight_map"].items()}
+        index["weight_map"] = {
+            name: new if file == old else file for name, file in index["weight_map"].items()
+        }
     write_json(path / "model.safetensors.index.json", index)
     assert not above_info(path)

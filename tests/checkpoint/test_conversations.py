@@ -18,8 +18,15 @@ from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.rows import read_rows
 from trtspec.errors import UsageError
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"id": "weather:0", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {
+    "id": "weather:0",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
+}
 # JSON's text, and what Python's splitlines would split on, which JSON allows inside a string
 BREAKS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n\ufeff\0"
 
@@ -50,7 +57,12 @@ message = st.one_of(
 )  # fmt: skip
 chat_row = st.fixed_dictionaries(
     {"messages": st.lists(message, min_size=1, max_size=4)},
-    optional={"tools": st.just([TOOL]), "category": question, "id": question, "finish_reason": st.just("length")},
+    optional={
+        "tools": st.just([TOOL]),
+        "category": question,
+        "id": question,
+        "finish_reason": st.just("length"),
+    },
 )
 any_row = st.one_of(
     chat_row,
@@ -70,12 +82,19 @@ def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
         | {key: value for key, value in item.items() if key not in ("role", "content")}
         for item in row["messages"]
     ]
-    return {**{key: value for key, value in row.items() if key != "messages"}, "conversations": turns}
+    return {
+        **{key: value for key, value in row.items() if key != "messages"},
+        "conversations": turns,
+    }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=st.lists(any_row, min_size=1, max_size=4), ascii_only=st.booleans())
-def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str, Any]], ascii_only: bool) -> None:
+def test_every_format_gives_the_same_records(
+    tmp_path: Path, rows: list[dict[str, Any]], ascii_only: bool
+) -> None:
     def lines(of: list[Any], end: str = "\n") -> bytes:
         return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in of).encode()
 
@@ -91,7 +110,9 @@ def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    columns = [row | ({"tools": json.dumps(row["tools"])} if "tools" in row else {}) for row in rows]
+    columns = [
+        row | ({"tools": json.dumps(row["tools"])} if "tools" in row else {}) for row in rows
+    ]
     keys = {key: None for row in columns for key in row}
     table = pyarrow.Table.from_pylist([keys | row for row in columns])
     parquet.write_table(table, tmp_path / "columns.parquet")
@@ -104,7 +125,10 @@ def test_every_format_gives_the_same_records(tmp_path: Path, rows: list[dict[str
 def test_a_line_ends_at_a_line_feed_only(tmp_path):
     """str.splitlines cuts at ten characters more, and a JSON string may hold nine of them as they are."""
     path = tmp_path / "data.jsonl"
-    rows = [{"prompt": f"one{character}two", "completion": "x"} for character in "\u2028\u2029\x85\x0b\x1c\r"]
+    rows = [
+        {"prompt": f"one{character}two", "completion": "x"}
+        for character in "\u2028\u2029\x85\x0b\x1c\r"
+    ]
     path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     found = list(read_conversations(path))
     assert [item.text for item in found] == [row["prompt"] for row in rows]
@@ -139,15 +163,24 @@ def test_pairs_and_namings(tmp_path, capsys, row, messages):
 
 
 def test_tools_stand_beside_or_in_the_metadata(tmp_path):
-    for row in ({"tools": [TOOL]}, {"tools": json.dumps([TOOL])}, {"metadata": json.dumps({"tools": [TOOL]})}):
+    for row in (
+        {"tools": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"metadata": json.dumps({"tools": [TOOL]})},
+    ):
         assert one(tmp_path, {"messages": [USER], **row}).tools == (TOOL,)
     assert one(tmp_path, {"messages": [USER], "metadata": "a remark"}).tools == ()
 
 
 def test_what_is_not_read_is_named_once_with_counts(tmp_path, capsys):
     path = tmp_path / "data.jsonl"
-    rows = [{"messages": [{**USER, "mood": "good"}], "score": n, "rejected": None, "tags": []} for n in range(3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "q", "chosen": "a"}]))
+    rows = [
+        {"messages": [{**USER, "mood": "good"}], "score": n, "rejected": None, "tags": []}
+        for n in range(3)
+    ]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "q", "chosen": "a"}])
+    )
     assert len(list(read_conversations(path))) == 4
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -161,14 +194,20 @@ BAD = [
     ({"messages": [{"content": "x"}]}, "role ''"),
     ({"messages": [{"role": "user"}]}, "without content"),
     ({"messages": [{"role": "user", "content": 3}]}, "content that is int"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "'image_url'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "'image_url'",
+    ),
     ({"messages": [{**USER, "weight": 0}]}, "weight: 0"),
     ({"messages": [USER], "loss_mask": [0]}, "loss_mask"),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "older form"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "function.name"),
     ({"messages": [{**ANSWER, "reasoning": "r", "reasoning_content": "s"}]}, "differ"),
     ({"messages": [USER], "conversations": [ANSWER]}, "differ"),
-    ({"messages": [{"role": "system", "content": "s"}, USER], "system": "t"}, "another system message"),
+    (
+        {"messages": [{"role": "system", "content": "s"}, USER], "system": "t"},
+        "another system message",
+    ),
     ({"messages": [USER], "tools": "no JSON"}, "tools that are no list"),
     ({"messages": [USER], "functions": [{}]}, "older form"),
     ({"prompt": "q", "completion": "a", "response": "b"}, "several answers"),
@@ -185,7 +224,9 @@ BAD = [
 @pytest.mark.parametrize(("row", "says"), BAD)
 def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"prompt": "fine"}) + "\n\n" + json.dumps(row) + "\n" + json.dumps("fine") + "\n")
+    path.write_text(
+        json.dumps({"prompt": "fine"}) + "\n\n" + json.dumps(row) + "\n" + json.dumps("fine") + "\n"
+    )
     with pytest.raises(UsageError) as refused:
         list(read_conversations(path))
     assert refused.value.code == "TS-DATA-ROW"
@@ -233,7 +274,12 @@ def test_what_is_no_file(tmp_path):
 
 
 def test_empty_files_hold_nothing(tmp_path):
-    for name, data in (("a.jsonl", b""), ("b.jsonl", b"\xef\xbb\xbf"), ("c.json", b" []\n"), ("d.txt", b"\n \n")):
+    for name, data in (
+        ("a.jsonl", b""),
+        ("b.jsonl", b"\xef\xbb\xbf"),
+        ("c.json", b" []\n"),
+        ("d.txt", b"\n \n"),
+    ):
         (tmp_path / name).write_bytes(data)
         assert list(read_conversations(tmp_path / name)) == []
 
@@ -254,7 +300,11 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path):
 def test_columns_that_a_row_lacks_are_not_nulls_of_it(tmp_path):
     """Parquet gives each struct the keys of all; `parameters: null` would reach the prompt through the template."""
     bare = {"type": "function", "function": {"name": "now"}}
-    full = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}, "strict": True}
+    full = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object"}},
+        "strict": True,
+    }
     rows = [{"messages": [USER], "tools": [full]}, {"messages": [USER, ANSWER], "tools": [bare]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert [item.tools for item in read_conversations(tmp_path / "a.parquet")] == [(full,), (bare,)]
@@ -268,7 +318,9 @@ def test_text_that_is_not_utf8(tmp_path: Path, before: int) -> None:
     parquet.write_table(pyarrow.table({"prompt": column}), path)
     rows = "rows 1025 to 2048" if before else "rows 1 to 1024"
     for read in (lambda: list(read_rows(str(path))), lambda: load_dataset(str(path))):
-        with pytest.raises(UsageError, match=f"latin.parquet: one of {rows} holds text that is not UTF-8"):
+        with pytest.raises(
+            UsageError, match=f"latin.parquet: one of {rows} holds text that is not UTF-8"
+        ):
             read()
     done = trtspec("bench", "http://127.0.0.1:9", "--dataset", path)
     assert done.status == 2 and "write the text as UTF-8" in done.stderr
@@ -276,6 +328,8 @@ def test_text_that_is_not_utf8(tmp_path: Path, before: int) -> None:
 
 def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:
     column = pyarrow.array([2**60], pyarrow.timestamp("ms"))
-    parquet.write_table(pyarrow.table({"prompt": ["Why?"], "when": column}), path := tmp_path / "late.parquet")
+    parquet.write_table(
+        pyarrow.table({"prompt": ["Why?"], "when": column}), path := tmp_path / "late.parquet"
+    )
     with pytest.raises(UsageError, match="cannot read .*late.parquet"):
         list(read_rows(str(path)))

@@ -42,7 +42,8 @@ def test_every_format_is_recognised_and_clean(tmp_path: Path, format: str, neste
 def test_parameters_are_the_same_in_every_format(tmp_path: Path) -> None:
     """The formats hold the same weights, so they count the same; the model built from the config is the oracle."""
     counts = {
-        format: describe(resolve(str(make_target(tmp_path / format, format=format)))).parameters for format in FORMATS
+        format: describe(resolve(str(make_target(tmp_path / format, format=format)))).parameters
+        for format in FORMATS
     }
     plain = load_file(make_target(tmp_path / "one", shards=1) / "model.safetensors")
     assert set(counts.values()) == {sum(tensor.numel() for tensor in plain.values())}
@@ -55,7 +56,9 @@ def test_heads_are_recognised(tmp_path: Path, attention: str) -> None:
     assert detect(head) == "head"
     assert detect(target) == "target"
     report = describe(resolve(str(head))).to_dict()
-    facts = {key: report[key] for key in ("kind", "attention", "eagle", "draft_vocab_size", "aux_layers")}
+    facts = {
+        key: report[key] for key in ("kind", "attention", "eagle", "draft_vocab_size", "aux_layers")
+    }
     assert facts == {
         "kind": "head", "attention": attention, "eagle": "3.1", "draft_vocab_size": 128, "aux_layers": [1, 2, 3],
     }  # fmt: skip
@@ -74,7 +77,9 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
 EXPERT = "language_model.model.layers.3.mlp.experts.2.up_proj"
 
 
-@pytest.mark.parametrize(("part", "code"), [("weight", "WEIGHT-MISSING"), ("input_scale", "SCALE-MISSING")])
+@pytest.mark.parametrize(
+    ("part", "code"), [("weight", "WEIGHT-MISSING"), ("input_scale", "SCALE-MISSING")]
+)
 def test_a_missing_tensor_is_found(tmp_path: Path, part: str, code: str) -> None:
     path = make_target(tmp_path, format="nvfp4", shards=1)
     edit_shard(path, lambda tensors: tensors.pop(f"{EXPERT}.{part}"))
@@ -93,7 +98,10 @@ def test_exclude_patterns_must_match_the_tensors(tmp_path: Path) -> None:
     path = make_target(tmp_path, format="nvfp4")
     config = json.loads((path / "config.json").read_text())
     ignore = config["quantization_config"]["ignore"]
-    config["quantization_config"]["ignore"] = [*ignore, "language_model.model.layers.2.mlp.experts*"]
+    config["quantization_config"]["ignore"] = [
+        *ignore,
+        "language_model.model.layers.2.mlp.experts*",
+    ]
     (path / "config.json").write_text(json.dumps(config))
     assert set(codes(path)) == {"TS-TARGET-QUANT-CONFIGS", "TS-TARGET-EXCLUDE"}
     config["quantization_config"]["ignore"] = [name for name in ignore if "lm_head" not in name]
@@ -109,7 +117,12 @@ def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
     config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
     (path / "config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert codes(path) == ["TS-TARGET-TOKENIZER", "TS-TARGET-TEMPLATE", "TS-TARGET-REMOTE-CODE", "TS-TARGET-EOS"]
+    assert codes(path) == [
+        "TS-TARGET-TOKENIZER",
+        "TS-TARGET-TEMPLATE",
+        "TS-TARGET-REMOTE-CODE",
+        "TS-TARGET-EOS",
+    ]
 
 
 def test_half_precision_files_are_counted_by_dtype(tmp_path: Path) -> None:

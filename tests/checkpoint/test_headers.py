@@ -41,10 +41,16 @@ def test_matches_the_safetensors_library(tmp_path: Path, format: str) -> None:
         with safe_open(path / shard, "pt") as theirs, LazyTensors(checkpoint) as lazy:
             for name in theirs.keys():  # noqa: SIM118 - safe_open is not a mapping
                 info, view = checkpoint.tensors[name], theirs.get_slice(name)
-                assert (info.shape, info.dtype, info.shard) == (tuple(view.get_shape()), view.get_dtype(), shard)
+                assert (info.shape, info.dtype, info.shard) == (
+                    tuple(view.get_shape()),
+                    view.get_dtype(),
+                    shard,
+                )
                 ours, tensor = lazy[name], theirs.get_tensor(name)
                 assert (ours.dtype, ours.shape) == (tensor.dtype, tensor.shape)
-                assert torch.equal(ours.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+                assert torch.equal(
+                    ours.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+                ), name
                 seen += 1
     assert seen == len(checkpoint.tensors)
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -110,7 +116,9 @@ BROKEN: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("says", "damage"), BROKEN, ids=[says for says, _ in BROKEN])
-def test_broken_directories_are_named(tmp_path: Path, says: str, damage: Callable[[Path], object]) -> None:
+def test_broken_directories_are_named(
+    tmp_path: Path, says: str, damage: Callable[[Path], object]
+) -> None:
     path = small(tmp_path / "checkpoint")
     damage(path)
     with pytest.raises(TrtspecError) as caught:

@@ -50,7 +50,17 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 SHIPPED = [
     ("inspect", "kimi-nano-eagle3", "--against", "kimi-nano"),
     ("quantize", "kimi-nano", "-o", "OUT", "--dry-run"),
-    ("convert", "kimi-nano-eagle3", "-o", "OUT", "--to", "vllm", "--target", "kimi-nano", "--dry-run"),
+    (
+        "convert",
+        "kimi-nano-eagle3",
+        "-o",
+        "OUT",
+        "--to",
+        "vllm",
+        "--target",
+        "kimi-nano",
+        "--dry-run",
+    ),
     ("plan", "kimi-nano", "--head", "kimi-nano-eagle3"),
     ("serve", "kimi-nano", "--head", "kimi-nano-eagle3", "--backend", "reference", "--dry-run"),
 ]
@@ -62,7 +72,9 @@ def test_the_shipped_models_are_called_by_name(words: tuple[str, ...], tmp_path:
     assert done.status == 0, done.stderr
 
 
-def test_a_directory_of_the_user_comes_before_a_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_the_user_comes_before_a_shipped_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     make_target(tmp_path / "kimi-nano")
     assert resolve("kimi-nano").target_spec().num_hidden_layers == 7
@@ -74,11 +86,17 @@ def test_every_published_target_answers_offline(hub_id: str) -> None:
     spec = resolved.target_spec()
     assert resolved.path is None
     assert resolved.known is not None and spec.quant.format == resolved.known["format"]
-    assert (spec.num_hidden_layers, spec.hidden_size, spec.kv_elements_per_token) == (61, 7168, 35136)
+    assert (spec.num_hidden_layers, spec.hidden_size, spec.kv_elements_per_token) == (
+        61,
+        7168,
+        35136,
+    )
     assert spec.default_aux_layers == (1, 29, 57)
 
 
-@pytest.mark.parametrize("hub_id", [name for name, entry in catalogue()["heads"].items() if entry["config"]])
+@pytest.mark.parametrize(
+    "hub_id", [name for name, entry in catalogue()["heads"].items() if entry["config"]]
+)
 def test_every_published_head_answers_offline(hub_id: str) -> None:
     spec = resolve(hub_id, weights=False).head_spec()
     assert (spec.hidden_size, spec.vocab_size, spec.num_aux) == (7168, 163840, 3)
@@ -92,7 +110,10 @@ def test_a_head_without_a_known_config_says_so() -> None:
 
 def test_aliases_and_case() -> None:
     assert resolve("nvidia/kimi-k2.5-eagle3", weights=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
-    assert resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", weights=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
+    assert (
+        resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", weights=False).hub_id
+        == "nvidia/Kimi-K2.5-Eagle3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,10 +122,15 @@ def test_aliases_and_case() -> None:
         ("moonshotai/Kimi-K3", TrtspecError, "kimi_k3"),
         ("nvidia/Kimi-K2.5-Eagle", MissingDependency, "HF_HUB_OFFLINE"),
         ("nvidia/Kimi-K2.5-Eagle", MissingDependency, "nvidia/Kimi-K2.5-Eagle3"),
-        *((name, UsageError, "") for name in ("no such thing", "./missing", "a/b/c", "https://huggingface.co/x/y", "")),
+        *(
+            (name, UsageError, "")
+            for name in ("no such thing", "./missing", "a/b/c", "https://huggingface.co/x/y", "")
+        ),
     ],
 )
-def test_what_cannot_be_resolved_is_refused(name: str, error: type[TrtspecError], says: str) -> None:
+def test_what_cannot_be_resolved_is_refused(
+    name: str, error: type[TrtspecError], says: str
+) -> None:
     with pytest.raises(error) as refused:
         resolve(name, weights=False)
     assert says in f"{refused.value.message} {refused.value.remedy}"
@@ -153,7 +179,11 @@ def test_real_pairs() -> None:
 
 
 def test_published_exclude_lists_have_their_published_length() -> None:
-    lengths = {"nvidia/Kimi-K2.5-NVFP4": 64, "nvidia/Kimi-K2.6-NVFP4": 124, "nvidia/Kimi-K2.7-Code-NVFP4": 125}
+    lengths = {
+        "nvidia/Kimi-K2.5-NVFP4": 64,
+        "nvidia/Kimi-K2.6-NVFP4": 124,
+        "nvidia/Kimi-K2.7-Code-NVFP4": 125,
+    }
     for hub_id, length in lengths.items():
         assert len(resolve(hub_id, weights=False).target_spec().quant.exclude) == length
     assert expand_patterns(["a.{0..11}*", "b"])[:4] == ["a.0*", "a.1*", "a.10*", "a.11*"]
@@ -165,7 +195,9 @@ def test_every_figure_has_a_source() -> None:
             assert entry["sources"], name
             for figure in ("parameters", "bytes", "shards"):
                 stated = entry.get(figure) is not None
-                assert not stated or figure in entry["sources"] or figure in entry["unverified"], f"{name} {figure}"
+                assert not stated or figure in entry["sources"] or figure in entry["unverified"], (
+                    f"{name} {figure}"
+                )
 
 
 def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
@@ -176,10 +208,16 @@ def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
             for key in known_value
             for line in differing(known_value[key], published_value.get(key), f"{where}.{key}")
         ]
-    return [] if known_value == published_value else [f"{where}: {known_value!r} is published as {published_value!r}"]
+    return (
+        []
+        if known_value == published_value
+        else [f"{where}: {known_value!r} is published as {published_value!r}"]
+    )
 
 
-@pytest.mark.parametrize("hub_id", ["moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5", "nvidia/Kimi-K2.5-NVFP4"])
+@pytest.mark.parametrize(
+    "hub_id", ["moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5", "nvidia/Kimi-K2.5-NVFP4"]
+)
 def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id: str) -> None:
     published_config = json.loads(
         (upstream_data / "model_configs" / f"{hub_id.replace('/', '--')}_config.json").read_text()
@@ -187,7 +225,9 @@ def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id:
     entry = known(hub_id)
     assert entry is not None
     lines = differing(entry[1]["config"], published_config, "config")
-    assert [line for line in lines if line.split(":")[0].split(".")[-1] not in entry[1]["unverified"]] == []
+    assert [
+        line for line in lines if line.split(":")[0].split(".")[-1] not in entry[1]["unverified"]
+    ] == []
 
 
 def test_gpus() -> None:
@@ -218,7 +258,9 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) ->
         "from trtspec.checkpoint.hub import cache_directory\n"
         "assert str(cache_directory()) == HF_HUB_CACHE, (str(cache_directory()), HF_HUB_CACHE)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -230,5 +272,7 @@ def test_a_snapshot_is_found_as_huggingface_hub_finds_it(empty_cache: Path, tmp_
     source = make_target(tmp_path / "source")
     snapshot = published(empty_cache, "someone/some-kimi", source)
     theirs = try_to_load_from_cache("someone/some-kimi", "config.json", cache_dir=str(empty_cache))
-    assert cached_snapshot("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
+    assert (
+        cached_snapshot("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
+    )
     assert cached_snapshot("someone/other", complete=True) is None

@@ -41,13 +41,17 @@ def without_flock(directory: Path, error: str) -> dict[str, str]:
     if compiler is None:
         pytest.skip("no gcc here")
     code = f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {error}; return -1; }}"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True
+    )
     return os.environ | {"LD_PRELOAD": str(shim)}
 
 
 def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-c", HOLD, str(path), key], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
@@ -154,14 +158,18 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_safetensors_reads_back_every_byte(tmp_path_factory, layout):
-    tensors = {name: random_tensor(DTYPES[code], tuple(shape)) for name, (code, shape) in layout.items()}
+    tensors = {
+        name: random_tensor(DTYPES[code], tuple(shape)) for name, (code, shape) in layout.items()
+    }
     path = tmp_path_factory.mktemp("shard") / "a.safetensors"
     write_shard(path, tensors)
     loaded = load_file(path)
     assert set(loaded) == set(tensors)
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
-        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        )
 
 
 def test_a_shard_has_no_name_until_it_is_whole(tmp_path):

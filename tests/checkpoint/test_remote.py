@@ -17,7 +17,9 @@ from trtspec.checkpoint.headers import Checkpoint
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("source") / "Kimi", format="int4", layers=4, hidden=512, shards=5)
+    return make_target(
+        tmp_path_factory.mktemp("source") / "Kimi", format="int4", layers=4, hidden=512, shards=5
+    )
 
 
 @pytest.fixture
@@ -28,12 +30,30 @@ def hub(source: Path) -> Iterator[LoopbackHub]:
     server.server_close()
 
 
-def trtspec(hub: LoopbackHub, cache: Path, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
-    names = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy", "ALL_PROXY")
+def trtspec(
+    hub: LoopbackHub, cache: Path, *words: object, **more: str
+) -> subprocess.CompletedProcess[str]:
+    names = (
+        "HF_TOKEN",
+        "HF_HUB_OFFLINE",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HTTP_PROXY",
+        "http_proxy",
+        "ALL_PROXY",
+    )
     environment = {key: value for key, value in os.environ.items() if key not in names}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*", **more}
+    environment |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+        **more,
+    }
     command = [sys.executable, "-m", "trtspec", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+    )
 
 
 def found(run: subprocess.CompletedProcess[str], status: int = 0) -> dict[str, Any]:
@@ -47,7 +67,9 @@ def test_a_dry_run_reads_headers_only_and_says_what_the_run_would(hub, source, t
     result = found(trtspec(hub, tmp_path / "cache", "quantize", "someone/Kimi-K2.5-tune", *dry))
     there = result.pop("hub")
     weights = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    print(f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, {sum(hub.sent.values()):,} in all")
+    print(
+        f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, {sum(hub.sent.values()):,} in all"
+    )
     assert hub.sent_of_weights() < weights / 5 and there["weight_bytes"] == weights
     assert (there["id"], there["revision"]) == ("someone/Kimi-K2.5-tune", COMMIT)
     local = found(trtspec(hub, tmp_path / "cache", "quantize", source, *dry))
@@ -65,7 +87,11 @@ def test_a_dry_run_from_the_hub_runs_the_checks_of_a_run(hub, source, tmp_path):
     for words, status, text in (
         (["-o", out], 2, "already exists"),
         (["-o", out, "--force"], 2, "holds mine.txt, which `trtspec quantize` did not write"),
-        (["-o", tmp_path / "new", "--input-scales", tmp_path / "none.json"], 2, "none.json is not a file"),
+        (
+            ["-o", tmp_path / "new", "--input-scales", tmp_path / "none.json"],
+            2,
+            "none.json is not a file",
+        ),
         (["-o", tmp_path / "new", "--policy", "k9"], 2, "neither one of"),
     ):
         run = trtspec(hub, tmp_path / "cache", "quantize", target, *words, "--dry-run")
@@ -121,10 +147,15 @@ def test_what_a_hub_can_refuse(hub, source, tmp_path, case, text):
         if case == "shard missing":
             shard.unlink()
         hub.repositories[name] = copy
-    run = trtspec(hub, tmp_path / "cache", "quantize", name, "-o", tmp_path / "out", "--dry-run", **more)
+    run = trtspec(
+        hub, tmp_path / "cache", "quantize", name, "-o", tmp_path / "out", "--dry-run", **more
+    )
     assert run.returncode == 1 and text in run.stderr, run.stderr
     assert "secret" not in run.stderr and "unexpected" not in run.stderr
-    assert hub.sent_of_weights() < sum(path.stat().st_size for path in source.glob("*.safetensors")) / 2
+    assert (
+        hub.sent_of_weights()
+        < sum(path.stat().st_size for path in source.glob("*.safetensors")) / 2
+    )
 
 
 def test_a_token_opens_a_private_repository(hub, tmp_path):

@@ -70,19 +70,29 @@ class Rates:
         if not found:
             self.missed[kind].append(name)
 
-    def inspect(self, draft: Draft, faults: list[Fault], path: Path, sample: int | None = None) -> None:
+    def inspect(
+        self, draft: Draft, faults: list[Fault], path: Path, sample: int | None = None
+    ) -> None:
         for fault in faults:
-            self.count(fault.kind, fault.name, is_found(fault, inspected(spoiled(draft, fault, path), sample)))
+            self.count(
+                fault.kind,
+                fault.name,
+                is_found(fault, inspected(spoiled(draft, fault, path), sample)),
+            )
 
     def report(self) -> str:
         lines = [f"{kind:32} {self.found[kind]:6} of {count:6}" for kind, count in self.all.items()]
-        return "\n".join([*lines, f"{'all':32} {sum(self.found.values()):6} of {sum(self.all.values()):6}"])
+        return "\n".join(
+            [*lines, f"{'all':32} {sum(self.found.values()):6} of {sum(self.all.values()):6}"]
+        )
 
     def check(self) -> None:
         print(f"\n{self.report()}")
         short = {}
         for kind, names in self.missed.items():
-            least = INVISIBLE.get(kind, 1.0) if self.all[kind] > 20 or kind not in INVISIBLE else 0.0
+            least = (
+                INVISIBLE.get(kind, 1.0) if self.all[kind] > 20 or kind not in INVISIBLE else 0.0
+            )
             if self.found[kind] < self.all[kind] * least:
                 short[kind] = names[:5]
         assert not short, short
@@ -90,7 +100,11 @@ class Rates:
 
 def is_found(fault: Fault, problems: list[Problem]) -> bool:
     """By an error, or where that is all that can be said a warning, with a code, a reason and a remedy."""
-    enough = ("error", "warning") if fault.kind in WARNINGS or fault.name == "max_position_embeddings" else ("error",)
+    enough = (
+        ("error", "warning")
+        if fault.kind in WARNINGS or fault.name == "max_position_embeddings"
+        else ("error",)
+    )
     if fault.name in ("rope_scaling", "quantization_config", "factor"):
         enough = ("error", "warning")
     return any(problem.severity in enough and problem.code != "TS-ERROR-FAILED" and problem.message
@@ -103,18 +117,28 @@ def chosen(faults: Iterator[Fault], every: int) -> list[Fault]:
     for fault in faults:
         by_kind.setdefault(fault.kind, []).append(fault)
     draw = random.Random(int(os.environ.get("TRTSPEC_SEED", "0")))
-    return [one for same in by_kind.values() for one in draw.sample(same, min(len(same), max(1, len(same) // every)))]
+    return [
+        one
+        for same in by_kind.values()
+        for one in draw.sample(same, min(len(same), max(1, len(same) // every)))
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clean_drafts_have_no_finding(drafts: dict[str, Draft], kind: str, tmp_path: Path) -> None:
     for shards in (1, 2):
-        assert not [problem for problem in inspected(drafts[kind].write(tmp_path / "it", shards), 0)]
+        assert not [
+            problem for problem in inspected(drafts[kind].write(tmp_path / "it", shards), 0)
+        ]
 
 
-@pytest.mark.parametrize("every", [120, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "every", [120, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_inspect_finds_every_fault(drafts: dict[str, Draft], kind: str, every: int, tmp_path: Path) -> None:
+def test_inspect_finds_every_fault(
+    drafts: dict[str, Draft], kind: str, every: int, tmp_path: Path
+) -> None:
     rates = Rates()
     rates.inspect(drafts[kind], chosen(all_faults(drafts[kind]), every), tmp_path / "it", sample=0)
     rates.check()
@@ -124,9 +148,18 @@ def test_a_finding_names_the_tensor_or_field(drafts: dict[str, Draft], tmp_path:
     """Not only that something is wrong."""
     for draft in drafts.values():
         for fault in chosen(all_faults(draft), every=100):
-            if fault.kind in ("tensor missing", "shape", "type", "sibling", "extra tensor", "zero scale", "field null"):
+            if fault.kind in (
+                "tensor missing",
+                "shape",
+                "type",
+                "sibling",
+                "extra tensor",
+                "zero scale",
+                "field null",
+            ):
                 told = " ".join(
-                    f"{one.where} {one.message}" for one in inspected(spoiled(draft, fault, tmp_path / "it"))
+                    f"{one.where} {one.message}"
+                    for one in inspected(spoiled(draft, fault, tmp_path / "it"))
                 )
                 name = fault.name.removesuffix(".weight").removesuffix(".weight_packed")
                 assert name.split("[")[0] in told, (fault, told)
@@ -142,14 +175,20 @@ class Commands:
         options = Options(to="sglang", embed_tokens="target")
         return {
             "quantize": lambda: quantize_checkpoint(target, work / "nvfp4", POLICY),
-            "calibrate": lambda: calibrate_checkpoint(target, self.data, work / "scales.safetensors", POLICY),
+            "calibrate": lambda: calibrate_checkpoint(
+                target, self.data, work / "scales.safetensors", POLICY
+            ),
             "train by layer streaming": lambda: LayerStream(target).close(),
             "serve --backend reference": lambda: load_target(target),
             "convert --target": lambda: convert_head(
                 resolve(str(self.head)), work / "head", options, resolve(str(target))
             ),
-            "train --dry-run": lambda: self._cli("train", target, self.data, "-o", work / "trained", "--dry-run"),
-            "serve --dry-run": lambda: self._cli("serve", target, "--backend", "reference", "--dry-run"),
+            "train --dry-run": lambda: self._cli(
+                "train", target, self.data, "-o", work / "trained", "--dry-run"
+            ),
+            "serve --dry-run": lambda: self._cli(
+                "serve", target, "--backend", "reference", "--dry-run"
+            ),
         }
 
     @staticmethod
@@ -164,7 +203,10 @@ class Commands:
 def commands(drafts: dict[str, Draft], tmp_path_factory: pytest.TempPathFactory) -> Commands:
     room = tmp_path_factory.mktemp("commands")
     clean = drafts["bf16 nested"].write(room / "clean")
-    turns = [{"role": "user", "content": "what is red"}, {"role": "assistant", "content": "a colour"}]
+    turns = [
+        {"role": "user", "content": "what is red"},
+        {"role": "assistant", "content": "a colour"},
+    ]
     data = room / "data.jsonl"
     data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
     return Commands(make_head(room / "head", clean), data)
@@ -176,7 +218,9 @@ def refused(call: Callable[[], object], work: Path) -> bool:
         call()
     except TrtspecError as error:
         assert error.message and error.remedy, error
-        assert not work.exists() or not [path for path in work.rglob("*") if path.is_file()], list(work.rglob("*"))
+        assert not work.exists() or not [path for path in work.rglob("*") if path.is_file()], list(
+            work.rglob("*")
+        )
         return True
     return False
 
@@ -184,7 +228,11 @@ def refused(call: Callable[[], object], work: Path) -> bool:
 def header_faults(draft: Draft, every: int) -> list[Fault]:
     """Those that need no value to be read, and that are errors."""
     kinds = WARNINGS | {"rope word", "field absurd or contradicting", "hf_quant_config", "format"}
-    return [fault for fault in chosen(all_faults(draft), every) if not fault.values and fault.kind not in kinds]
+    return [
+        fault
+        for fault in chosen(all_faults(draft), every)
+        if not fault.values and fault.kind not in kinds
+    ]
 
 
 def test_commands_refuse_some(drafts: dict[str, Draft], commands: Commands, tmp_path: Path) -> None:
@@ -205,7 +253,9 @@ def test_commands_refuse_all(drafts: dict[str, Draft], commands: Commands, tmp_p
         for fault in header_faults(draft, 8):
             target = spoiled(draft, fault, tmp_path / "it")
             for name, call in commands.calls(target, tmp_path / "work").items():
-                rates.count(name, f"{kind}: {fault.kind} {fault.name}", refused(call, tmp_path / "work"))
+                rates.count(
+                    name, f"{kind}: {fault.kind} {fault.name}", refused(call, tmp_path / "work")
+                )
     rates.check()
 
 
@@ -228,13 +278,21 @@ def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path
             )  # fmt: skip
             words = draw.choice(lines)
             done = process(*words, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-            good = done.returncode in (1, 2, 3) and "Traceback" not in done.stderr and "unexpected" not in done.stderr
-            rates.count(words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good)
+            good = (
+                done.returncode in (1, 2, 3)
+                and "Traceback" not in done.stderr
+                and "unexpected" not in done.stderr
+            )
+            rates.count(
+                words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good
+            )
             assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))
     rates.check()
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "count", [8, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "nvfp4" not in kind])
 def test_quantize_meets_what_is_not_finite(
     drafts: dict[str, Draft], kind: str, count: int | None, tmp_path: Path
@@ -251,8 +309,12 @@ def test_quantize_meets_what_is_not_finite(
         except UsageError:
             raise
         except TrtspecError as error:
-            found = "NaN or infinity" in error.message or "negative scale" in error.message  # -inf is both
-            assert not (out / "config.json").exists()  # shards finished before are kept for the next run
+            found = (
+                "NaN or infinity" in error.message or "negative scale" in error.message
+            )  # -inf is both
+            assert not (
+                out / "config.json"
+            ).exists()  # shards finished before are kept for the next run
         rates.count(fault.kind, fault.name, found)
         for path in sorted(out.rglob("*"), reverse=True):
             path.unlink()

@@ -43,8 +43,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ranks = bpe_train(SAMPLE, 400, f"(?V1){SPLIT_PATTERN}", visualise=None)
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
     (directory / "tiktoken.model").write_text("\n".join(lines) + "\n")
-    names = SPECIALS | {offset: f"<|reserved_{offset}|>" for offset in range(256) if offset not in SPECIALS}
-    added = {len(ranks) + offset: {"content": name, "special": offset not in VISIBLE} for offset, name in names.items()}
+    names = SPECIALS | {
+        offset: f"<|reserved_{offset}|>" for offset in range(256) if offset not in SPECIALS
+    }
+    added = {
+        len(ranks) + offset: {"content": name, "special": offset not in VISIBLE}
+        for offset, name in names.items()
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
     return directory
 
@@ -115,7 +120,9 @@ def test_special_tokens_only_when_allowed(trained: Path) -> None:
     assert tokenizer.encode(text, allow_special=True) == [user, *tokenizer.encode("hello"), end]
     assert not {user, end} & set(tokenizer.encode(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode(text, allow_special=True), skip_special=True) == "hello"
+    assert (
+        tokenizer.decode(tokenizer.encode(text, allow_special=True), skip_special=True) == "hello"
+    )
 
 
 def test_tool_marks_stay_visible_unless_declared_special(trained: Path, tmp_path: Path) -> None:
@@ -135,7 +142,9 @@ def test_tool_marks_stay_visible_unless_declared_special(trained: Path, tmp_path
 def test_names_come_from_the_config(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").write_bytes((trained / "tiktoken.model").read_bytes())
     entry = {"content": "<|mine|>", "special": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"402": entry}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": {"402": entry}})
+    )
     tokenizer = KimiTokenizer(tmp_path)
     assert tokenizer.special_id("<|mine|>") == 402
     assert tokenizer.special_tokens["<|reserved_token_403|>"] == 403
@@ -152,7 +161,9 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     assert KimiTokenizer(tmp_path).eos_ids == (257,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [258, 265]}')
-    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 257}, "eos_token_id": 1}')
+    (tmp_path / "config.json").write_text(
+        '{"text_config": {"eos_token_id": 257}, "eos_token_id": 1}'
+    )
     assert KimiTokenizer(tmp_path).eos_ids == (258, 265, 257)
 
 
@@ -179,12 +190,21 @@ MESSAGES = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "functions.get:0", "function": {"name": "get", "arguments": '{"city": "东京"}'}}],
+        "tool_calls": [
+            {"id": "functions.get:0", "function": {"name": "get", "arguments": '{"city": "东京"}'}}
+        ],
     },
     {"role": "tool", "tool_call_id": "functions.get:0", "content": "sunny"},
 ]
 TOOLS = [
-    {"type": "function", "function": {"name": "get", "description": "it's <weather>", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "get",
+            "description": "it's <weather>",
+            "parameters": {"type": "object"},
+        },
+    }
 ]
 
 
@@ -202,7 +222,9 @@ def test_template_like_transformers(
         add_generation_prompt=add_generation_prompt,
         thinking=thinking,
     )
-    assert tokenizer.template.render(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
+    assert (
+        tokenizer.template.render(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
+    )
     ids = tokenizer.apply_chat_template(MESSAGES, tools, add_generation_prompt, thinking)
     assert tokenizer.decode(ids) == expected[0]
     assert tokenizer.special_id("<|im_user|>") in ids
@@ -257,13 +279,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> KimiTokenizer:
     return KimiTokenizer(directory)
 
 
-SPECIAL = ["<|im_end|>", "<|im_system|>", "<|tool_calls_section_begin|>", "</think>", "[EOS]", "<|im_", "\ue000", "a b"]
+SPECIAL = [
+    "<|im_end|>",
+    "<|im_system|>",
+    "<|tool_calls_section_begin|>",
+    "</think>",
+    "[EOS]",
+    "<|im_",
+    "\ue000",
+    "a b",
+]
 strangers_text = st.lists(st.sampled_from(SPECIAL), max_size=5).map("".join)
 
 
 @settings(max_examples=60, deadline=None)
 @given(user=strangers_text, tool=strangers_text, said=strangers_text)
-def test_the_template_alone_writes_special_tokens(tiny: KimiTokenizer, user: str, tool: str, said: str) -> None:
+def test_the_template_alone_writes_special_tokens(
+    tiny: KimiTokenizer, user: str, tool: str, said: str
+) -> None:
     """A stranger's text changes which special tokens there are only by what an assistant may say."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {tool or "x": tool}}}]
 
@@ -274,10 +307,18 @@ def test_the_template_alone_writes_special_tokens(tiny: KimiTokenizer, user: str
         assert text == tiny.template.render([*messages, {"role": "user", "content": user}], tools)
         return [token for token in ids if token >= tiny.base_size]
 
-    names = [name for name in ("<|tool_calls_section_begin|>", "</think>") for _ in range(said.count(name))]
+    names = [
+        name
+        for name in ("<|tool_calls_section_begin|>", "</think>")
+        for _ in range(said.count(name))
+    ]
     shown = "".join(name for name in names if tiny.special_tokens[name] not in tiny.hidden_ids)
-    plain = specials("u", "", [{"type": "function", "function": {"name": "f", "parameters": {"x": "y"}}}])
-    assert sorted(specials(user, said, tools)) == sorted(plain + tiny.encode(shown, allow_special=True))
+    plain = specials(
+        "u", "", [{"type": "function", "function": {"name": "f", "parameters": {"x": "y"}}}]
+    )
+    assert sorted(specials(user, said, tools)) == sorted(
+        plain + tiny.encode(shown, allow_special=True)
+    )
 
 
 def test_a_conversation_without_their_names_is_encoded_as_ever(tiny: KimiTokenizer) -> None:

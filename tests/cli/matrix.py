@@ -41,7 +41,9 @@ class Situation:
     base: tuple[str, ...]
     effects: Mapping[str, Effect]
     cheap: tuple[str, ...] = ()
-    floats: bool = True  # whether figures with a decimal point are looked at; not where they are timings
+    floats: bool = (
+        True  # whether figures with a decimal point are looked at; not where they are timings
+    )
     before: Callable[[Path], None] | None = None
 
 
@@ -50,7 +52,10 @@ def effects(options: str = "", **words: str | Effect) -> dict[str, Effect]:
     for option in re.findall(r"--.+?(?=\s+--|$)", options):
         name = option.split()[0][2:].replace("-", "_")
         words[{"json": "json_"}.get(name, name)] = option
-    return {name: item if isinstance(item, Effect) else Effect(tuple(item.split())) for name, item in words.items()}
+    return {
+        name: item if isinstance(item, Effect) else Effect(tuple(item.split()))
+        for name, item in words.items()
+    }
 
 
 def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
@@ -103,31 +108,54 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.busy -= 1
         asked = body.get("prompt") or str(body["messages"])
-        words = [hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5] for n in range(min(12, body["max_tokens"]))]
+        words = [
+            hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5]
+            for n in range(min(12, body["max_tokens"]))
+        ]
         text = "<think> why </think> " + " ".join(words)
         usage = {"prompt_tokens": 5, "completion_tokens": len(words)}
         if body.get("echo"):  # 0.4 nats behind the best token everywhere
-            told = {"token_logprobs": [-0.5] * len(asked), "top_logprobs": [{"best": -0.1, "this": -0.5}] * len(asked)}
-            self._send(json.dumps({"choices": [{"text": "", "logprobs": told, "finish_reason": "length"}]}))
+            told = {
+                "token_logprobs": [-0.5] * len(asked),
+                "top_logprobs": [{"best": -0.1, "this": -0.5}] * len(asked),
+            }
+            self._send(
+                json.dumps({"choices": [{"text": "", "logprobs": told, "finish_reason": "length"}]})
+            )
             return
         if not body.get("stream"):
-            part = {"text": text} if "prompt" in body else {"message": {"role": "assistant", "content": text}}
+            part = (
+                {"text": text}
+                if "prompt" in body
+                else {"message": {"role": "assistant", "content": text}}
+            )
             self._send(json.dumps({"choices": [part | {"finish_reason": "stop"}], "usage": usage}))
             return
         pieces, drafts = text.split(), body.get("drafts")
         if drafts:  # as --extra-body asks: a chunk is a step
             pieces = [" ".join(pieces[at : at + 3]) for at in range(0, len(pieces), 3)]
         ids = {"token_ids": [5]} if body.get("return_token_ids") else {}
-        chunks = [{"choices": [({"text": w} if "prompt" in body else {"delta": {"content": w}}) | ids]} for w in pieces]
+        chunks = [
+            {"choices": [({"text": w} if "prompt" in body else {"delta": {"content": w}}) | ids]}
+            for w in pieces
+        ]
         end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
         if drafts:
             steps = len(pieces)
-            end["spec_decode"] = {"steps": steps, "accepted": len(words) - steps, "drafted": steps * drafts}
+            end["spec_decode"] = {
+                "steps": steps,
+                "accepted": len(words) - steps,
+                "drafted": steps * drafts,
+            }
         chunks.append({"choices": [end], "usage": usage})
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        self._send(events[0], kind="text/event-stream", more="".join(events[1:]) + "data: [DONE]\n\n")
+        self._send(
+            events[0], kind="text/event-stream", more="".join(events[1:]) + "data: [DONE]\n\n"
+        )
 
-    def _send(self, text: str, status: int = 200, kind: str = "application/json", more: str = "") -> None:
+    def _send(
+        self, text: str, status: int = 200, kind: str = "application/json", more: str = ""
+    ) -> None:
         payload = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -152,7 +180,11 @@ class Stage:
         return [word.format(**self.places, out=self.out, url=self.server.url) for word in words]
 
     def see(
-        self, words: tuple[str, ...], before: Callable[[Path], None] | None, floats: bool, **environment: str
+        self,
+        words: tuple[str, ...],
+        before: Callable[[Path], None] | None,
+        floats: bool,
+        **environment: str,
     ) -> dict[str, Any]:
         """One run from a clean place, and all that it left, without what a clock or a memory meter decides."""
         shutil.rmtree(self.out.parent, ignore_errors=True)
@@ -186,8 +218,15 @@ def _steady(text: str, floats: bool) -> str:
     text = re.sub(r"[\d.]+ times (?:as long|without speculation)|(\"ratio\"): [\d.]+", r"\1", text)
     text = re.sub(r"(in|took|about) +[\d.,]+ (s|min)\b", r"\1 0 s", text)
     text = re.sub(r"peak memory [\d,]+|[\d,]+ free", "0", text)
-    text = re.sub(r"^((?:\w+ )*(?:seconds|free bytes|estimate|rss bytes)) +[\d.,]+ *$", r"\1 0", text, flags=re.M)
-    text = re.sub(r"(here|hub cache|shared memory) [\d,]+ GB", r"\1", text)  # free now, on a disk of others
+    text = re.sub(
+        r"^((?:\w+ )*(?:seconds|free bytes|estimate|rss bytes)) +[\d.,]+ *$",
+        r"\1 0",
+        text,
+        flags=re.M,
+    )
+    text = re.sub(
+        r"(here|hub cache|shared memory) [\d,]+ GB", r"\1", text
+    )  # free now, on a disk of others
     if floats:
         return text
     text = re.sub(r"\d[\d,]*\.\d+(e-?\d+)?|\b\d+ %", "#", text)

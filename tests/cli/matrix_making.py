@@ -48,7 +48,9 @@ BYTES = effects(
     output=Effect(instead=line("quantize {target} -o {out}-2")),
 )
 RUNS = effects(
-    restart=Effect(line("--restart"), base=(*QUANTIZE, *DRY), before=journal("{out}/.trtspec-quantize.jsonl")),
+    restart=Effect(
+        line("--restart"), base=(*QUANTIZE, *DRY), before=journal("{out}/.trtspec-quantize.jsonl")
+    ),
     force=Effect(line("--force"), base=(*QUANTIZE, *DRY), before=occupied),
 )
 STREAM = BYTES | RUNS | effects(

@@ -54,7 +54,9 @@ def intent(
         like=Effect(line(f"--like {TARGET}"), base=("build-config", "/made/later", *form)),
         isl=Effect(line("--isl 64"), base=(*base, "--osl", "64")),
         osl=Effect(line("--osl 64"), base=(*base, "--isl", "64")),
-        draft_len=Effect(line("--draft-len 2"), base=(*base, "--head", "lightseekorg/kimi-k2.5-eagle3")),
+        draft_len=Effect(
+            line("--draft-len 2"), base=(*base, "--head", "lightseekorg/kimi-k2.5-eagle3")
+        ),
         dry_run=Effect(line("--dry-run"), base=written),
         force=Effect(line("--force"), base=written, before=before),
         **more,
@@ -90,7 +92,9 @@ TIMES = effects(
 )
 
 ADDRESS = effects("--host 0.0.0.0 --port 8123 --json")
-SIZES = effects("--max-batch-size 7 --max-num-tokens 9000 --max-seq-len 256 --served-model-name kimi")
+SIZES = effects(
+    "--max-batch-size 7 --max-num-tokens 9000 --max-seq-len 256 --served-model-name kimi"
+)
 
 WATCH = line("watch {url}")
 ONCE = line("watch {url} --once --baseline {out}.json")

@@ -41,7 +41,9 @@ def test_help_imports_no_torch() -> None:
         "loaded = heavy & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -108,7 +110,11 @@ def test_failures_are_one_message_and_a_status_and_with_json_an_object_on_stdout
     assert says in done.stderr and "Traceback" not in done.stderr
     done = failing(monkeypatch, failure, "--json")
     found = json.loads(done.stdout)
-    assert done.status == status and set(found) == {"ok", "problems", "error"} and found["problems"] == []
+    assert (
+        done.status == status
+        and set(found) == {"ok", "problems", "error"}
+        and found["problems"] == []
+    )
     assert set(found["error"]) == {"code", "message", "remedy"} and found["error"]["code"] == code
 
 
@@ -131,7 +137,17 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
     """An interpreter in which torch cannot be imported, as after installing the base package alone."""
     target = make_target(tmp_path / "target")
     script = "import sys; sys.modules['torch'] = None; from trtspec.cli.app import main; main()"
-    command = [sys.executable, "-c", script, "quantize", str(target), "-o", str(tmp_path / "nvfp4"), "--device", "cuda"]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "quantize",
+        str(target),
+        "-o",
+        str(tmp_path / "nvfp4"),
+        "--device",
+        "cuda",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 4, done.stderr
     assert done.stderr == 'Missing: this command needs torch\n-> pip install "trtspec[reference]"\n'
@@ -163,7 +179,9 @@ with progress_bar("training", 13300, "steps") as bar:
 def test_bar_and_note_fit_eighty_columns():
     environment = os.environ | {"TRTSPEC_PROGRESS": "1", "COLUMNS": "80", "TERM": "dumb"}
     environment.pop("TRTSPEC_QUIET", None)
-    done = subprocess.run([sys.executable, "-c", DRAW], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", DRAW], capture_output=True, text=True, env=environment, check=True
+    )
     lines = done.stderr.splitlines()
     assert done.stdout == ""
     assert all(len(line) <= 80 for line in lines)

@@ -17,7 +17,9 @@ from trtspec.launch.processes import require_free_ports
 
 
 def test_the_first_answer_says_how_much_faster_and_whether_the_text_is_the_same() -> None:
-    plain = Answer("first", "demo", 0, 0.0, text="a b c", completion_tokens=97, chunks=[(0.0, 1), (4.0, 4)])
+    plain = Answer(
+        "first", "demo", 0, 0.0, text="a b c", completion_tokens=97, chunks=[(0.0, 1), (4.0, 4)]
+    )
     eagle = replace(plain, chunks=[(0.0, 1), (2.0, 4)], spec_decode={"steps": 32})
     assert verdict([plain, eagle]) == "24 and 48 tokens/s: the same text, 2.0 times as fast"
     assert figures(eagle) == "48 tokens/s, 3.00 tokens per pass"
@@ -63,11 +65,18 @@ def test_the_demo_runs_through(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert f"[{stage}/{STAGES}]" in done.stdout
     evidence = json.loads((out / "proof" / "evidence.json").read_text())
     page = (out / "report.html").read_text()
-    assert evidence["verdict"] == "SAFE" and evidence["sentence"] in page and evidence["sentence"] in done.stdout
-    assert all(
-        f"trtspec {name}" in page for name in ("quantize", "synthesize", "train", "prove", "build-config", "lint")
+    assert (
+        evidence["verdict"] == "SAFE"
+        and evidence["sentence"] in page
+        and evidence["sentence"] in done.stdout
     )
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
+    assert all(
+        f"trtspec {name}" in page
+        for name in ("quantize", "synthesize", "train", "prove", "build-config", "lint")
+    )
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])
+    ]
     assert not left
     with capsys.disabled():
         print(f"\n{done.stdout}")

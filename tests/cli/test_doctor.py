@@ -42,22 +42,33 @@ def test_every_built_command_is_listed() -> None:
 
 
 def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
-    report = json.loads(run(PATH=stand_in(tmp_path, "NVIDIA B200, 183359 MiB, 580.65, 10.0")).stdout)
+    report = json.loads(
+        run(PATH=stand_in(tmp_path, "NVIDIA B200, 183359 MiB, 580.65, 10.0")).stdout
+    )
     assert report["gpus"] == [
-        {"name": "NVIDIA B200", "memory": "183359 MiB", "driver": "580.65", "compute_capability": "10.0"}
+        {
+            "name": "NVIDIA B200",
+            "memory": "183359 MiB",
+            "driver": "580.65",
+            "compute_capability": "10.0",
+        }
     ]
     assert report["problems"] == []
 
 
 def test_a_gpu_without_fp4_is_a_warning(tmp_path: Path) -> None:
     done = run(PATH=stand_in(tmp_path, "NVIDIA H200, 143771 MiB, 570.12, 9.0"))
-    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-NO-FP4"]
+    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == [
+        "TS-DOCTOR-NO-FP4"
+    ]
     assert done.status == 0
 
 
 def test_forced_acceptance_is_an_error() -> None:
     done = run(**{FORCED: "2"})
-    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == ["TS-DOCTOR-FORCED-ACCEPTANCE"]
+    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == [
+        "TS-DOCTOR-FORCED-ACCEPTANCE"
+    ]
     assert done.status == 3
 
 
@@ -83,7 +94,9 @@ def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Pa
     table, _, remedies = done.stdout.partition("\nfor ")
     assert max(map(len, table.splitlines())) <= 80, table
     assert "trtllm-serve, an NVIDIA GPU" in table and "nvidia-smi is missing" in table
-    assert "serve --backend trtllm, prove --backend trtllm:\n    run trtspec in the image" in remedies
+    assert (
+        "serve --backend trtllm, prove --backend trtllm:\n    run trtspec in the image" in remedies
+    )
     for raw in ("Errno", "pydantic.dev", "Traceback"):
         assert raw not in done.stdout + done.stderr
 
@@ -92,5 +105,9 @@ def test_an_engine_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
     engine = program(tmp_path / "trtllm-serve", "")
     report = json.loads(run(PATH=str(tmp_path)).stdout)
     state = report["commands"]["serve --backend trtllm"]
-    assert not state["ready"] and state["missing"] == ["an NVIDIA GPU"] and "--gpus all" in state["install"]
+    assert (
+        not state["ready"]
+        and state["missing"] == ["an NVIDIA GPU"]
+        and "--gpus all" in state["install"]
+    )
     assert report["trtllm_serve"] == str(engine)

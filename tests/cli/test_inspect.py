@@ -26,7 +26,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
-    return make_head(tmp_path_factory.mktemp("head"), target, attention="mla", eagle="3.1", draft_vocab=128)
+    return make_head(
+        tmp_path_factory.mktemp("head"), target, attention="mla", eagle="3.1", draft_vocab=128
+    )
 
 
 def test_target_contract(target: Path) -> None:
@@ -36,7 +38,9 @@ def test_target_contract(target: Path) -> None:
     assert set(report) >= TARGET_KEYS
     assert (report["kind"], report["format"], report["shards"]) == ("target", "bf16", 2)
     assert report["parameters"] == 406536
-    assert report["bytes"] == 2 * 406536 + 2 * 6 * 4  # the correction bias of six MoE layers is float32
+    assert (
+        report["bytes"] == 2 * 406536 + 2 * 6 * 4
+    )  # the correction bias of six MoE layers is float32
 
 
 def test_head_contract(head: Path, target: Path) -> None:
@@ -49,7 +53,14 @@ def test_head_contract(head: Path, target: Path) -> None:
 def test_the_readable_form_says_the_same(head: Path, target: Path) -> None:
     done = run(head, "--against", target)
     shown, code = " ".join(done.stdout.split()), "TS-HEAD-DOUBLE-NORM"
-    for words in ("kind head", "eagle 3.1", "attention mla", "aux layers 1, 2, 3", "draft vocab size 128", code):
+    for words in (
+        "kind head",
+        "eagle 3.1",
+        "attention mla",
+        "aux layers 1, 2, 3",
+        "draft vocab size 128",
+        code,
+    ):
         assert words in shown
     assert "no problems found" in run(target).stdout
 
@@ -61,16 +72,24 @@ def test_an_error_exits_with_3_and_still_prints_the_report(tmp_path: Path, targe
     save_file(tensors, path / "model.safetensors")
     done = run(path, "--json")
     assert done.status == 3
-    assert "TS-HEAD-D2T-MISSING" in [problem["code"] for problem in json.loads(done.stdout)["problems"]]
+    assert "TS-HEAD-D2T-MISSING" in [
+        problem["code"] for problem in json.loads(done.stdout)["problems"]
+    ]
 
 
 def test_a_published_pair_offline() -> None:
     done = run("nvidia/Kimi-K2.6-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json")
     report = json.loads(done.stdout)
     assert done.status == 0
-    assert (report["attention"], report["aux_layers"], report["source"]) == ("mla", [1, 29, 57], "catalogue")
+    assert (report["attention"], report["aux_layers"], report["source"]) == (
+        "mla",
+        [1, 29, 57],
+        "catalogue",
+    )
     assert report["problems"] == []
-    other = json.loads(run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").stdout)
+    other = json.loads(
+        run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").stdout
+    )
     assert "TS-PAIR-OTHER-TARGET" in [problem["code"] for problem in other["problems"]]
 
 
@@ -91,13 +110,19 @@ def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, ta
     assert report["comparison"]["compared"] == report["comparison"]["tensors"]
     shard = next(path for path in sorted((tmp_path / "nvfp4").glob("*.safetensors")))
     tensors = load_file(shard)
-    names = [name for name, tensor in tensors.items() if name.endswith("up_proj.weight") and tensor.element_size() == 1]
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith("up_proj.weight") and tensor.element_size() == 1
+    ]
     tensors[names[0]] = tensors[names[1]].clone()
     save_file(tensors, shard, {"format": "pt"})
     assert run(tmp_path / "nvfp4", "--against", target, "--sample", 0).status == 3
 
 
-def test_a_directory_without_weights_is_not_told_to_download_none(tmp_path: Path, target: Path) -> None:
+def test_a_directory_without_weights_is_not_told_to_download_none(
+    tmp_path: Path, target: Path
+) -> None:
     (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
     done = run(tmp_path, "--hashes")
     assert done.status == 2 and "pass the directory that holds its weights" in done.stderr

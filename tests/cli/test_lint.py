@@ -54,8 +54,15 @@ def test_each_problem_shows_its_line_with_carets(files: dict[str, str]) -> None:
 def test_colour_on_a_terminal_and_none_with_no_color(files: dict[str, str]) -> None:
     command = f"{sys.executable} -m trtspec lint {files['typo']} {' '.join(VERSION)}"
     for no_color, coloured in (("", True), ("1", False)):
-        environment = {**os.environ, "TERM": "xterm-256color"} | ({"NO_COLOR": no_color} if no_color else {})
-        done = subprocess.run(["script", "-qec", command, "/dev/null"], capture_output=True, text=True, env=environment)
+        environment = {**os.environ, "TERM": "xterm-256color"} | (
+            {"NO_COLOR": no_color} if no_color else {}
+        )
+        done = subprocess.run(
+            ["script", "-qec", command, "/dev/null"],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
         assert done.returncode == 3 and ("\x1b[1;31m" in done.stdout) == coloured
 
 
@@ -70,7 +77,10 @@ def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict
     assert status == 2 and found["ok"] is False and found["version"] is None
     assert [item["ok"] for item in found["files"]] == [True, False, False, False]
     assert found["files"][2]["error"]["code"] == "TS-ERROR-FILE"
-    assert {problem["code"] for problem in found["problems"]} == {"TS-LINT-UNKNOWN-KEY", "TS-LINT-SYNTAX"}
+    assert {problem["code"] for problem in found["problems"]} == {
+        "TS-LINT-UNKNOWN-KEY",
+        "TS-LINT-SYNTAX",
+    }
     assert lint(files["clean"], files["typo"], *VERSION).status == 3
     assert lint(files["clean"], files["warns"], *VERSION).status == 0
 
@@ -97,7 +107,11 @@ def test_diff_alone_writes_nothing_and_with_fix_it_does(files: dict[str, str]) -
     path.chmod(0o600)
     done = lint(files["renamed"], *VERSION, "--diff")
     assert done.status == 3 and path.read_text() == RENAMED
-    wanted = ["-kv_cache_dtype: fp8  # as measured", "+kv_cache_config:", "+  dtype: fp8  # as measured"]
+    wanted = [
+        "-kv_cache_dtype: fp8  # as measured",
+        "+kv_cache_config:",
+        "+  dtype: fp8  # as measured",
+    ]
     assert done.stdout.splitlines()[3:6] == wanted
     assert answer(files["renamed"], *VERSION)[1]["problems"][0]["fixable"] is True
     link = path.with_name("link.yml")
@@ -120,14 +134,24 @@ def test_options_of_trtllm_serve_follow_two_dashes(files: dict[str, str]) -> Non
     done = lint("--json", *VERSION, files["clean"], files["warns"], *words)
     found = json.loads(done.stdout)
     assert done.status == 3 and len(found["files"]) == 2
-    assert {problem["key"] for problem in found["problems"] if problem["severity"] == "error"} == {"--nonsense"}
+    assert {problem["key"] for problem in found["problems"] if problem["severity"] == "error"} == {
+        "--nonsense"
+    }
     assert lint(*VERSION, *words).status == 2
 
 
-@pytest.mark.parametrize("words", [("--bogus",), (), ("--gpu", "b9000"), ("--trtllm-version", "one")])
+@pytest.mark.parametrize(
+    "words", [("--bogus",), (), ("--gpu", "b9000"), ("--trtllm-version", "one")]
+)
 def test_json_is_printed_on_every_failure(files: dict[str, str], words: tuple[str, ...]) -> None:
-    status, found = answer(*([files["clean"]] if words else []), *VERSION[: 0 if len(words) == 2 else 2], *words)
-    assert status == 2 and found["ok"] is False and set(found["error"]) == {"code", "message", "remedy"}
+    status, found = answer(
+        *([files["clean"]] if words else []), *VERSION[: 0 if len(words) == 2 else 2], *words
+    )
+    assert (
+        status == 2
+        and found["ok"] is False
+        and set(found["error"]) == {"code", "message", "remedy"}
+    )
 
 
 LONG = "x" * 5000

@@ -56,12 +56,18 @@ def declared_modes(command: str) -> set[str]:
 NOTHING = (
     "acceptance_length_interval", "per_turn_mean", "conditional", "per_question_mean", "surplus",
 )  # fmt: skip
-WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}  # 10 % below the baseline of the table
+WATCHED = {
+    "steps": 1000,
+    "draft_tokens": 3000,
+    "accepted_tokens": 1350,
+}  # 10 % below the baseline of the table
 
 
 # an option that has a row in a situation is honoured there, and every other option of the command is refused
 USED = [
-    pytest.param(command, mode, name, id=f"{command}-{mode}-{name}", marks=[pytest.mark.slow] * effect.slow)
+    pytest.param(
+        command, mode, name, id=f"{command}-{mode}-{name}", marks=[pytest.mark.slow] * effect.slow
+    )
     for command in NAMES
     for mode, situation in TABLE.get(command, {}).items()
     for name, effect in sorted(situation.effects.items())
@@ -88,31 +94,70 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
     places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
     places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
-    places |= {name: room / name for name in ("missing", "nvfp4", "results", "recording", "shorter")}
-    rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black", "brown", "pink", "grey")]
-    turns = [[{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}] for row in rows]
+    places |= {
+        name: room / name for name in ("missing", "nvfp4", "results", "recording", "shorter")
+    }
+    rows = [
+        f"what is {word}"
+        for word in ("red", "green", "blue", "yellow", "white", "black", "brown", "pink", "grey")
+    ]
+    turns = [
+        [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
+        for row in rows
+    ]
     kept = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
     for name, count in (("data", 9), ("answers", 6)):
         places[name] = room / f"{name}.jsonl"
-        places[name].write_text("".join(json.dumps(conversation) + "\n" for conversation in kept[:count]))
+        places[name].write_text(
+            "".join(json.dumps(conversation) + "\n" for conversation in kept[:count])
+        )
     places["prompts"] = room / "prompts.txt"
     places["prompts"].write_text("\n".join(rows))
     places["questions"] = room / "questions.jsonl"
-    places["questions"].write_text("".join(json.dumps({"prompt": f"why {n}", "id": n}) + "\n" for n in range(24)))
+    places["questions"].write_text(
+        "".join(json.dumps({"prompt": f"why {n}", "id": n}) + "\n" for n in range(24))
+    )
     places["recipe"] = room / "recipe.yaml"
     places["recipe"].write_text("seed: 11\n")
     places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
     an_engine_file(places["engine"])
-    servers = [f"--context-url=127.0.0.1:{server.server_port}", f"--generation-url=localhost:{server.server_port}"]
+    servers = [
+        f"--context-url=127.0.0.1:{server.server_port}",
+        f"--generation-url=localhost:{server.server_port}",
+    ]
     front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", "--role", "front", *servers)
     places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     # below the ports that the system gives to outgoing connections of other tests
-    found.places |= {"nowhere": "http://127.0.0.1:9", "port": "21310", "taken": str(server.server_port)}
-    short = ["check", server.url, "--max-tokens", 8, "--context-tokens", 0, "--tokenizer", "kimi-nano"]
+    found.places |= {
+        "nowhere": "http://127.0.0.1:9",
+        "port": "21310",
+        "taken": str(server.server_port),
+    }
+    short = [
+        "check",
+        server.url,
+        "--max-tokens",
+        8,
+        "--context-tokens",
+        0,
+        "--tokenizer",
+        "kimi-nano",
+    ]
     for words in (
         ["quantize", places["target"], "-o", places["nvfp4"]],
-        ["bench", server.url, "--samples", 3, "--concurrency", 1, "--max-tokens", 8, "-o", room / "bench"],
+        [
+            "bench",
+            server.url,
+            "--samples",
+            3,
+            "--concurrency",
+            1,
+            "--max-tokens",
+            8,
+            "-o",
+            room / "bench",
+        ],
         [*short, "--samples", 3, "--record", places["recording"]],
         [*short, "--samples", 2, "--record", places["shorter"]],
     ):
@@ -121,7 +166,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     shutil.copy(room / "bench" / "results.json", places["results"])
     for name, drafts in (("drafted", 3), ("middling", 2), ("shallow", 1)):
         found.places[name] = str(room / f"{name}.json")
-        Path(found.places[name]).write_text(json.dumps(drafting(json.loads(places["results"].read_text()), drafts)))
+        Path(found.places[name]).write_text(
+            json.dumps(drafting(json.loads(places["results"].read_text()), drafts))
+        )
     hide_a_nan(places["broken"], "fc.weight")
     hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
@@ -130,7 +177,14 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
     """Results as of a server with so many drafts: each step accepts one of them, and its answers took a while."""
-    told = {"turns": 2, "questions": 2, "tokens": 200, "steps": 100, "drafted": 100 * drafts, "accepted": 100}
+    told = {
+        "turns": 2,
+        "questions": 2,
+        "tokens": 200,
+        "steps": 100,
+        "drafted": 100 * drafts,
+        "accepted": 100,
+    }
     told |= {"histogram": [0, 100, *[0] * (drafts - 1)], "acceptance_length": 2.0}
     told |= {"cumulative": [1.0, *[0.0] * (drafts - 1)], "draft_acceptance_rate": 1 / drafts}
     results |= told
@@ -157,7 +211,10 @@ def hide_a_nan(checkpoint: Path, name: str) -> None:
 @pytest.fixture(autouse=True)
 def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and the demo take minutes: what they would begin with is kept instead, as a record."""
-    finished = {"parameters": 1, "training": {"steps": 1, "tokens_seen": 1, "seconds": 1.0, "accuracy": [0.5]}}
+    finished = {
+        "parameters": 1,
+        "training": {"steps": 1, "tokens_seen": 1, "seconds": 1.0, "accuracy": [0.5]},
+    }
 
     def train(*given: Any) -> dict[str, Any]:
         stage.handed.append(repr(given))
@@ -176,7 +233,11 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         stage.handed.append(repr(given))
 
     async def read(watch: Any, client: Any) -> None:
-        watch.take("".join(f"trtspec_spec_decode_{name}_total {count}\n" for name, count in WATCHED.items()))
+        watch.take(
+            "".join(
+                f"trtspec_spec_decode_{name}_total {count}\n" for name, count in WATCHED.items()
+            )
+        )
 
     monkeypatch.setattr("trtspec.cli.watch._watch_on", watch_on)
     monkeypatch.setattr("trtspec.bench.watch.Watch.read", read)
@@ -191,7 +252,11 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("trtspec.bench.prove.prove", prove)
     monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
-    for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():  # so that values of a tiny head are sampled
+    for name, size in {
+        "WHOLE": 1024,
+        "PIECE": 16,
+        "PIECES": 8,
+    }.items():  # so that values of a tiny head are sampled
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -199,7 +264,9 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
 _SEEN: dict[Any, dict[str, Any]] = {}
 
 
-def seen(stage: Stage, words: tuple[str, ...], situation: Situation, effect: Effect) -> dict[str, Any]:
+def seen(
+    stage: Stage, words: tuple[str, ...], situation: Situation, effect: Effect
+) -> dict[str, Any]:
     before = effect.before or situation.before
     key = (words, before, situation.floats)
     if key not in _SEEN:
@@ -217,7 +284,9 @@ def test_the_table_names_every_mode_and_every_option(command: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), USED)
-def test_an_option_of_the_mode_changes_what_is_seen(stage: Stage, command: str, mode: str, name: str) -> None:
+def test_an_option_of_the_mode_changes_what_is_seen(
+    stage: Stage, command: str, mode: str, name: str
+) -> None:
     situation = TABLE[command][mode]
     effect = situation.effects[name]
     base = effect.base or situation.base
@@ -233,7 +302,9 @@ def test_the_same_words_leave_the_same(stage: Stage, command: str) -> None:
     """So that a difference is the option's."""
     for situation in TABLE[command].values():
         first = seen(stage, situation.base, situation, Effect())
-        assert first == stage.see(situation.base, situation.before, situation.floats), situation.base
+        assert first == stage.see(situation.base, situation.before, situation.floats), (
+            situation.base
+        )
 
 
 def sample_of(command: str, name: str) -> tuple[str, ...]:
@@ -244,16 +315,25 @@ def sample_of(command: str, name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), UNUSED)
-def test_an_option_of_another_mode_is_refused_by_its_flag(stage: Stage, command: str, mode: str, name: str) -> None:
+def test_an_option_of_another_mode_is_refused_by_its_flag(
+    stage: Stage, command: str, mode: str, name: str
+) -> None:
     situation = TABLE[command][mode]
     words = (*(situation.cheap or situation.base), *sample_of(command, name))
     found = stage.see(words, situation.before, situation.floats)
     assert found["status"] == 2, found
-    assert f"{fields_of(command)[name].typed} is not used" in found["stderr"] and "\n-> " in found["stderr"]
+    assert (
+        f"{fields_of(command)[name].typed} is not used" in found["stderr"]
+        and "\n-> " in found["stderr"]
+    )
 
 
-@pytest.mark.parametrize(("command", "mode", "name"), [case for case in UNUSED if case.values[2] != "passed"])
-def test_a_variable_of_another_mode_is_noted(stage: Stage, command: str, mode: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "mode", "name"), [case for case in UNUSED if case.values[2] != "passed"]
+)
+def test_a_variable_of_another_mode_is_noted(
+    stage: Stage, command: str, mode: str, name: str
+) -> None:
     situation = TABLE[command][mode]
     field = fields_of(command)[name]
     if field.is_argument:
@@ -272,7 +352,9 @@ def value_in(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("command", NAMES)
-def test_every_variable_sets_what_its_flag_sets(stage: Stage, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_sets_what_its_flag_sets(
+    stage: Stage, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[Any] = []
     run = click_command(command, record_of(command), kept.append)
     for name, field in fields_of(command).items():

@@ -16,15 +16,23 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = tmp_path_factory.mktemp("no-flock")
     make_target(room / "Kimi-K2.5", layers=7)
     rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black")]
-    turns = [[{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}] for row in rows]
-    lines = [json.dumps({"conversation_id": str(n), "conversations": turn}) for n, turn in enumerate(turns)]
+    turns = [
+        [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
+        for row in rows
+    ]
+    lines = [
+        json.dumps({"conversation_id": str(n), "conversations": turn})
+        for n, turn in enumerate(turns)
+    ]
     (room / "data.jsonl").write_text("\n".join(lines) + "\n")
     (room / "prompts.txt").write_text("\n".join(rows))
     return room
 
 
 def run(room: Path, out: Path, words: str, preload: bool) -> str:
-    text = words.format(target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out)
+    text = words.format(
+        target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out
+    )
     done = process(*text.split(), **(without_flock(room, "ENOLCK") if preload else {}))
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -35,7 +43,9 @@ def run(room: Path, out: Path, words: str, preload: bool) -> str:
     [
         "quantize {target} -o {out}",
         "synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3",
-        pytest.param("calibrate {target} {data} -o {out} --samples 3 --seq-len 8", marks=pytest.mark.slow),
+        pytest.param(
+            "calibrate {target} {data} -o {out} --samples 3 --seq-len 8", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda words: words.split()[0],
 )

@@ -46,13 +46,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_no_address_is_refused_and_a_password_is_never_shown() -> None:
     for address in WRONG:
-        with pytest.raises(UsageError, match=r"^--at 3: .*(is not the URL of a server|holds a)") as refused:
+        with pytest.raises(
+            UsageError, match=r"^--at 3: .*(is not the URL of a server|holds a)"
+        ) as refused:
             server_url(address, "--at 3:")
         assert SECRET not in refused.value.message and "write it as http" in refused.value.remedy
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_no_command_takes_a_wrong_address_or_repeats_its_password(words: tuple[str, ...], elsewhere: Path) -> None:
+def test_no_command_takes_a_wrong_address_or_repeats_its_password(
+    words: tuple[str, ...], elsewhere: Path
+) -> None:
     for address in ("http://127.0.0.1:99999", f"http://user:{SECRET}@h:8000"):
         done = trtspec(*(word.format(address) for word in words))
         assert done.status == 2 and "unexpected" not in done.stderr, (address, done.stderr)
@@ -60,7 +64,9 @@ def test_no_command_takes_a_wrong_address_or_repeats_its_password(words: tuple[s
         assert [path.name for path in elsewhere.iterdir()] == ["prompts.txt"], "nothing is written"
 
 
-@pytest.mark.parametrize("key", [f"sk-{SECRET}\n", f"{SECRET}ä", f" {SECRET}", f"{SECRET}\0x", f"{SECRET}\udcff"])
+@pytest.mark.parametrize(
+    "key", [f"sk-{SECRET}\n", f"{SECRET}ä", f" {SECRET}", f"{SECRET}\0x", f"{SECRET}\udcff"]
+)
 def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key: str) -> None:
     with pytest.raises(UsageError, match="OPENAI_API_KEY .not shown. cannot be sent") as refused:
         bearer(key)
@@ -69,14 +75,20 @@ def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key: str) -> None:
 
 def test_no_command_sends_or_shows_a_key_with_a_line_break(elsewhere: Path) -> None:
     key = f"sk-{SECRET}\n"
-    for words in (("check", "{}"), ("watch", "{}"), ("synthesize", "prompts.txt", "-o", "o", "--dry-run")):
+    for words in (
+        ("check", "{}"),
+        ("watch", "{}"),
+        ("synthesize", "prompts.txt", "-o", "o", "--dry-run"),
+    ):
         done = trtspec(*(word.format("http://127.0.0.1:9") for word in words), OPENAI_API_KEY=key)
         assert done.status == 2 and SECRET not in done.stdout + done.stderr, done.stderr
         assert "OPENAI_API_KEY" in done.stderr
     served = trtspec("serve", "nowhere", "--backend", "reference", "--api-key", key)
     assert served.status == 2 and SECRET not in served.stderr and "--api-key" in served.stderr
     done = trtspec("bench", "http://127.0.0.1:9", "-o", "out", OPENAI_API_KEY=key)
-    assert done.status == 2 and not (elsewhere / "out").exists(), "no journal of a run that never began"
+    assert done.status == 2 and not (elsewhere / "out").exists(), (
+        "no journal of a run that never began"
+    )
 
 
 def test_what_is_taken() -> None:
@@ -87,7 +99,9 @@ def test_what_is_taken() -> None:
         "v1": "http://v1",
     }
     assert {text: server_url(text) for text in taken} == taken
-    assert bearer("sk-a b") == {"Authorization": "Bearer sk-a b"} and bearer("") == bearer(None) == {}
+    assert (
+        bearer("sk-a b") == {"Authorization": "Bearer sk-a b"} and bearer("") == bearer(None) == {}
+    )
     assert shown("http://h:1") == "http://h:1"
     assert feature_source("http://a:1/, http://b:1").urls == ("http://a:1", "http://b:1")  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="`features`"):
@@ -96,7 +110,9 @@ def test_what_is_taken() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30))
+@given(
+    st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
+)
 def test_what_is_taken_can_be_sent(address: str, key: str) -> None:
     """Against the client and the name look-up themselves: whatever is not refused fails at worst to connect."""
     try:

@@ -24,7 +24,9 @@ from trtspec.client.client import (
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 96\r\n\r\n"
 
 
-@pytest.mark.parametrize("answer", [CUT, b"HTTP/1.1 2", b"\x00\xff\r\n\r\n"], ids=["no body", "cut status", "no HTTP"])
+@pytest.mark.parametrize(
+    "answer", [CUT, b"HTTP/1.1 2", b"\x00\xff\r\n\r\n"], ids=["no body", "cut status", "no HTTP"]
+)
 def test_an_answer_that_breaks_off_is_a_reason(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -65,7 +67,10 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it() -> None
 
     async def asked_twice() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server, new_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        async with (
+            server,
+            new_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client,
+        ):
             assert (await first_model(client))["id"] == "m"
             await asyncio.sleep(KEPT_S + 0.1)
             assert (await first_model(client))["id"] == "m"
@@ -100,10 +105,16 @@ def test_waiting_ends_when_there_is_nothing_to_wait_for() -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        ({"object": "error", "message": "too long", "code": "context_length_exceeded"}, "HTTP 500: too long"),
+        (
+            {"object": "error", "message": "too long", "code": "context_length_exceeded"},
+            "HTTP 500: too long",
+        ),
         ({"object": "error", "message": "too long", "code": 400}, "HTTP 400: too long"),
         ({"error": {"message": "too long", "code": "404"}}, "HTTP 404: too long"),
-        ({"error": {"message": "too long", "code": True}, "code": "9" * 5000}, "HTTP 500: too long"),
+        (
+            {"error": {"message": "too long", "code": True}, "code": "9" * 5000},
+            "HTTP 500: too long",
+        ),
         ({"error": "too long", "code": None}, "HTTP 500: too long"),
     ],
 )

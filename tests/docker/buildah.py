@@ -17,7 +17,14 @@ MOUNTS = [Path("/etc/ssl/certs"), Path("/etc/pip.conf"), Path.home() / ".config"
 def missing() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "building a base image with debootstrap needs root on Linux"
-    return next((f"{name} is not installed" for name in ("buildah", "debootstrap") if not shutil.which(name)), None)
+    return next(
+        (
+            f"{name} is not installed"
+            for name in ("buildah", "debootstrap")
+            if not shutil.which(name)
+        ),
+        None,
+    )
 
 
 class Buildah:
@@ -25,7 +32,13 @@ class Buildah:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.command = ["buildah", "--root", str(scratch / "root"), "--runroot", str(scratch / "run")]
+        self.command = [
+            "buildah",
+            "--root",
+            str(scratch / "root"),
+            "--runroot",
+            str(scratch / "run"),
+        ]
         self.environ = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
 
     def __call__(self, *words: str, timeout: float = 1800) -> str:
@@ -56,16 +69,25 @@ class Buildah:
         shutil.rmtree(self.scratch / "base", ignore_errors=True)
 
     def clean(self) -> None:
-        subprocess.run([*self.command, "rm", "--all"], env=self.environ, capture_output=True, check=False)
+        subprocess.run(
+            [*self.command, "rm", "--all"], env=self.environ, capture_output=True, check=False
+        )
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def mounts() -> list[str]:
     """Also every directory that pip's settings name."""
-    settings = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    settings = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout
     named = {Path(word) for word in re.findall(r"(?:file://)?(/[^\s'\"\\]+)", settings)}
     # an index's pages lie in `simple` and point at files beside it
-    places = [*MOUNTS, *sorted({path.parent if path.name == "simple" else path for path in named if path.is_dir()})]
+    places = [
+        *MOUNTS,
+        *sorted(
+            {path.parent if path.name == "simple" else path for path in named if path.is_dir()}
+        ),
+    ]
     return [word for path in places if path.exists() for word in ("--volume", f"{path}:{path}:ro")]
 
 

@@ -54,7 +54,9 @@ def built(line: str) -> str:
 
     intent = parse(Intent, line, "build-config")
     source = intent.quantize_from
-    return helm_values(build_named(dataclasses.replace(intent, quantize_from=None)), quantize_from=source)
+    return helm_values(
+        build_named(dataclasses.replace(intent, quantize_from=None)), quantize_from=source
+    )
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -72,7 +74,12 @@ def render(values: dict[str, Any], name: str = "kimi") -> dict[str, str]:
 
 
 def objects(values: dict[str, Any], name: str = "kimi") -> list[dict[str, Any]]:
-    return [found for text in render(values, name).values() for found in yaml.load_all(text, Loader=LOADER) if found]
+    return [
+        found
+        for text in render(values, name).values()
+        for found in yaml.load_all(text, Loader=LOADER)
+        if found
+    ]
 
 
 @functools.cache
@@ -94,12 +101,16 @@ def golden(values: dict[str, Any]) -> str:
             files = re.findall(r"^  ([\w.-]+): ", data, re.MULTILINE)
             text = f"{head}\ndata:  # {', '.join(files)}"
         text = re.sub(r"(checksum/config: )[0-9a-f]{64}", r"\1(of the files)", text)
-        texts.append(f"# {name}\n{re.sub(r'-bench-[0-9a-f]{8}', '-bench-(hash)', text).strip()}\n---\n")
+        texts.append(
+            f"# {name}\n{re.sub(r'-bench-[0-9a-f]{8}', '-bench-(hash)', text).strip()}\n---\n"
+        )
     return "".join(texts)
 
 
 if __name__ == "__main__":
     for path in VALUES:
         (HERE / "goldens" / path.name).write_text(golden(load(path)), encoding="utf-8")
-    for stale in {path.name for path in (HERE / "goldens").glob("*.yaml")} - {path.name for path in VALUES}:
+    for stale in {path.name for path in (HERE / "goldens").glob("*.yaml")} - {
+        path.name for path in VALUES
+    }:
         (HERE / "goldens" / stale).unlink()

@@ -49,7 +49,11 @@ class Pod:
 
     @property
     def claim(self) -> str | None:
-        claims = [v["persistentVolumeClaim"]["claimName"] for v in self.spec["volumes"] if "persistentVolumeClaim" in v]
+        claims = [
+            v["persistentVolumeClaim"]["claimName"]
+            for v in self.spec["volumes"]
+            if "persistentVolumeClaim" in v
+        ]
         return claims[0] if claims else None
 
 
@@ -65,10 +69,18 @@ def pods(objects: Iterable[dict[str, Any]]) -> list[Pod]:
             templates = [(spec["template"], spec.get("replicas", 1))]
         elif item["kind"] == "LeaderWorkerSet":
             group, replicas = spec["leaderWorkerTemplate"], spec.get("replicas", 1)
-            templates = [(group["leaderTemplate"], replicas), (group["workerTemplate"], replicas * (group["size"] - 1))]
+            templates = [
+                (group["leaderTemplate"], replicas),
+                (group["workerTemplate"], replicas * (group["size"] - 1)),
+            ]
         for template, count in templates:
             found += [
-                Pod(f"{name}-{index}", template["spec"], template["metadata"]["labels"], item["kind"] == "Job")
+                Pod(
+                    f"{name}-{index}",
+                    template["spec"],
+                    template["metadata"]["labels"],
+                    item["kind"] == "Job",
+                )
                 for index in range(count)
             ]
     return found
@@ -118,9 +130,17 @@ class Cluster:
         """Attaches the claim where nobody else keeps it on another node."""
         if pod.claim is None or self.shared or pod.node is None:
             return True
-        users = [other for other in self.placed if other.claim == pod.claim and not other.done and other is not pod]
+        users = [
+            other
+            for other in self.placed
+            if other.claim == pod.claim and not other.done and other is not pod
+        ]
         holder = self.attached.get(pod.claim)
-        if holder is not None and holder is not pod.node and any(other.node is holder for other in users):
+        if (
+            holder is not None
+            and holder is not pod.node
+            and any(other.node is holder for other in users)
+        ):
             return False
         self.attached[pod.claim] = pod.node
         return True
@@ -131,8 +151,13 @@ class Cluster:
         found = []
         for template in templates:
             for node in self.nodes:
-                pod = Pod(f"daemon-{node.name}", template["spec"], template["metadata"]["labels"], False)
-                pod.spec = {**pod.spec, "nodeSelector": {**pod.spec.get("nodeSelector", {}), HOST: node.name}}
+                pod = Pod(
+                    f"daemon-{node.name}", template["spec"], template["metadata"]["labels"], False
+                )
+                pod.spec = {
+                    **pod.spec,
+                    "nodeSelector": {**pod.spec.get("nodeSelector", {}), HOST: node.name},
+                }
                 found += [pod] if self.fits(pod, node) else []
         return found
 
@@ -154,7 +179,9 @@ class Cluster:
                 continue
             if pod.name.startswith("daemon-"):
                 changed = pod.running = True
-                self.written |= {(self.place_of(pod), marker) for marker in pod.markers("initContainers")}
+                self.written |= {
+                    (self.place_of(pod), marker) for marker in pod.markers("initContainers")
+                }
                 continue
             here = {marker for place, marker in self.written if place == self.place_of(pod)}
             if not pod.markers("initContainers") <= here:
@@ -163,7 +190,9 @@ class Cluster:
             changed = True
             if pod.job:
                 pod.done = True
-                self.written |= {(self.place_of(pod), marker) for marker in pod.markers("containers")}
+                self.written |= {
+                    (self.place_of(pod), marker) for marker in pod.markers("containers")
+                }
             else:
                 pod.running = True
         return changed
@@ -176,7 +205,11 @@ class Cluster:
 
 
 def terms(spec: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    found = spec.get("affinity", {}).get(kind, {}).get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    found = (
+        spec.get("affinity", {})
+        .get(kind, {})
+        .get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    )
     assert all(term["topologyKey"] == HOST for term in found)
     return found
 

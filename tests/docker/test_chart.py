@@ -57,7 +57,12 @@ def pod_specs(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def engines(path: Path) -> list[dict[str, Any]]:
     """The containers that run an engine's command."""
-    containers = [c for spec in pod_specs(objects_of(path)) for c in spec["containers"] if c["name"] == "server"]
+    containers = [
+        c
+        for spec in pod_specs(objects_of(path))
+        for c in spec["containers"]
+        if c["name"] == "server"
+    ]
     return [container for container in containers if "serve" in container["args"]]
 
 
@@ -71,7 +76,11 @@ def test_scaling_one_part_restarts_no_other() -> None:
         for found in (before, after)
     ]  # fmt: skip
     changed = {name for name in checksums[0] if checksums[0][name] != checksums[1][name]}
-    assert len(checksums[0]) == 3 and changed == {name for name in changed if name.endswith("front")} and changed
+    assert (
+        len(checksums[0]) == 3
+        and changed == {name for name in changed if name.endswith("front")}
+        and changed
+    )
 
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
@@ -86,7 +95,9 @@ def test_helm_lint_and_the_values_schema_agree(path: Path) -> None:
     chart().validate_schema(values)
     result = helm_python.lint(str(CHART), values=values)
     messages = result["messages"] if isinstance(result, dict) else result.messages
-    assert not [m for m in messages if (m["severity"] if isinstance(m, dict) else m.severity) >= 2], messages
+    assert not [
+        m for m in messages if (m["severity"] if isinstance(m, dict) else m.severity) >= 2
+    ], messages
 
 
 @functools.cache
@@ -108,10 +119,16 @@ def closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kept = {
-        key: value for key, value in schema.items() if key != "default" and "(?i)" not in str(schema.get("pattern"))
+        key: value
+        for key, value in schema.items()
+        if key != "default" and "(?i)" not in str(schema.get("pattern"))
     }
     found = {key: closed(value) for key, value in kept.items()}
-    if isinstance(schema.get("properties"), dict) and schema["properties"] and schema.get("type") == "object":
+    if (
+        isinstance(schema.get("properties"), dict)
+        and schema["properties"]
+        and schema.get("type") == "object"
+    ):
         found.setdefault("additionalProperties", False)
     return found
 
@@ -145,14 +162,25 @@ def test_objects_are_kubernetes_objects(path: Path, version: str) -> None:
         if item["kind"] == "LeaderWorkerSet":
             for role in ("leaderTemplate", "workerTemplate"):
                 template = item["spec"]["leaderWorkerTemplate"][role]
-                pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": role}, "template": template}
+                pod = {
+                    "apiVersion": "v1",
+                    "kind": "PodTemplate",
+                    "metadata": {"name": role},
+                    "template": template,
+                }
                 validate(json.dumps(pod, sort_keys=True), version)
 
 
 @pytest.mark.parametrize("path", SERVING, ids=lambda path: path.stem)
-def test_the_pod_runs_trtspec_serve_on_exactly_what_build_config_wrote(path: Path, tmp_path: Path) -> None:
+def test_the_pod_runs_trtspec_serve_on_exactly_what_build_config_wrote(
+    path: Path, tmp_path: Path
+) -> None:
     """The command of each engine, dry-run as it is but for the place of its file."""
-    (config,) = (i for i in objects_of(path) if i["kind"] == "ConfigMap" and i["metadata"]["name"][-9:] != "dashboard")
+    (config,) = (
+        i
+        for i in objects_of(path)
+        if i["kind"] == "ConfigMap" and i["metadata"]["name"][-9:] != "dashboard"
+    )
     for container in engines(path):
         args = container["args"]
         words = args[args.index("trtspec") :]
@@ -168,13 +196,17 @@ def test_the_pod_runs_trtspec_serve_on_exactly_what_build_config_wrote(path: Pat
         if intent.like is not None:  # a directory that a Job makes
             start = dataclasses.replace(start, target=intent.like)
         plan = plan_engine(start, launching=False)
-        assert not [problem for problem in plan.problems if problem.severity == "error"], plan.problems
+        assert not [problem for problem in plan.problems if problem.severity == "error"], (
+            plan.problems
+        )
         assert plan.endpoint.host == "0.0.0.0" and plan.endpoint.port == 8000
         assert start.startup_timeout >= 900 and plan.limits.stop_grace < container_grace(path)
 
 
 def container_grace(path: Path) -> int:
-    servers = [spec for spec in pod_specs(objects_of(path)) if spec["containers"][0]["name"] == "server"]
+    servers = [
+        spec for spec in pod_specs(objects_of(path)) if spec["containers"][0]["name"] == "server"
+    ]
     return min(spec["terminationGracePeriodSeconds"] for spec in servers)
 
 
@@ -195,11 +227,18 @@ def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
             if item["kind"] in ("StatefulSet", "LeaderWorkerSet"):
                 own = item["metadata"]["name"]
                 assert item["kind"] == "LeaderWorkerSet" or item["spec"]["serviceName"] == own
-                addresses |= {f"{own}-{index}.{own}:8000" for index in range(item["spec"]["replicas"])}
-        assert set(urls["context"]) | set(urls["generation"]) == addresses and len(urls["context"]) == context
+                addresses |= {
+                    f"{own}-{index}.{own}:8000" for index in range(item["spec"]["replicas"])
+                }
+        assert (
+            set(urls["context"]) | set(urls["generation"]) == addresses
+            and len(urls["context"]) == context
+        )
         (tmp_path / "front.yml").write_text(config["data"]["front.yml"])
         (pod,) = (spec for spec in pod_specs(found) if spec["containers"][0]["name"] == "front")
-        words = [word.replace("/etc/trtspec", str(tmp_path)) for word in pod["containers"][0]["args"]]
+        words = [
+            word.replace("/etc/trtspec", str(tmp_path)) for word in pod["containers"][0]["args"]
+        ]
         read = read_front(config["data"]["front.yml"], tmp_path / "front.yml")
         assert read.hostname == "0.0.0.0" and words[:2] == ["trtspec", "serve"]
         start = checked(parse(ServeOptions, words[2:], "serve"), FRONT)
@@ -210,15 +249,21 @@ def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
 def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
     values = load(path)
     for spec in pod_specs(objects_of(path)):
-        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
+        assert (
+            spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
+        )
         assert spec["automountServiceAccountToken"] is False
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             if container["name"] in ("server", "front", "download", "quantize") and path in SERVING:
-                assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}  # its root is read-only
+                assert "/tmp" in {
+                    mount["mountPath"] for mount in container["volumeMounts"]
+                }  # its root is read-only
             tokens = [item for item in container.get("env", []) if "TOKEN" in item["name"]]
-            assert all("value" not in item for item in tokens) and (container["name"] == "download" or not tokens)
+            assert all("value" not in item for item in tokens) and (
+                container["name"] == "download" or not tokens
+            )
     for container in engines(path):
         probe = container["startupProbe"]
         seconds = probe["periodSeconds"] * probe["failureThreshold"]
@@ -226,7 +271,10 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
         assert seconds >= values["model"]["sizeGiB"] * 1024 / speed + 900
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[name]["httpGet"]["path"] == "/health"
-        assert container["livenessProbe"].get("timeoutSeconds", 0) < container["livenessProbe"]["periodSeconds"]
+        assert (
+            container["livenessProbe"].get("timeoutSeconds", 0)
+            < container["livenessProbe"]["periodSeconds"]
+        )
 
 
 def test_quantities_digests_and_devices_reach_the_pod() -> None:
@@ -240,17 +288,29 @@ def test_quantities_digests_and_devices_reach_the_pod() -> None:
     assert leader["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     (domain,) = kind(load(HERE / "values" / "two-nodes.yaml"), "ComputeDomain")
     template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
-    specs = [spec for spec in pod_specs(objects_of(HERE / "values" / "two-nodes.yaml")) if "resourceClaims" in spec]
+    specs = [
+        spec
+        for spec in pod_specs(objects_of(HERE / "values" / "two-nodes.yaml"))
+        if "resourceClaims" in spec
+    ]
     claim = {"name": "compute-domain-channel", "resourceClaimTemplateName": template}
     assert [spec["resourceClaims"] for spec in specs] == [[claim], [claim]]
-    assert all(c["resources"]["claims"] == [{"name": claim["name"]}] for s in specs for c in s["containers"])
+    assert all(
+        c["resources"]["claims"] == [{"name": claim["name"]}]
+        for s in specs
+        for c in s["containers"]
+    )
 
 
 def test_prometheus_is_sent_where_prometheus_text_is() -> None:
     values = load(HERE / "values" / "monitored.yaml")
     (monitor,), (pods,) = kind(values, "ServiceMonitor"), kind(values, "PodMonitor")
-    assert monitor["spec"]["endpoints"] == [{"port": "http", "path": "/prometheus/metrics", "interval": "15s"}]
-    assert pods["spec"]["podMetricsEndpoints"] == [{"port": "http", "path": "/prometheus/metrics", "interval": "30s"}]
+    assert monitor["spec"]["endpoints"] == [
+        {"port": "http", "path": "/prometheus/metrics", "interval": "15s"}
+    ]
+    assert pods["spec"]["podMetricsEndpoints"] == [
+        {"port": "http", "path": "/prometheus/metrics", "interval": "30s"}
+    ]
 
 
 def test_what_watch_brings_fits_the_chart() -> None:
@@ -280,35 +340,85 @@ def test_values_file_schema_and_page_name_the_same_values() -> None:
 LATENCY, ENV = "one-node-latency", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 BAD = [
     (LATENCY, "image.tag", "latest", "image/tag"),
-    (LATENCY, "image.tag", "1.2.1", "was written for TensorRT-LLM 1.3.0rc20 and image.tag is 1.2.1"),
-    (LATENCY, "image.repository", "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20", "image/repository"),
+    (
+        LATENCY,
+        "image.tag",
+        "1.2.1",
+        "was written for TensorRT-LLM 1.3.0rc20 and image.tag is 1.2.1",
+    ),
+    (
+        LATENCY,
+        "image.repository",
+        "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20",
+        "image/repository",
+    ),
     (LATENCY, "image.repository", "", "image/repository"),
     (LATENCY, "image.digest", "sha256:abc", "image/digest"),
-    (LATENCY, "model.target", "nvidia/Kimi-K2.6-NVFP4", "was not written for model.target nvidia/Kimi-K2.6"),
+    (
+        LATENCY,
+        "model.target",
+        "nvidia/Kimi-K2.6-NVFP4",
+        "was not written for model.target nvidia/Kimi-K2.6",
+    ),
     (LATENCY, "model.target", "Kimi", "model/target"),
     (LATENCY, "model.target", "/data/Kimi", "was not written for model.target /data/Kimi"),
-    (LATENCY, "model.head", None, 'model.head is "" and engineConfig names "nvidia/Kimi-K2.5-Eagle3"'),
+    (
+        LATENCY,
+        "model.head",
+        None,
+        'model.head is "" and engineConfig names "nvidia/Kimi-K2.5-Eagle3"',
+    ),
     (LATENCY, "model.sizeGiB", "556", "model/sizeGiB"),
     (LATENCY, "stage", "all", "stage"),
-    (LATENCY, "gpusPerNode", 8, "engineConfig uses 4 GPUs (tp 4 x pp 1 x cp 1) and nodes x gpusPerNode is 8"),
+    (
+        LATENCY,
+        "gpusPerNode",
+        8,
+        "engineConfig uses 4 GPUs (tp 4 x pp 1 x cp 1) and nodes x gpusPerNode is 8",
+    ),
     (LATENCY, "nodes", 0, "nodes"),
     (LATENCY, "gpuProduct", "A100", "gpuProduct"),
-    (LATENCY, "server.args", ["--config", "x.yml"], "server.args has --config, which the chart decides"),
-    (LATENCY, "server.args", ["--host=localhost"], "server.args has --host=localhost, which the chart decides"),
-    (LATENCY, "server.args", ["--tp-size", "8"], "uses 8 GPUs (tp 8 x pp 1 x cp 1) and nodes x gpusPerNode is 4"),
+    (
+        LATENCY,
+        "server.args",
+        ["--config", "x.yml"],
+        "server.args has --config, which the chart decides",
+    ),
+    (
+        LATENCY,
+        "server.args",
+        ["--host=localhost"],
+        "server.args has --host=localhost, which the chart decides",
+    ),
+    (
+        LATENCY,
+        "server.args",
+        ["--tp-size", "8"],
+        "uses 8 GPUs (tp 8 x pp 1 x cp 1) and nodes x gpusPerNode is 4",
+    ),
     (LATENCY, "server.args", ["--", "--pp_size", "2"], "uses 8 GPUs (tp 4 x pp 2 x cp 1)"),
     (LATENCY, "server.env", [{"name": ENV, "value": "2"}], "corrupt"),
     (LATENCY, "server.env", [{"name": "A", "valu": "2"}], "server/env"),
     (LATENCY, "engineConfig", "max_batch_size: 8\n", "does not begin with the line"),
     (LATENCY, "engineConfig", "", "does not begin with the line"),
     (LATENCY, "engineConfig+", "a: [\n", "engineConfig is not YAML"),
-    (LATENCY, "engineConfig+", "max_batch_sise: 8\n", "has the key max_batch_sise, which no known release"),
+    (
+        LATENCY,
+        "engineConfig+",
+        "max_batch_sise: 8\n",
+        "has the key max_batch_sise, which no known release",
+    ),
     (LATENCY, "engineConfig+", "moe_config:\n  backnd: x\n", "the key moe_config.backnd, which"),
     (LATENCY, "podLabels", {"app.kubernetes.io/name": "x"}, "podLabels has app.kubernetes.io/name"),
     (LATENCY, "extraObjects", [{"kind": "ConfigMap"}], "extraObjects"),
     (LATENCY, "hfToken", "hf_abcdef", "hfToken"),
     (LATENCY, "hfToken.token", "hf_abcdef", "hfToken"),
-    (LATENCY, "cache.size", "500Gi", "cache.size 500Gi does not hold the 556 GiB of the checkpoints"),
+    (
+        LATENCY,
+        "cache.size",
+        "500Gi",
+        "cache.size 500Gi does not hold the 556 GiB of the checkpoints",
+    ),
     (LATENCY, "cache.size", "0.5Ti", "cache.size 0.5Ti does not hold the 556 GiB"),
     (LATENCY, "cache.size", "590G", "cache.size 590G does not hold the 556 GiB"),
     (LATENCY, "cache.size", "1TB", "cache/size"),
@@ -316,7 +426,12 @@ BAD = [
     (LATENCY, "cache.type", "nodeLocal", "needs cache.nodeLocal.path"),
     (LATENCY, "cache.type", "objectStore", "needs cache.objectStore.driver"),
     (LATENCY, "replicas", 2, "set cache.accessMode to ReadWriteMany"),
-    (LATENCY, "metrics.serviceMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
+    (
+        LATENCY,
+        "metrics.serviceMonitor.enabled",
+        True,
+        "build-config --set return_perf_metrics=true",
+    ),
     (LATENCY, "metrics.podMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
     (LATENCY, "quantize.enabled", True, "needs quantize.source and quantize.image"),
     (LATENCY, "shutdown.stopSeconds", 5, "shutdown/stopSeconds"),
@@ -327,7 +442,12 @@ BAD = [
     (LATENCY, "ingress.enabled", True, "ingress.enabled needs ingress.host"),
     (LATENCY, "ingress.path", "v1", "ingress/path"),
     (LATENCY, "autoscaling.enabled", True, "needs autoscaling.metric"),
-    (LATENCY, "update", {"strategy": "RollingUpdate", "maxSurge": 0, "maxUnavailable": 0}, "cannot both be 0"),
+    (
+        LATENCY,
+        "update",
+        {"strategy": "RollingUpdate", "maxSurge": 0, "maxUnavailable": 0},
+        "cannot both be 0",
+    ),
     (LATENCY, "service.port", 70000, "service/port"),
     (LATENCY, "sever", {"args": []}, "sever"),
     ("edge", "autoscaling.minReplicas", 9, "autoscaling.minReplicas is larger"),
@@ -339,13 +459,25 @@ BAD = [
     ("quantized", "cache.size", "1Ti", "does not hold the 1115 GiB of the checkpoints"),
     ("quantized", "quantize.source", "/data/Kimi-K2.6", "the cache is mounted at /models"),
     ("disaggregated", "engineConfig", "a: 1", "engineConfig and disaggregated are both set"),
-    ("disaggregated", "disaggregated.generation.engineConfig", "", "generation.engineConfig does not begin"),
+    (
+        "disaggregated",
+        "disaggregated.generation.engineConfig",
+        "",
+        "generation.engineConfig does not begin",
+    ),
     ("disaggregated", "disaggregated.context.replicas", 0, "replicas"),
-    ("disaggregated", "autoscaling", {"enabled": True, "metric": "queue"}, "not for a disaggregated deployment"),
+    (
+        "disaggregated",
+        "autoscaling",
+        {"enabled": True, "metric": "queue"},
+        "not for a disaggregated deployment",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD])
+@pytest.mark.parametrize(
+    ("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD]
+)
 def test_bad_values_are_refused_with_the_reason(base: str, key: str, value: Any, says: str) -> None:
     values = load(HERE / "values" / f"{base}.yaml")
     place = values
@@ -362,17 +494,31 @@ def test_labels_limits_secrets_and_own_objects_reach_the_cluster() -> None:
     values = load(HERE / "values" / "disaggregated.yaml")
     own = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-own"}}
     secret, variable = [{"secretRef": {"name": "keys"}}], {"name": "KEY", "value": "x"}
-    values |= {"podLabels": {"team": "kimi"}, "extraObjects": [own], "server": {"envFrom": secret, "env": [variable]}}
+    values |= {
+        "podLabels": {"team": "kimi"},
+        "extraObjects": [own],
+        "server": {"envFrom": secret, "env": [variable]},
+    }
     values["resources"] = {"limits": {"cpu": "32", "memory": "1500Gi"}}
     found = objects(values)
     for item in found:
         if custom_schema(item["kind"]) is None:
             validate(json.dumps(item, sort_keys=True), KUBERNETES[-1])
-    templates = [item["spec"]["template"] for item in found if item["kind"] in ("Deployment", "StatefulSet")]
-    assert len(templates) == 3 and all(one["metadata"]["labels"]["team"] == "kimi" for one in templates)
+    templates = [
+        item["spec"]["template"] for item in found if item["kind"] in ("Deployment", "StatefulSet")
+    ]
+    assert len(templates) == 3 and all(
+        one["metadata"]["labels"]["team"] == "kimi" for one in templates
+    )
     servers = [c for one in templates for c in one["spec"]["containers"] if c["name"] == "server"]
-    assert all(one["envFrom"] == secret and variable in one["env"] for one in servers) and len(servers) == 2
-    assert all({("cpu", "32"), ("memory", "1500Gi")} < set(one["resources"]["limits"].items()) for one in servers)
+    assert (
+        all(one["envFrom"] == secret and variable in one["env"] for one in servers)
+        and len(servers) == 2
+    )
+    assert all(
+        {("cpu", "32"), ("memory", "1500Gi")} < set(one["resources"]["limits"].items())
+        for one in servers
+    )
     assert "kimi-own" in [item["metadata"]["name"] for item in found if item["kind"] == "ConfigMap"]
 
 
@@ -383,7 +529,11 @@ def test_values_without_a_recipe_are_refused() -> None:
 
 def test_tags_schemas_and_the_table_of_the_documents_agree() -> None:
     """One version is the default everywhere, and every tag that a file names stands in the table with its line."""
-    table = dict(re.findall(r"^\| `(\d[^`]*)` \| ([^|]+?) \|", (ROOT / "docs/hardware.md").read_text(), re.MULTILINE))
+    table = dict(
+        re.findall(
+            r"^\| `(\d[^`]*)` \| ([^|]+?) \|", (ROOT / "docs/hardware.md").read_text(), re.MULTILINE
+        )
+    )
     default = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     tags = {load(path)["image"]["tag"].partition("-")[0] for path in EVERY} | {default}
     for file in ("serve.Dockerfile", "kimi-k2.5.env", "kimi-k2.6.env", "kimi-k2.7.env"):

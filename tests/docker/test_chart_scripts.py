@@ -34,13 +34,32 @@ def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_p
         "LWS_LEADER_ADDRESS": "kimi-0.kimi.serving", "LWS_GROUP_SIZE": "3", "PYTHONUNBUFFERED": "1",
         "NCCL_DEBUG": "WARN", "HOSTNAME": "kimi-0", "KUBERNETES_SERVICE_HOST": "10.0.0.1",
     }  # fmt: skip
-    command = ["bash", str(SCRIPTS / "leader.sh"), "trtspec", "serve", "model", "--launcher", "lws", "--nodes", "3"]
+    command = [
+        "bash",
+        str(SCRIPTS / "leader.sh"),
+        "trtspec",
+        "serve",
+        "model",
+        "--launcher",
+        "lws",
+        "--nodes",
+        "3",
+    ]
     done = subprocess.run(
-        [*command, "--", "--log_level", "info"], env=environ, capture_output=True, text=True, check=True
+        [*command, "--", "--log_level", "info"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     said, words = done.stdout.splitlines()[0], done.stdout.splitlines()[1:]
     assert said == "waiting for kimi-0-1.kimi.serving"
-    assert words[:2] == ["serve", "--launcher-args"] and words[3:] == [*command[4:], "--", "--log_level", "info"]
+    assert words[:2] == ["serve", "--launcher-args"] and words[3:] == [
+        *command[4:],
+        "--",
+        "--log_level",
+        "info",
+    ]
     import shlex
 
     given = shlex.split(words[2])
@@ -48,7 +67,9 @@ def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_p
     assert f"-i {tmp_path}/ssh/id_ed25519" in given[4] and "-p 2222" in given[4]
     exported = {after for word, after in zip(given, given[1:], strict=False) if word == "-x"}
     assert {"NCCL_DEBUG", "PATH"} <= exported
-    assert not {"HOSTNAME", "KUBERNETES_SERVICE_HOST", "LWS_GROUP_SIZE", "PYTHONUNBUFFERED"} & exported
+    assert (
+        not {"HOSTNAME", "KUBERNETES_SERVICE_HOST", "LWS_GROUP_SIZE", "PYTHONUNBUFFERED"} & exported
+    )
     assert (tmp_path / "ssh" / "id_ed25519").stat().st_mode & 0o77 == 0
     assert lws_hosts(environ)[1:] == ["kimi-0-1.kimi.serving", "kimi-0-2.kimi.serving"]
 

@@ -16,7 +16,11 @@ import pytest
 from tests.command_line import free_port
 from tests.docker.buildah import Buildah, missing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(missing()), reason=str(missing())),
+]
 
 
 PYPI = ("--build-arg", "TORCH_INDEX=https://pypi.org/simple", "--build-arg", "BASE=localhost/base")
@@ -41,7 +45,11 @@ def built(debian_base: Buildah) -> Iterator[Buildah]:
 
 def test_the_image_says_what_it_is(built: Buildah) -> None:
     config = json.loads(built("inspect", "--type", "image", "trtspec:cpu"))["Docker"]["config"]
-    assert config["User"] == "1000" and config["Entrypoint"] == ["trtspec"] and config["StopSignal"] == "SIGTERM"
+    assert (
+        config["User"] == "1000"
+        and config["Entrypoint"] == ["trtspec"]
+        and config["StopSignal"] == "SIGTERM"
+    )
     assert config["Labels"]["org.opencontainers.image.base.name"] == "localhost/base"
     assert config["Healthcheck"]["Test"][0] == "CMD" and config["ExposedPorts"] == {"8000/tcp": {}}
     assert not [value for value in config["Env"] if value.startswith(("PIP_", "SSL_", "HF_TOKEN"))]
@@ -71,7 +79,10 @@ def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert refused.returncode != 0 and "Permission denied" in refused.stderr
-    entrypoint, default = ("trtspec", json.loads(built("inspect", container))["Docker"]["config"]["Cmd"])
+    entrypoint, default = (
+        "trtspec",
+        json.loads(built("inspect", container))["Docker"]["config"]["Cmd"],
+    )
     assert default[:2] == ["serve", "/opt/kimi-nano"]
     command = [*built.command, "run", container, "--", entrypoint, *default, "--port", str(port)]
     log = built.scratch / "serve.log"
@@ -81,7 +92,9 @@ def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
             wait_until_healthy(port, server, log)
             answer = complete(port)
             owners = {
-                p.uids().real for p in psutil.Process(server.pid).children(recursive=True) if "serve" in p.cmdline()
+                p.uids().real
+                for p in psutil.Process(server.pid).children(recursive=True)
+                if "serve" in p.cmdline()
             }
         finally:
             for process in [*psutil.Process(server.pid).children(recursive=True), server]:
@@ -96,7 +109,10 @@ def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
 def wait_until_healthy(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(600):
         assert server.poll() is None, log.read_text()[-3000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5),
+        ):
             return
         time.sleep(0.5)
     raise AssertionError(log.read_text()[-3000:])
@@ -106,8 +122,12 @@ def complete(port: int) -> dict:
     base = f"http://127.0.0.1:{port}/v1"
     with urllib.request.urlopen(f"{base}/models", timeout=30) as response:
         model = json.load(response)["data"][0]["id"]
-    body = json.dumps({"model": model, "prompt": "The sea", "max_tokens": 8, "temperature": 0}).encode()
-    request = urllib.request.Request(f"{base}/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": model, "prompt": "The sea", "max_tokens": 8, "temperature": 0}
+    ).encode()
+    request = urllib.request.Request(
+        f"{base}/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=300) as response:
         return json.load(response)
 
@@ -118,11 +138,15 @@ def test_the_quantize_image_imports_and_quantizes(debian_base: Buildah) -> None:
     debian_base.build("docker/quantize.Dockerfile", "trtspec:quantize", *PYPI)
     print(f"\nbuilt in {time.monotonic() - started:.0f} s")
     try:
-        imports = "import modelopt.torch.quantization, modelopt.torch.speculative, accelerate, datasets"
+        imports = (
+            "import modelopt.torch.quantization, modelopt.torch.speculative, accelerate, datasets"
+        )
         debian_base.run("trtspec:quantize", "python3", "-c", imports)
         nano = "from trtspec.data_files import DATA; print(DATA / 'kimi-nano')"
         source = debian_base.run("trtspec:quantize", "python3", "-c", nano).splitlines()[-1]
-        told = debian_base.run("trtspec:quantize", "trtspec", "quantize", source, "-o", "/work/out", "--json")
+        told = debian_base.run(
+            "trtspec:quantize", "trtspec", "quantize", source, "-o", "/work/out", "--json"
+        )
         assert json.loads(told)["quantized"] > 0
         components(debian_base, "trtspec:quantize", {"nvidia-modelopt", "torch", "trtspec"})
     finally:

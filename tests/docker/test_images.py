@@ -35,10 +35,15 @@ def test_images_are_pinned_and_without_root(path: Path) -> None:
     users = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
     assert users[-1] == "1000" and "HEALTHCHECK" in text and "STOPSIGNAL SIGTERM" in text
     base = re.search(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
-    assert base and re.search(r":(\d+\.\d+\.\d+-|\$\{TRTLLM_VERSION\})", base[1]), "the base has no exact tag"
+    assert base and re.search(r":(\d+\.\d+\.\d+-|\$\{TRTLLM_VERSION\})", base[1]), (
+        "the base has no exact tag"
+    )
     installs = [line for line in text.splitlines() if re.search(r"pip install\b", line)]
     assert installs and all("--no-cache-dir" in line for line in installs)
-    assert all("-c constraints.txt" in line or '"cyclonedx-bom==${CYCLONEDX_VERSION}"' in line for line in installs)
+    assert all(
+        "-c constraints.txt" in line or '"cyclonedx-bom==${CYCLONEDX_VERSION}"' in line
+        for line in installs
+    )
     labels = set(re.findall(r"(org\.opencontainers\.image\.[a-z.]+|trtspec\.[a-z-]+)=", text))
     named = {"title", "description", "licenses", "version", "revision", "base.name"}
     assert {f"org.opencontainers.image.{name}" for name in named} | {"trtspec.sbom"} <= labels
@@ -47,12 +52,20 @@ def test_images_are_pinned_and_without_root(path: Path) -> None:
 
 def test_torch_is_the_pinned_one() -> None:
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    named = {version for path in DOCKERFILES for version in re.findall(r"TORCH_VERSION=(\S+)", path.read_text())}
+    named = {
+        version
+        for path in DOCKERFILES
+        for version in re.findall(r"TORCH_VERSION=(\S+)", path.read_text())
+    }
     assert pinned and named == {pinned[1]}
 
 
 def test_the_context_holds_what_is_copied_and_little_else() -> None:
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert "*" in (ROOT / ".dockerignore").read_text().splitlines()
     copied = {
         word
@@ -73,7 +86,9 @@ def test_compose_files_name_what_is_there(path: Path) -> None:
         for volume in service["volumes"]:
             source = volume.partition(":")[0] if not volume.startswith("$") else ""
             variable = "${" in source  # of the env files, which have a test of their own
-            assert not source.startswith(".") or variable or (path.parent / source).is_file(), source
+            assert not source.startswith(".") or variable or (path.parent / source).is_file(), (
+                source
+            )
 
 
 ENV_FILES = sorted((ROOT / "docker").glob("kimi-*.env"))
@@ -92,7 +107,9 @@ def test_a_b200_node_serves_a_recipe_as_it_is(path: Path) -> None:
     assert serve["init"] is True and download["init"] is True
     assert download["command"][1:] == [given["TARGET"], given["HEAD"]]
     assert serve["image"] == f"trtspec:{given['TRTLLM_VERSION']}"
-    (recipe,) = (volume.split(":")[0] for volume in serve["volumes"] if volume.startswith("../configs/"))
+    (recipe,) = (
+        volume.split(":")[0] for volume in serve["volumes"] if volume.startswith("../configs/")
+    )
     first = (ROOT / "docker" / recipe).read_text().splitlines()[0]
     assert first.startswith(f"# TensorRT-LLM {given['TRTLLM_VERSION']}: ")
     assert f" build-config {serve['command'][2]} --head {given['HEAD']} " in first

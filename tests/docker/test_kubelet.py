@@ -27,7 +27,9 @@ from trtspec.data_files import DATA, kimi_nano_dir
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root and unshare"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root and unshare"
+    ),
 ]
 STANDIN = Path(__file__).parents[1] / "trtllm" / "standin" / "trtllm-serve"
 FASTER = 10  # periods and settling times are divided by it; timeouts and failure thresholds are the chart's
@@ -82,12 +84,22 @@ class Pod:
 
     def run(self, words: list[str]) -> subprocess.Popen[bytes]:
         own = {item["name"]: item["value"] for item in self.spec["env"] if "value" in item}
-        mounts = {"POD": str(self.place), "MODELS": str(self.models), "TRTSPEC_DRAIN_PORT": str(self.port)}
-        faster = {"TRTSPEC_DRAIN_SETTLE": str(10 / FASTER), "STANDIN_BACKEND": "reference", "STANDIN_LOAD": "1"}
+        mounts = {
+            "POD": str(self.place),
+            "MODELS": str(self.models),
+            "TRTSPEC_DRAIN_PORT": str(self.port),
+        }
+        faster = {
+            "TRTSPEC_DRAIN_SETTLE": str(10 / FASTER),
+            "STANDIN_BACKEND": "reference",
+            "STANDIN_LOAD": "1",
+        }
         environ = {**os.environ, **own, **mounts, **faster}
         with (self.place / "log").open("ab") as log:
             command = ["unshare", "--mount", "bash", "-c", ROOT, "bash", *words]
-            return subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
 
     def asks(self, probe: dict[str, Any]) -> bool:
         try:
@@ -149,7 +161,11 @@ class Node:
         """Statuses of the pods that an update or fewer replicas ended. New ones are ready before old ones go."""
         found = objects(merged(IMAGE, VALUES, values))
         deployment = next(item for item in found if item["kind"] == "Deployment")
-        config = next(item["data"] for item in found if item["kind"] == "ConfigMap" and "engine.yml" in item["data"])
+        config = next(
+            item["data"]
+            for item in found
+            if item["kind"] == "ConfigMap" and "engine.yml" in item["data"]
+        )
         template = deployment["spec"]["template"]["spec"]
         container = template["containers"][0]
         old = [pod for pod in self.pods if pod.spec != container or pod.config != config]
@@ -158,7 +174,9 @@ class Node:
             pod = Pod(container, self.place / f"pod-{self.made}", self.models, config)
             self.pods.append(pod)
             while not pod.ready:
-                assert pod.process.poll() is None and not pod.killed, (pod.place / "log").read_text()[-3000:]
+                assert pod.process.poll() is None and not pod.killed, (
+                    pod.place / "log"
+                ).read_text()[-3000:]
                 time.sleep(0.1)
         statuses = []
         for pod in old:
@@ -190,11 +208,19 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
         draw = random.Random(seed)
         while not done.is_set():
             ready = [pod for pod in node.pods if pod.ready]
-            body = {"prompt": "def main(", "max_tokens": draw.choice((8, 64, 256)), "stream": draw.random() < 0.5}
+            body = {
+                "prompt": "def main(",
+                "max_tokens": draw.choice((8, 64, 256)),
+                "stream": draw.random() < 0.5,
+            }
             url = f"http://127.0.0.1:{draw.choice(ready).port}/v1/completions"
             try:
                 answer = httpx.post(url, json=body, timeout=120, trust_env=False)
-                ended = answer.text.rstrip().endswith("[DONE]") if body["stream"] else answer.json()["choices"]
+                ended = (
+                    answer.text.rstrip().endswith("[DONE]")
+                    if body["stream"]
+                    else answer.json()["choices"]
+                )
                 if not answer.is_success or not ended:
                     lost.append(answer.text[-300:])
             except (httpx.HTTPError, json.JSONDecodeError, KeyError) as error:
@@ -212,14 +238,19 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
         first = node.pods[0]
         assert first in node.pods and not first.stopping, "scaling out restarts nobody"
         upgraded = node.apply(
-            {"replicas": 2, "engineConfig": ENGINE.replace("len 3", "len 2").replace("len: 3", "len: 2")}
+            {
+                "replicas": 2,
+                "engineConfig": ENGINE.replace("len 3", "len 2").replace("len: 3", "len: 2"),
+            }
         )
         time.sleep(5)
     finally:
         done.set()
         for one in clients:
             one.join()
-    print(f"\n{answered[0]} requests, {len(lost)} lost; statuses of the two pods that were replaced: {upgraded}")
+    print(
+        f"\n{answered[0]} requests, {len(lost)} lost; statuses of the two pods that were replaced: {upgraded}"
+    )
     assert not lost, lost[:3]
     assert upgraded == [0, 0] and not any(pod.killed for pod in node.pods)
     assert answered[0] > 50

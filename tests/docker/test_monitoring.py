@@ -53,7 +53,9 @@ def promtool(*words: str | Path) -> str:
     found = os.environ.get("TRTSPEC_PROMTOOL") or shutil.which("promtool")
     if not found:
         pytest.skip("promtool is neither on PATH nor named by TRTSPEC_PROMTOOL")
-    done = subprocess.run([found, *map(str, words)], capture_output=True, text=True, cwd=MONITORING, timeout=600)
+    done = subprocess.run(
+        [found, *map(str, words)], capture_output=True, text=True, cwd=MONITORING, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,12 +65,27 @@ def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) 
     """By an absolute path, since it runs elsewhere; nothing where none could be fetched, and the user's own first."""
     fetched = tmp_path / ".oracles/promtool/usr/bin/promtool"
     program(tmp_path / ".venv/bin/python", 'echo "<$TRTSPEC_PROMTOOL>" "$@"')
-    command = ["make", "-f", MONITORING.parents[1] / "Makefile", "-o", "lint", "-o", ".oracles/.made", target]
-    plain = {name: value for name, value in os.environ.items() if name not in ("TRTSPEC_PROMTOOL", "MAKEFLAGS")}
+    command = [
+        "make",
+        "-f",
+        MONITORING.parents[1] / "Makefile",
+        "-o",
+        "lint",
+        "-o",
+        ".oracles/.made",
+        target,
+    ]
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TRTSPEC_PROMTOOL", "MAKEFLAGS")
+    }
 
     def said(**more: str) -> str:
         env = plain | more
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
 
     assert "<>" in said()
     fetched.parent.mkdir(parents=True)
@@ -85,7 +102,9 @@ def test_promtool_takes_the_rules_and_the_scrape_configuration() -> None:
 def test_every_alert_fires_and_stays_silent_as_played_by_promtool() -> None:
     assert "SUCCESS" in promtool("test", "rules", "alerts_test.yml")
     played = (MONITORING / "alerts_test.yml").read_text()
-    assert {rule["alert"] for rule in rules() if "alert" in rule} == set(re.findall(r"alertname: (\w+)", played))
+    assert {rule["alert"] for rule in rules() if "alert" in rule} == set(
+        re.findall(r"alertname: (\w+)", played)
+    )
 
 
 def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
@@ -104,7 +123,9 @@ def named() -> set[str]:
 
 
 def scraped(text: str) -> set[str]:
-    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        sample.name for family in text_string_to_metric_families(text) for sample in family.samples
+    }
 
 
 def recorded() -> set[str]:
@@ -120,7 +141,9 @@ def test_records_that_are_named_are_made() -> None:
 def test_the_watchs_own_metrics_are_all_exported() -> None:
     """By a watch that has seen traffic, through its own HTTP server."""
     watch = Watch("http://x")
-    watch.take("trtspec_spec_decode_steps_total 100\ntrtspec_spec_decode_accepted_tokens_total 150\n")
+    watch.take(
+        "trtspec_spec_decode_steps_total 100\ntrtspec_spec_decode_accepted_tokens_total 150\n"
+    )
     text = httpx.get(start_exporter("127.0.0.1:0", watch), trust_env=False).text
     families = [family.name for family in text_string_to_metric_families(text)]
     assert len(families) == len(set(families)), "Prometheus refuses a scrape with a metric twice"
@@ -137,7 +160,11 @@ def test_the_reference_servers_metrics_are_all_exported(tmp_path: Path) -> None:
     engine = Engine(load_target(make_target(tmp_path / "target")))
     engine.generate([GenerationRequest("a", [5, 6, 7], 4)])
     found = scraped(generate_latest(EngineCollector(engine)).decode())
-    wanted = {name for name in named() if name.startswith("trtspec_") and not name.startswith("trtspec_watch_")}
+    wanted = {
+        name
+        for name in named()
+        if name.startswith("trtspec_") and not name.startswith("trtspec_watch_")
+    }
     assert len(wanted) >= 5 and wanted <= found, wanted - found
 
 
@@ -183,5 +210,7 @@ def test_the_dashboard_can_be_imported() -> None:
         }
         assert not mine & cells and place["x"] + place["w"] <= 24, panel["title"]
         cells |= mine
-        assert panel["targets"] and all(t["datasource"]["uid"] == "${source}" for t in panel["targets"])
+        assert panel["targets"] and all(
+            t["datasource"]["uid"] == "${source}" for t in panel["targets"]
+        )
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

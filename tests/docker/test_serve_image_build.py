@@ -48,7 +48,11 @@ assert not failed, failed
 print(count)
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(missing()), reason=str(missing())),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +68,15 @@ def test_every_listed_tag_has_pins() -> None:
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_the_image_works_beside_the_engine_of_the_tag(tag: str, buildah: Buildah, tmp_path: Path) -> None:
+def test_the_image_works_beside_the_engine_of_the_tag(
+    tag: str, buildah: Buildah, tmp_path: Path
+) -> None:
     started = time.monotonic()
     base, image = f"localhost/engine:{tag}", f"localhost/trtspec:{tag}"
     wanted = {name: pin for name, pin in PINS[tag].items() if name != "published_as"}
-    requirements = " ".join(f"'{name}{pin}'" for name, pin in (wanted | {"pyyaml": "", "pydantic": ">=2.9.1"}).items())
+    requirements = " ".join(
+        f"'{name}{pin}'" for name, pin in (wanted | {"pyyaml": "", "pydantic": ">=2.9.1"}).items()
+    )
     dockerfile = tmp_path / "Dockerfile"
     dockerfile.write_text(ENGINE.format(tag=tag, requirements=requirements))
     buildah.build(str(dockerfile), base, context=str(ROOT / "tests" / "trtllm"))
@@ -89,7 +97,10 @@ def check(buildah: Buildah, image: str, tag: str, before: str) -> None:
     config = json.loads(buildah("inspect", "--type", "image", image))["Docker"]["config"]
     labels = config["Labels"]
     assert config["User"] == "1000" and config["Healthcheck"]["Test"][0] == "CMD"
-    assert labels["trtspec.trtllm-version"] == tag and labels["org.opencontainers.image.revision"] == "abc123"
+    assert (
+        labels["trtspec.trtllm-version"] == tag
+        and labels["org.opencontainers.image.revision"] == "abc123"
+    )
     assert labels["org.opencontainers.image.base.name"] == f"localhost/engine:{tag}"
     assert not [value for value in config["Env"] if value.startswith(("PIP_", "SSL_", "HF_TOKEN"))]
     # the engine's environment is as it was, and imports
@@ -98,8 +109,12 @@ def check(buildah: Buildah, image: str, tag: str, before: str) -> None:
     # ours imports, and the engine's own classes judge a file from it
     count = int(buildah.run(image, "/opt/trtspec/bin/python", "-c", IMPORTS).splitlines()[-1])
     assert count > 80
-    judged = "printf 'stream_interval: 1\\n' > /tmp/e.yml && trtspec lint /tmp/e.yml --installed --json"
-    answer = json.loads(buildah.run(image, "sh", "-c", f"cd /tmp && {judged} --trtllm-version {tag}"))
+    judged = (
+        "printf 'stream_interval: 1\\n' > /tmp/e.yml && trtspec lint /tmp/e.yml --installed --json"
+    )
+    answer = json.loads(
+        buildah.run(image, "sh", "-c", f"cd /tmp && {judged} --trtllm-version {tag}")
+    )
     assert answer["ok"] and answer["version"] == tag, answer
     bill = json.loads(buildah.run(image, "cat", labels["trtspec.sbom"]))
     named = {item["name"].lower(): item["version"] for item in bill["components"]}

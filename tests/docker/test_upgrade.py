@@ -28,7 +28,9 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def by_name(found: Any) -> Objects:
-    return {(item["kind"], item["metadata"]["name"]): item for item in found if item["kind"] != "Pod"}
+    return {
+        (item["kind"], item["metadata"]["name"]): item for item in found if item["kind"] != "Pod"
+    }
 
 
 def at(spec: dict[str, Any], path: str) -> Any:
@@ -104,7 +106,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_what_users_change_is_taken(stage: str) -> None:
     """From the plain release to each change, back, and from each change to each other."""
     base = merged(
-        load(HERE / "values" / "models-one-node.yaml"), {"stage": stage, "cache": {"accessMode": "ReadWriteMany"}}
+        load(HERE / "values" / "models-one-node.yaml"),
+        {"stage": stage, "cache": {"accessMode": "ReadWriteMany"}},
     )
     rendered = {"nothing": by_name(objects(base))}
     rendered |= {name: by_name(objects(merged(base, change))) for name, change in CHANGES.items()}
@@ -113,10 +116,18 @@ def test_what_users_change_is_taken(stage: str) -> None:
         if before != "a larger claim":  # a claim never shrinks
             assert not refused(rendered[before], rendered[after]), (before, after)
             count += 1
-    print(f"\n{count} upgrades between {len(rendered)} values, stage {stage}: no immutable field changes")
+    print(
+        f"\n{count} upgrades between {len(rendered)} values, stage {stage}: no immutable field changes"
+    )
     if stage == "models":
         jobs = {name: [key for key in found if key[0] == "Job"] for name, found in rendered.items()}
-        for name in ("a token", "an image tag", "a pull secret", "the pod's security context", "download resources"):
+        for name in (
+            "a token",
+            "an image tag",
+            "a pull secret",
+            "the pod's security context",
+            "download resources",
+        ):
             assert jobs[name] != jobs["nothing"], name
 
 
@@ -136,9 +147,13 @@ def test_every_values_set_follows_every_other() -> None:
     sets = {path.stem: by_name(objects_of(path)) for path in VALUES}
 
     def claims(found: Objects) -> str:
-        return json.dumps([item["spec"] for key, item in found.items() if key[0] == "PersistentVolumeClaim"])
+        return json.dumps(
+            [item["spec"] for key, item in found.items() if key[0] == "PersistentVolumeClaim"]
+        )
 
-    pairs = [(a, b) for a, b in itertools.permutations(sets, 2) if claims(sets[a]) == claims(sets[b])]
+    pairs = [
+        (a, b) for a, b in itertools.permutations(sets, 2) if claims(sets[a]) == claims(sets[b])
+    ]
     for before, after in pairs:
         assert not refused(sets[before], sets[after]), (before, after)
     print(f"\n{len(pairs)} upgrades between {len(sets)} values sets: no immutable field changes")

@@ -53,7 +53,9 @@ def target(target_dir: Path) -> KimiModel:
 
 
 @pytest.fixture(scope="session")
-def head_of(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: KimiModel) -> HeadOf:
+def head_of(
+    tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: KimiModel
+) -> HeadOf:
     """Loads a random head of a kind."""
     heads: dict[Kind, Eagle3Head] = {}
 
@@ -61,7 +63,9 @@ def head_of(tmp_path_factory: pytest.TempPathFactory, target_dir: Path, target: 
         if kind not in heads:
             attention, eagle, vocab = kind
             directory = tmp_path_factory.mktemp("head")
-            made = make_head(directory, target_dir, attention=attention, eagle=eagle, draft_vocab=vocab)
+            made = make_head(
+                directory, target_dir, attention=attention, eagle=eagle, draft_vocab=vocab
+            )
             heads[kind] = load_head(made, target, dtype=torch.float32)
         return heads[kind]
 
@@ -111,7 +115,9 @@ def token_ids(completions: dict[str, Output]) -> dict[str, list[int]]:
     return {name: completion.token_ids for name, completion in completions.items()}
 
 
-def drive(engine: Engine, before: Callable[[], None] = lambda: None) -> tuple[dict[str, list[int]], dict[str, str]]:
+def drive(
+    engine: Engine, before: Callable[[], None] = lambda: None
+) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Tokens and ends of what was submitted; `before` is called before each step."""
     got: dict[str, list[int]] = defaultdict(list)
     ended: dict[str, str] = {}
@@ -136,7 +142,10 @@ class Running:
 
 def launch(target: Path, head: str, *options: str) -> Running:
     """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
-    command, environment = [*SERVER, str(target), head, "0", *options], os.environ | {"TRTSPEC_THREADS": "1"}
+    command, environment = (
+        [*SERVER, str(target), head, "0", *options],
+        os.environ | {"TRTSPEC_THREADS": "1"},
+    )
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:

@@ -30,7 +30,10 @@ SHAPES = (
 )
 # (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in the same pass)
 PREFILLS = ((1, 1), (2, 1), (1, 4), (1, 16))
-NOISE, DRAWS = 1e-6, 16  # relative; vLLM's float32 log-probabilities are within 1.9e-5 of ours, of logits about 16
+NOISE, DRAWS = (
+    1e-6,
+    16,
+)  # relative; vLLM's float32 log-probabilities are within 1.9e-5 of ours, of logits about 16
 LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
 
 
@@ -68,24 +71,32 @@ def first_divergence(plain: Output, other: Output) -> Divergence | None:
     for index, (left, right) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if left != right:
             return Divergence(index, left, right, max(plain.gaps[index], other.gaps[index]))
-    if len(plain.token_ids) != len(other.token_ids):  # equal tokens, so the end cannot be the model's doing
+    if len(plain.token_ids) != len(
+        other.token_ids
+    ):  # equal tokens, so the end cannot be the model's doing
         index = min(len(plain.token_ids), len(other.token_ids))
         return Divergence(index, -1, -1, float("inf"))
     return None
 
 
-def rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence) -> Rounding:
+def rounding_at(
+    target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
+) -> Rounding:
     """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target alone."""
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
-    logits = torch.cat([clean_logits(target, prompt, emitted, prefill, SHAPES) for prefill in PREFILLS])
+    logits = torch.cat(
+        [clean_logits(target, prompt, emitted, prefill, SHAPES) for prefill in PREFILLS]
+    )
     found = _rounding_in(logits, divergence)
     largest = float(logits[:, [divergence.token, divergence.other_token]].abs().max())
     return replace(found, change=max(found.change, spacing(largest, target.dtype)))
 
 
-def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence) -> Rounding:
+def quantized_rounding_at(
+    target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
+) -> Rounding:
     """As `rounding_at`, for a target that quantizes its activations and another implementation of it: sums in another
     order move an activation by about NOISE, which takes some of them to the next of NVFP4's few values. The context is
     computed DRAWS times with that much noise before each quantization."""
@@ -98,7 +109,9 @@ def quantized_rounding_at(target: KimiModel, prompt: list[int], plain: Output, d
 
     context = torch.tensor([prompt + plain.token_ids[: divergence.index]])
     with torch.inference_mode(), patch.object(nvfp4, "fake_quantize_activation", noisy):
-        return _rounding_in(torch.stack([target(context).logits[0, -1] for _ in range(DRAWS)]), divergence)
+        return _rounding_in(
+            torch.stack([target(context).logits[0, -1] for _ in range(DRAWS)]), divergence
+        )
 
 
 def _rounding_in(logits: Tensor, divergence: Divergence) -> Rounding:
@@ -137,7 +150,9 @@ def clean_logits(
     return torch.cat(found)
 
 
-def _prefill(target: KimiModel, cache: LatentCache, prompt: list[int], calls: int, copies: int) -> Tensor:
+def _prefill(
+    target: KimiModel, cache: LatentCache, prompt: list[int], calls: int, copies: int
+) -> Tensor:
     """Fills the first `copies` rows; logits [1, V] after the prompt."""
     device = target.embed.weight.device
     size = -(-len(prompt) // calls)
@@ -149,7 +164,9 @@ def _prefill(target: KimiModel, cache: LatentCache, prompt: list[int], calls: in
     return logits[:, -1]
 
 
-def _decode(target: KimiModel, cache: LatentCache, start: int, emitted: list[int], width: int, place: int) -> Tensor:
+def _decode(
+    target: KimiModel, cache: LatentCache, start: int, emitted: list[int], width: int, place: int
+) -> Tensor:
     """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its call; logits [N, V].
 
     Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not looked at.

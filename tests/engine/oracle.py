@@ -46,7 +46,9 @@ class OracleDrafter:
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         self.inner.prompts(aux, tokens, pieces)
 
-    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
+    def learn(
+        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
+    ) -> None:
         self.inner.learn(batch, aux, tokens, accepted)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -57,7 +59,9 @@ class OracleDrafter:
         for row, sequence in enumerate(batch.sequences):
             done = len(sequence.token_ids)
             text = len(sequence.request.prompt_ids) + done
-            self.proposals.append(Proposal(sequence.id, text, batch.block[row, 1 : 1 + length].tolist()))
+            self.proposals.append(
+                Proposal(sequence.id, text, batch.block[row, 1 : 1 + length].tolist())
+            )
             right = self.answers[sequence.id][done : done + length]
             for column in range(length):
                 good = column < len(right) and self.random.random() < self.hit
@@ -75,7 +79,9 @@ def with_oracle(engine: Engine, answers: dict[str, list[int]], hit: float = 0.75
 
 
 @torch.inference_mode()
-def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal) -> list[int]:
+def drafts_from_scratch(
+    target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal
+) -> list[int]:
     """Up to three greedy drafts after text[:length]: all true rows at once, then a chain over a growing text, no cache.
 
     Ends before a draft whose logit leads by less than 1e-4, which rounding may decide either way.
@@ -93,5 +99,8 @@ def drafts_from_scratch(target: KimiModel, head: Eagle3Head, text: list[int], pr
             break
         draft = head.to_target_ids(best.indices[:, 0])
         drafts.append(int(draft))
-        x, following = torch.cat((x, feedback[:, -1:]), 1), torch.cat((following, draft.view(1, 1)), 1)
+        x, following = (
+            torch.cat((x, feedback[:, -1:]), 1),
+            torch.cat((following, draft.view(1, 1)), 1),
+        )
     return drafts

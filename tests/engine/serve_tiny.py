@@ -14,7 +14,9 @@ from trtspec.engine.server import ServerOptions, run
 
 def kill_engine_thread(*_: object) -> None:
     thread = next(thread for thread in threading.enumerate() if thread.name == "engine")
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+    )
 
 
 if __name__ == "__main__":

@@ -59,13 +59,17 @@ def in_nvfp4(target: KimiModel, dtype: torch.dtype) -> None:
     """Replaces what NVIDIA's policy quantizes, the MLPs and all experts, by NVFP4 modules of the same shapes."""
 
     def linear(out_features: int, in_features: int) -> NVFP4Linear:
-        return NVFP4Linear(torch.empty(out_features, in_features), torch.ones(()), torch.ones(()), "w4a4")
+        return NVFP4Linear(
+            torch.empty(out_features, in_features), torch.ones(()), torch.ones(()), "w4a4"
+        )
 
     with modules_on_cuda(dtype):
         for name, module in list(target.named_modules()):
             if isinstance(module, Experts):
                 pairs = [linear(*weight.shape) for weight in module.gate_up]
-                target.set_submodule(name, NVFP4Experts(pairs, [linear(*weight.shape) for weight in module.down]))
+                target.set_submodule(
+                    name, NVFP4Experts(pairs, [linear(*weight.shape) for weight in module.down])
+                )
             elif isinstance(module, Linear) and ".mlp." in name:
                 target.set_submodule(name, linear(*module.weight.shape))
 
@@ -85,7 +89,10 @@ class Rounds:
         if width == 1:
             return [[7]] * len(tokens)
         left = [sequence.remaining for sequence in self.engine.batch.sequences]
-        return [[7] * (min(width, left[row]) if (row + self.calls) % 3 == 0 else 1) for row in range(len(tokens))]
+        return [
+            [7] * (min(width, left[row]) if (row + self.calls) % 3 == 0 else 1)
+            for row in range(len(tokens))
+        ]
 
 
 @pytest.mark.parametrize(
@@ -98,22 +105,34 @@ class Rounds:
     ],
 )
 def test_a_round_reads_the_device_once(
-    specs: tuple[ModelSpec, HeadSpec], card: str, drafter: str | None, nvfp4: bool, monkeypatch: pytest.MonkeyPatch
+    specs: tuple[ModelSpec, HeadSpec],
+    card: str,
+    drafter: str | None,
+    nvfp4: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rounds = Rounds()
     monkeypatch.setattr(engine_module, "on_host", rounds)
     for routed in (Experts, NVFP4Experts):
-        monkeypatch.setattr(routed, "forward", lambda _, x, ids, weights: x * weights.sum(1, keepdim=True).to(x.dtype))
+        monkeypatch.setattr(
+            routed,
+            "forward",
+            lambda _, x, ids, weights: x * weights.sum(1, keepdim=True).to(x.dtype),
+        )
     with fake_cuda() as transfers:
         target, head = models(specs, dtype_of_capability(CARDS[card]))
         if nvfp4:
             in_nvfp4(target, dtype_of_capability(CARDS[card]))
-        options = EngineOptions(max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic")
+        options = EngineOptions(
+            max_batch_size=3, max_seq_len=128, prefill_tokens=40, draft_sampling="probabilistic"
+        )
         engine = rounds.engine = Engine(target, head if drafter else None, options)
         for number, (temperature, top_k, top_p) in enumerate(SAMPLING):
             prompt = list(range(10 + 20 * number))
             sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-            engine.submit(GenerationRequest(str(number), prompt, 6, **sampling, seed=1, ignore_eos=True))
+            engine.submit(
+                GenerationRequest(str(number), prompt, 6, **sampling, seed=1, ignore_eos=True)
+            )
         computed = finished = passes = 0
         while engine.has_work:
             outputs = engine.step()
@@ -124,6 +143,8 @@ def test_a_round_reads_the_device_once(
             computed += any(output.round is not None for output in outputs)
             passes += any(output.round is None for output in outputs)
     assert finished == 4
-    assert rounds.calls == computed + passes  # one in each round, and one for the first tokens of a pass over prompts
+    assert (
+        rounds.calls == computed + passes
+    )  # one in each round, and one for the first tokens of a pass over prompts
     assert passes < 4
     assert transfers.found["read"] == transfers.found["written"] == 0

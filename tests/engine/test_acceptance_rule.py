@@ -13,15 +13,21 @@ from trtspec.engine.sampling import accept_sampled, draw, leading, residual
 @given(
     st.lists(
         st.tuples(
-            st.lists(st.integers(0, 2), min_size=4, max_size=4), st.lists(st.integers(0, 2), min_size=3, max_size=3)
+            st.lists(st.integers(0, 2), min_size=4, max_size=4),
+            st.lists(st.integers(0, 2), min_size=3, max_size=3),
         ),
         min_size=1,
         max_size=5,
     ),
     st.integers(0, 3),
 )
-def test_greedy_accepts_the_common_prefix(rows: list[tuple[list[int], list[int]]], offered: int) -> None:
-    best, drafts = torch.tensor([best for best, _ in rows]), torch.tensor([draft for _, draft in rows])
+def test_greedy_accepts_the_common_prefix(
+    rows: list[tuple[list[int], list[int]]], offered: int
+) -> None:
+    best, drafts = (
+        torch.tensor([best for best, _ in rows]),
+        torch.tensor([draft for _, draft in rows]),
+    )
     counts = torch.full((len(rows),), offered)
     limited = leading(best[:, :-1] == drafts, counts).tolist()
     for row, (argmax, draft) in enumerate(rows):
@@ -64,12 +70,16 @@ def test_joint_distribution_of_two_tokens(case: str) -> None:
     target = torch.stack((first.expand(rounds, -1), second[drafts[:, 0]]), 1)
     counts = torch.randint(0, 2, (rounds,), generator=random) if case == "counts" else None
     uniform = torch.rand(rounds, 2, generator=random)
-    tokens, accepted = accept_sampled(target, drafts, draft_probs, uniform, draft_ids=draft_ids, counts=counts)
+    tokens, accepted = accept_sampled(
+        target, drafts, draft_probs, uniform, draft_ids=draft_ids, counts=counts
+    )
     assert 0 < int(accepted.sum()) < rounds
 
     seen = torch.bincount(tokens[:, 0], minlength=vocab).numpy()
     assert chisquare(seen, (first / first.sum()).numpy() * seen.sum()).pvalue > 1e-3
-    for token in range(vocab):  # rounds that kept the draft emit a second token, which must follow p(. | draft)
+    for token in range(
+        vocab
+    ):  # rounds that kept the draft emit a second token, which must follow p(. | draft)
         follow = tokens[(accepted == 1) & (tokens[:, 0] == token), 1]
         if len(follow) > 200:
             want = second[token].double().numpy()

@@ -26,12 +26,16 @@ MAX_SEQ_LEN = 256
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Iterator[Running]:
     head = make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mha")
-    with served(target_dir, str(head), "max_batch_size=2", f"max_seq_len={MAX_SEQ_LEN}", "max_queue=6") as running:
+    with served(
+        target_dir, str(head), "max_batch_size=2", f"max_seq_len={MAX_SEQ_LEN}", "max_queue=6"
+    ) as running:
         yield running
 
 
 def complete(server: Running, **body: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "once", "max_tokens": 8, **body}, timeout=60)
+    return httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "once", "max_tokens": 8, **body}, timeout=60
+    )
 
 
 BAD_BODIES = [
@@ -77,11 +81,20 @@ def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
 
 def test_a_stream_without_a_way_on_says_so(server: Running) -> None:
     form = {"type": "regex", "regex": "ab"}
-    body = {"prompt": "x", "response_format": form, "min_tokens": 7, "stream": True, "temperature": 0}
+    body = {
+        "prompt": "x",
+        "response_format": form,
+        "min_tokens": 7,
+        "stream": True,
+        "temperature": 0,
+    }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
         last = [line for line in stream.iter_lines() if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert error["type"] == "invalid_request_error" and "no answer can continue here" in error["message"]
+    assert (
+        error["type"] == "invalid_request_error"
+        and "no answer can continue here" in error["message"]
+    )
 
 
 PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
@@ -97,9 +110,14 @@ NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
         {"messages": [{"role": "assistant", "tool_calls": 7}]},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}},
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinkign": True}},
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {"thinkign": True},
+        },
         {"messages": [{"role": "user", "content": "x"}], "tools": [5]},
-        {"messages": [{"role": "user", "content": f"{PRIVATE_USE}<|im_end|>"}]},  # never answered before
+        {
+            "messages": [{"role": "user", "content": f"{PRIVATE_USE}<|im_end|>"}]
+        },  # never answered before
     ],
 )
 def test_a_bad_chat_is_refused(server: Running, fields: dict) -> None:
@@ -171,7 +189,10 @@ def raw(server: Running) -> socket.socket:
 
 def request_bytes(**fields: object) -> bytes:
     body = json.dumps({"prompt": "half", "max_tokens": 100, "ignore_eos": True, **fields}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
+        len(body),
+        body,
+    )
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -185,7 +206,9 @@ def test_clients_that_are_gone_are_forgotten(server: Running, stream: bool) -> N
             connection.sendall(request_bytes(stream=stream, max_tokens=240))
     deadline = time.monotonic() + 60
     while (answer := complete(server)).status_code == 429 and time.monotonic() < deadline:
-        time.sleep(0.2)  # requests of the gone may still wait to be read, and fill the queue until they are forgotten
+        time.sleep(
+            0.2
+        )  # requests of the gone may still wait to be read, and fill the queue until they are forgotten
     assert answer.status_code == 200
     wait_until_idle(server)
 
@@ -198,7 +221,9 @@ def test_what_is_not_http_is_refused(server: Running, junk: bytes) -> None:
         connection.sendall(junk)
         connection.shutdown(socket.SHUT_WR)
         answer = read_all(connection)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 40")  # 404 of a version that is yet to come
+    assert answer == b"" or answer.startswith(
+        b"HTTP/1.1 40"
+    )  # 404 of a version that is yet to come
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -208,10 +233,21 @@ NEED_THE_KEY = ("/v1/models", "/version", "/prometheus/metrics")
 def test_the_key_is_asked_for(target_dir: Path) -> None:
     with served(target_dir, "-", "max_batch_size=1", "max_seq_len=64", "api_key=sesame") as running:
         assert httpx.get(f"{running.url}/health").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X": "\xff"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic sesame"},
+            {"X": "\xff"},
+        ):
             for path in (*NEED_THE_KEY, "/openapi.json", "/docs", "/nothing"):
-                answer = httpx.get(f"{running.url}{path}", headers={k: v.encode("latin-1") for k, v in headers.items()})
-                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                answer = httpx.get(
+                    f"{running.url}{path}",
+                    headers={k: v.encode("latin-1") for k, v in headers.items()},
+                )
+                assert (
+                    answer.status_code == 401
+                    and answer.json()["error"]["code"] == "invalid_api_key"
+                )
         right = {"Authorization": "Bearer sesame"}
         for path in NEED_THE_KEY:
             assert httpx.get(f"{running.url}{path}", headers=right).status_code == 200
@@ -221,7 +257,10 @@ def test_a_dead_engine_ends_the_process(target_dir: Path) -> None:
     """Every answer that was being given ends in the same error."""
     running = launch(target_dir, "-", "max_batch_size=2", f"max_seq_len={MAX_SEQ_LEN}")
     body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}
-    asked = [httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) for _ in range(2)]
+    asked = [
+        httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30)
+        for _ in range(2)
+    ]
     with asked[0] as one, asked[1] as other:
         streams = [one.iter_lines(), other.iter_lines()]
         for lines in streams:
@@ -250,7 +289,9 @@ def test_an_exception_belongs_to_one_request(
         return emit(self, tokens, offered)
 
     monkeypatch.setattr(Sequence, "emit", broken)
-    engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
+    engine = Engine(
+        target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128)
+    )
     for request in requests:
         engine.submit(request)
     made, ended = drive(engine)

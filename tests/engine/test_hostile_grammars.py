@@ -37,7 +37,9 @@ KNOWN = {"type": "json_object"}  # compiled before the others come
 def all_of(draw: random.Random) -> dict[str, Any]:
     """1.4 KB for minutes and gigabytes: the automata of 38 patterns multiplied."""
     first = draw.randrange(4)
-    patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{first + number}}}"} for number in range(38)]
+    patterns = [
+        {"type": "string", "pattern": f"(a|b)*a(a|b){{{first + number}}}"} for number in range(38)
+    ]
     return {"type": "json_schema", "json_schema": {"schema": {"allOf": patterns}}}
 
 
@@ -50,13 +52,21 @@ def regex(draw: random.Random, depth: int = 0) -> str:
 
 
 def schema(draw: random.Random, depth: int = 0) -> Any:
-    kind = draw.choice(("object", "array", "string", "enum", "anyOf", "ref")) if depth < 3 else "string"
+    kind = (
+        draw.choice(("object", "array", "string", "enum", "anyOf", "ref"))
+        if depth < 3
+        else "string"
+    )
     if kind == "object":
         names = [f"p{number}" for number in range(draw.choice((1, 5, 200)))]
         return {"type": "object", "properties": {name: schema(draw, depth + 1) for name in names[:9]} |
                 dict.fromkeys(names[9:], {"type": "integer"}), "required": names[::2]}  # fmt: skip
     if kind == "array":
-        return {"type": "array", "items": schema(draw, depth + 1), "maxItems": draw.choice((3, 500, 10**6))}
+        return {
+            "type": "array",
+            "items": schema(draw, depth + 1),
+            "maxItems": draw.choice((3, 500, 10**6)),
+        }
     if kind == "anyOf":
         return {"anyOf": [schema(draw, depth + 1) for _ in range(draw.choice((2, 9)))]}
     if kind == "enum":
@@ -70,7 +80,10 @@ def attack(draw: random.Random) -> dict[str, Any]:
             all_of(draw),
             {"type": "regex", "regex": draw.choice((*GRAMMARS, regex(draw), regex(draw)))},
             {"type": "json_schema", "json_schema": {"schema": draw.choice(SCHEMAS)}},
-            {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"x": schema(draw)}}}},
+            {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "object", "properties": {"x": schema(draw)}}},
+            },
         )
     )
     return {"prompt": "x", "max_tokens": 32, "n": draw.choice((1, 1, 16)), "response_format": form}
@@ -92,7 +105,10 @@ async def bystanders(url: str, begun: Event, done: Event) -> Seen:
     async def victim(client: httpx.AsyncClient) -> None:
         body = {"prompt": "once", "max_tokens": 200, "ignore_eos": True, "stream": True}
         while not done.is_set():
-            last, waits = time.monotonic(), seen.innocents  # for the first chunk, then between chunks
+            last, waits = (
+                time.monotonic(),
+                seen.innocents,
+            )  # for the first chunk, then between chunks
             async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
                 async for _ in stream.aiter_lines():
                     waits.append(time.monotonic() - last)
@@ -103,7 +119,9 @@ async def bystanders(url: str, begun: Event, done: Event) -> Seen:
             began = time.monotonic()
             body = {"prompt": "x", "max_tokens": 8, "response_format": form}
             answer = await client.post(f"{url}/v1/completions", json=body)
-            while answer.status_code == 429:  # the queue is full of generations: it comes again, and its time runs on
+            while (
+                answer.status_code == 429
+            ):  # the queue is full of generations: it comes again, and its time runs on
                 await asyncio.sleep(int(answer.headers["retry-after"]))
                 answer = await client.post(f"{url}/v1/completions", json=body)
             seen.innocents.append(time.monotonic() - began)
@@ -115,7 +133,9 @@ async def bystanders(url: str, begun: Event, done: Event) -> Seen:
         known = {"prompt": "x", "response_format": KNOWN}
         assert (await ours[0].post(f"{url}/v1/completions", json=known)).is_success
         begun.set()
-        await asyncio.gather(*map(victim, ours[2:]), innocent(ours[0], None), innocent(ours[1], KNOWN))
+        await asyncio.gather(
+            *map(victim, ours[2:]), innocent(ours[0], None), innocent(ours[1], KNOWN)
+        )
     return seen
 
 
@@ -129,8 +149,12 @@ async def attackers(url: str, number: int, count: int) -> Seen:
             body = bodies.pop()
             began = time.monotonic()
             try:
-                answer = await client.post(f"{url}/v1/completions", json=body, timeout=draw.choice((0.2, 60, 60, 60)))
-            except httpx.TimeoutException:  # a client that leaves, on a busy machine before it was connected
+                answer = await client.post(
+                    f"{url}/v1/completions", json=body, timeout=draw.choice((0.2, 60, 60, 60))
+                )
+            except (
+                httpx.TimeoutException
+            ):  # a client that leaves, on a busy machine before it was connected
                 continue
             seen.statuses[answer.status_code] += 1
             if answer.status_code != 200:
@@ -169,7 +193,9 @@ def one_round(url: str, number: int, count: int) -> Seen:
         seen = asyncio.run(attackers(url, number, count))
         done.set()
         found = others.result()
-    return replace(found, refusals=seen.refusals, statuses=seen.statuses, wrong=found.wrong + seen.wrong)
+    return replace(
+        found, refusals=seen.refusals, statuses=seen.statuses, wrong=found.wrong + seen.wrong
+    )
 
 
 def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, float]:
@@ -182,7 +208,9 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
         before = process.memory_info().rss
         found = [one_round(running.url, number + 1, count) for number in range(rounds)]
         new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}
-        assert httpx.post(f"{running.url}/v1/completions", json=new, timeout=60).is_success  # it still compiles
+        assert httpx.post(
+            f"{running.url}/v1/completions", json=new, timeout=60
+        ).is_success  # it still compiles
         grown = process.memory_info().rss / before - 1
         assert len(process.children(recursive=True)) <= 4
     finally:

@@ -31,7 +31,11 @@ PROMPT_TOKENS, NEW_TOKENS = 96, 32  # the prompt's end, with the assistant's tur
 EVERY = pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
 
 pytestmark = pytest.mark.skipif(
-    not (PROMPTS.is_file() and (kimi_nano_dir() / "config.json").is_file() and (HEAD / "config.json").is_file()),
+    not (
+        PROMPTS.is_file()
+        and (kimi_nano_dir() / "config.json").is_file()
+        and (HEAD / "config.json").is_file()
+    ),
     reason="kimi-nano and its head are not in trtspec/data",
 )
 
@@ -81,15 +85,22 @@ def held_out(count: int) -> list[GenerationRequest]:
     tokenizer = KimiTokenizer(kimi_nano_dir())
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     assert len(lines) == count
-    prompts = [tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:] for line in lines]
-    return [GenerationRequest(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)]
+    prompts = [
+        tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:]
+        for line in lines
+    ]
+    return [
+        GenerationRequest(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)
+    ]
 
 
 def generate(
     target: KimiModel, head: Eagle3Head | None, requests: list[GenerationRequest], rows: int
 ) -> tuple[dict[str, Output], Engine]:
     length = PROMPT_TOKENS + NEW_TOKENS + 8
-    engine = Engine(target, head, EngineOptions(max_batch_size=rows, max_seq_len=length, record_gaps=True))
+    engine = Engine(
+        target, head, EngineOptions(max_batch_size=rows, max_seq_len=length, record_gaps=True)
+    )
     return engine.generate(requests), engine
 
 
@@ -101,7 +112,9 @@ def test_float32_token_for_token(count: int, rows: int, models: Models, plain: P
     expected = plain("float32", count)
     different = {r.id: first_divergence(expected[r.id], speculative[r.id]) for r in requests}
     assert {name: divergence for name, divergence in different.items() if divergence} == {}
-    assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, "a trained head accepts more than this"
+    assert 1 + engine.totals.accepted / engine.totals.steps > 1.5, (
+        "a trained head accepts more than this"
+    )
 
 
 @pytest.mark.timeout(3600)  # 200 prompts, without native bfloat16
@@ -115,7 +128,12 @@ def test_float32_token_for_token(count: int, rows: int, models: Models, plain: P
     ],
 )
 def test_divergences_are_near_ties(
-    format: str, count: int, rows: int, models: Models, plain: Plain, capsys: pytest.CaptureFixture[str]
+    format: str,
+    count: int,
+    rows: int,
+    models: Models,
+    plain: Plain,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = held_out(count)
     speculative, engine = generate(*models(format), requests, rows)
@@ -125,5 +143,7 @@ def test_divergences_are_near_ties(
     with capsys.disabled():
         print(f"\n{format} in {engine.target.dtype}, batch {rows}: {len(found)} of {count} diverge")
         for d, m in judged:
-            print(f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, margin moves {m.change:.4f}")
+            print(
+                f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, margin moves {m.change:.4f}"
+            )
     assert all(measured.explains(divergence) for divergence, measured in judged)

@@ -30,7 +30,9 @@ def judged(
     return [(d, rounding_at(target, r.prompt_ids, plain[r.id], d)) for r, d in found[:2]]
 
 
-def tied(target: KimiModel, token: int, other: int, margin: float, state: torch.Tensor) -> KimiModel:
+def tied(
+    target: KimiModel, token: int, other: int, margin: float, state: torch.Tensor
+) -> KimiModel:
     """The target with other's logit `margin` below token's at the given final hidden state [H]."""
     twin = copy.deepcopy(target)
     weight = twin.lm_head.weight.detach().clone(memory_format=torch.contiguous_format)
@@ -42,7 +44,9 @@ def tied(target: KimiModel, token: int, other: int, margin: float, state: torch.
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: list[GenerationRequest]) -> None:
+def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(
+    requests: list[GenerationRequest],
+) -> None:
     """Two tokens set to be a given margin apart at one position of a real context, in float32.
 
     On kimi-nano: the tiny target's logits are the same to the bit in every shape.
@@ -56,7 +60,9 @@ def test_a_tie_within_rounding_is_a_near_tie_and_a_wider_one_is_not(requests: li
     verdicts = {}
     for margin in (1e-7, 1e-2):
         divergence = Divergence(5, token, other, margin)
-        measured = rounding_at(tied(target, token, other, margin, state), request.prompt_ids, plain, divergence)
+        measured = rounding_at(
+            tied(target, token, other, margin, state), request.prompt_ids, plain, divergence
+        )
         assert 0 < measured.change < 1e-5
         assert measured.behind == pytest.approx(margin, abs=1e-5)
         verdicts[margin] = measured.explains(divergence)
@@ -98,18 +104,38 @@ class WrongDraftAccepted(Engine):
 @pytest.mark.parametrize(
     ("mutant", "dtype"),
     [
-        *((mutant, torch.float32) for mutant in (OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted)),
-        *(pytest.param(m, torch.bfloat16, marks=pytest.mark.slow) for m in (RopeOffByOne, WrongDraftAccepted)),
+        *(
+            (mutant, torch.float32)
+            for mutant in (OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted)
+        ),
+        *(
+            pytest.param(m, torch.bfloat16, marks=pytest.mark.slow)
+            for m in (RopeOffByOne, WrongDraftAccepted)
+        ),
     ],
 )
 def test_a_slightly_wrong_engine_is_judged_real(
-    mutant: type[Engine], dtype: torch.dtype, target_dir: Path, head_of: HeadOf, requests: list[GenerationRequest]
+    mutant: type[Engine],
+    dtype: torch.dtype,
+    target_dir: Path,
+    head_of: HeadOf,
+    requests: list[GenerationRequest],
 ) -> None:
     """One spacing of bfloat16 is let pass, which is far less than these do."""
-    target, head = load_target(target_dir, dtype=dtype), copy.deepcopy(head_of(("mha", "3", None))).to(dtype)
-    wanted = [request.model_copy(update={"max_tokens": 16, "ignore_eos": True}) for request in requests[:12]]
-    plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(wanted)
-    engine = mutant(target, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True))
+    target, head = (
+        load_target(target_dir, dtype=dtype),
+        copy.deepcopy(head_of(("mha", "3", None))).to(dtype),
+    )
+    wanted = [
+        request.model_copy(update={"max_tokens": 16, "ignore_eos": True})
+        for request in requests[:12]
+    ]
+    plain = Engine(target, options=EngineOptions(max_batch_size=4, record_gaps=True)).generate(
+        wanted
+    )
+    engine = mutant(
+        target, head, EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True)
+    )
     found = judged(target, wanted, plain, engine)
     assert found, "the mutation changed nothing"
     assert not any(rounding.explains(divergence) for divergence, rounding in found), found
@@ -124,7 +150,9 @@ def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype) -> None:
     assert spacing(0.0, dtype) == 0.0
 
 
-def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: list[GenerationRequest]) -> None:
+def test_a_token_that_nobody_wanted_is_no_near_tie(
+    target: KimiModel, requests: list[GenerationRequest]
+) -> None:
     """The best two tokens may be close; what was emitted must be one of them."""
     request = requests[0].model_copy(update={"max_tokens": 12, "ignore_eos": True})
     plain = Engine(target, options=EngineOptions(record_gaps=True)).generate([request])[request.id]
@@ -132,20 +160,30 @@ def test_a_token_that_nobody_wanted_is_no_near_tie(target: KimiModel, requests: 
     wrong = Output("w", list(plain.token_ids), gaps=[0.0] * 12)
     wrong.token_ids[closest] = (wrong.token_ids[closest] + 1) % 512
     divergence = first_divergence(plain, wrong)
-    assert divergence == Divergence(closest, plain.token_ids[closest], wrong.token_ids[closest], plain.gaps[closest])
+    assert divergence == Divergence(
+        closest, plain.token_ids[closest], wrong.token_ids[closest], plain.gaps[closest]
+    )
     measured = rounding_at(target, request.prompt_ids, plain, replace(divergence, gap=0.0))
     assert not measured.explains(replace(divergence, gap=0.0))
 
 
 def test_a_shorter_answer_is_no_near_tie(target: KimiModel) -> None:
-    plain, short = Output("a", [1, 2, 3], gaps=[1.0, 1.0, 1.0]), Output("a", [1, 2], gaps=[1.0, 1.0])
+    plain, short = (
+        Output("a", [1, 2, 3], gaps=[1.0, 1.0, 1.0]),
+        Output("a", [1, 2], gaps=[1.0, 1.0]),
+    )
     divergence = first_divergence(plain, short)
-    assert divergence is not None and not rounding_at(target, [1, 2, 3], plain, divergence).explains(divergence)
+    assert divergence is not None and not rounding_at(
+        target, [1, 2, 3], plain, divergence
+    ).explains(divergence)
     assert first_divergence(plain, plain) is None
 
 
 def test_gaps_are_those_of_the_emitted_tokens(
-    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
+    target: KimiModel,
+    head_of: HeadOf,
+    requests: list[GenerationRequest],
+    expected: dict[str, list[int]],
 ) -> None:
     """One gap per token, the same with and without drafts."""
     plain = Engine(target, options=EngineOptions(record_gaps=True)).generate(requests)
@@ -161,16 +199,25 @@ def test_gaps_are_those_of_the_emitted_tokens(
 
 
 def test_logprobs_are_the_models(
-    target: KimiModel, head_of: HeadOf, requests: list[GenerationRequest], expected: dict[str, list[int]]
+    target: KimiModel,
+    head_of: HeadOf,
+    requests: list[GenerationRequest],
+    expected: dict[str, list[int]],
 ) -> None:
     """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
     wanted = [request.model_copy(update={"logprobs": 3}) for request in requests[:6]]
-    engine = Engine(target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128))
+    engine = Engine(
+        target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128)
+    )
     with_oracle(engine, expected)
     for request in wanted:
         completion = engine.generate([request])[request.id]
         with torch.inference_mode():
-            scores = target(torch.tensor([request.prompt_ids + completion.token_ids])).logits[0].log_softmax(-1)
+            scores = (
+                target(torch.tensor([request.prompt_ids + completion.token_ids]))
+                .logits[0]
+                .log_softmax(-1)
+            )
         for position, entry in enumerate(completion.logprobs):
             row = scores[len(request.prompt_ids) - 1 + position]
             assert entry.token == completion.token_ids[position]

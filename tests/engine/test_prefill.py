@@ -32,15 +32,23 @@ class Counted:
 
 
 @pytest.mark.parametrize("kind", [("mha", "3", None), ("mla", "3.1", None)], ids=str)
-def test_pieces_of_several_texts_give_what_each_gives_alone(kind: Kind, target: KimiModel, head_of: HeadOf) -> None:
-    head, layers = head_of(kind), target.spec.default_aux_layers  # the heads are shared: not made in inference mode
+def test_pieces_of_several_texts_give_what_each_gives_alone(
+    kind: Kind, target: KimiModel, head_of: HeadOf
+) -> None:
+    head, layers = (
+        head_of(kind),
+        target.spec.default_aux_layers,
+    )  # the heads are shared: not made in inference mode
     with torch.inference_mode():
         check_pieces(target, head, layers)
 
 
 def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -> None:
     """Target and head, from different positions, against the batched forward that has one text only."""
-    texts = [torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n)) for n in (40, 7, 23)]
+    texts = [
+        torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n))
+        for n in (40, 7, 23)
+    ]
     pieces = [TextPiece(2, 11, 40), TextPiece(0, 0, 7), TextPiece(1, 22, 23)]
     packed, draft = target.new_cache(3, 64), head.new_cache(3, 64)
     packed.data.fill_(9.0)  # what other texts left behind must not be seen
@@ -54,14 +62,20 @@ def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -
     end = 0
     for index, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
         begin, end = end, end + piece.end - piece.begin
-        alone, alone_draft, start = target.new_cache(1, 64), head.new_cache(1, 64), torch.tensor([0])
+        alone, alone_draft, start = (
+            target.new_cache(1, 64),
+            head.new_cache(1, 64),
+            torch.tensor([0]),
+        )
         wanted = target(text, start, alone, 0, layers)
         following = torch.cat((text[:, 1 : piece.begin + 1], tokens.roll(-1, 1)[:, begin:end]), 1)
         fed, read = head(head.fuse(wanted.aux), following, start, alone_draft)
         close = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(out.logits[0, index], wanted.logits[0, -1], **close)
         torch.testing.assert_close(out.aux[0, begin:end], wanted.aux[0, piece.begin :], **close)
-        torch.testing.assert_close(packed.data[:, piece.row, : piece.end], alone.data[:, 0, : piece.end], **close)
+        torch.testing.assert_close(
+            packed.data[:, piece.row, : piece.end], alone.data[:, 0, : piece.end], **close
+        )
         torch.testing.assert_close(feedback[0, index], fed[0, -1], **close)
         torch.testing.assert_close(normed[0, index], read[0, -1], **close)
 
@@ -74,7 +88,9 @@ def test_waiting_prompts_share_a_pass(
 ) -> None:
     """All that fit into the budget; only the last one of a pass is cut."""
     counted = Counted(target, monkeypatch)
-    engine = Engine(target, options=EngineOptions(max_batch_size=8, max_seq_len=128, prefill_tokens=100))
+    engine = Engine(
+        target, options=EngineOptions(max_batch_size=8, max_seq_len=128, prefill_tokens=100)
+    )
     assert token_ids(engine.generate(requests[:8])) == {r.id: expected[r.id] for r in requests[:8]}
     assert len(counted.passes[0]) > 1 and sum(p.end - p.begin for p in counted.passes[0]) == 100
     tokens = sum(len(request.prompt_ids) for request in requests[:8])
@@ -88,20 +104,37 @@ def test_waiting_prompts_share_a_pass(
         (KimiModel, "prompts", {1, 2}),  # the pass of all prompts, then that of the first alone
         (BlockStore, "save", {2}),  # of a prompt: the head's blocks, when the target's are filled
         (BlockStore, "save", {12}),  # of an answer that ends
-        (LatentCache, "move", {1}),  # of a prompt, to the place of one that ended with its first token
+        (
+            LatentCache,
+            "move",
+            {1},
+        ),  # of a prompt, to the place of one that ended with its first token
         (BatchSampling, "of", {4}),  # of the batch with one more row
     ],
 )
 @pytest.mark.parametrize("kind", [("mha", "3", None)], ids=str)
 def test_what_fails_ends_its_request_alone(
-    kind: Kind, target: KimiModel, head_of: HeadOf, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, calls: set
+    kind: Kind,
+    target: KimiModel,
+    head_of: HeadOf,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    step: str,
+    calls: set,
 ) -> None:
     """What is kept of computed texts stays right, too: the same requests again give the same answers."""
     prompts = [list(range(n, n + 40)) for n in range(4)]
-    requests = [GenerationRequest(str(n), p, (1, 9, 5, 7)[n], ignore_eos=True) for n, p in enumerate(prompts)]
+    requests = [
+        GenerationRequest(str(n), p, (1, 9, 5, 7)[n], ignore_eos=True)
+        for n, p in enumerate(prompts)
+    ]
     options = EngineOptions(max_batch_size=4, max_seq_len=128, prefix_bytes=PREFIX_BYTES)
     good = token_ids(Engine(target, head_of(kind), options).generate(requests))
-    engine, call, whole = Engine(target, head_of(kind), options), itertools.count(1), getattr(owner, step)
+    engine, call, whole = (
+        Engine(target, head_of(kind), options),
+        itertools.count(1),
+        getattr(owner, step),
+    )
 
     def failing(*arguments: Any) -> Any:
         made = whole(*arguments)
@@ -115,15 +148,21 @@ def test_what_fails_ends_its_request_alone(
     made, ended = drive(engine)
     (failed,) = (name for name, reason in ended.items() if reason == "error")
     assert sorted(ended.values()) == ["error", *["length"] * 3]
-    assert {name: made[name] for name in good.keys() - {failed}} == {n: good[n] for n in good.keys() - {failed}}
+    assert {name: made[name] for name in good.keys() - {failed}} == {
+        n: good[n] for n in good.keys() - {failed}
+    }
     assert token_ids(engine.generate(requests)) == good
 
 
-def test_a_beginning_that_is_being_computed_is_waited_for(target: KimiModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_that_is_being_computed_is_waited_for(
+    target: KimiModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts with one beginning do not each compute it, although they arrive together."""
     counted = Counted(target, monkeypatch)
     shared = list(range(3, 83))
-    requests = [GenerationRequest(str(n), [*shared, 90 + n, n], 4, ignore_eos=True) for n in range(4)]
+    requests = [
+        GenerationRequest(str(n), [*shared, 90 + n, n], 4, ignore_eos=True) for n in range(4)
+    ]
     plain = token_ids(Engine(target, options=EngineOptions(max_batch_size=4)).generate(requests))
     counted.passes.clear()
     engine = Engine(target, options=EngineOptions(max_batch_size=4, prefix_bytes=PREFIX_BYTES))

@@ -17,7 +17,9 @@ from trtspec.errors import UsageError
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import LatentCache
 
-REUSE = EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16, prefix_bytes=PREFIX_BYTES, block_tokens=4)
+REUSE = EngineOptions(
+    max_batch_size=4, max_seq_len=128, prefill_tokens=16, prefix_bytes=PREFIX_BYTES, block_tokens=4
+)
 MLA, MHA = ("mla", "3.1", None), ("mha", "3", 100)
 TARGET_WORDS, HEAD_WORDS = 3, 1  # bytes per token of the caches of the next test
 
@@ -28,7 +30,10 @@ def entry(text: list[int], tokens: int, word: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=25), st.integers(1, 9))
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=25),
+    st.integers(1, 9),
+)
 def test_loaded_entries_are_those_of_the_text(texts: list[list[int]], blocks: int) -> None:
     """Two-letter texts share beginnings often, and few blocks are evicted often. Every entry says which text made it:
     a target's at t depends on the tokens up to t, a head's on those up to t+1."""
@@ -52,7 +57,9 @@ def test_loaded_entries_are_those_of_the_text(texts: list[list[int]], blocks: in
         prefix.save(text, row)
         assert len(prefix.blocks) + len(prefix.free) == prefix.capacity == blocks
         if len(text) // 2 <= blocks:
-            assert len(prefix._chain(text)[0]) == len(text) // 2, "the text just saved is found whole"
+            assert len(prefix._chain(text)[0]) == len(text) // 2, (
+                "the text just saved is found whole"
+            )
 
 
 def test_the_least_recently_used_text_leaves_first() -> None:
@@ -89,7 +96,9 @@ def serial(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, li
 
 
 @pytest.mark.parametrize("kind", [MHA, MLA])
-def test_lossless_with_chunks_cancels_and_eviction(kind: Kind, target: KimiModel, head_of: HeadOf) -> None:
+def test_lossless_with_chunks_cancels_and_eviction(
+    kind: Kind, target: KimiModel, head_of: HeadOf
+) -> None:
     """A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a part of it all."""
     left = conversations(8, 4)
     expected = serial(target, [request for one in left for request in one])
@@ -113,7 +122,9 @@ def test_lossless_with_chunks_cancels_and_eviction(kind: Kind, target: KimiModel
                     engine.submit(rest.pop(0))
     assert engine.prefix is not None
     assert {
-        name: tokens for name, tokens in expected.items() if name not in cancelled and list(got[name]) != tokens
+        name: tokens
+        for name, tokens in expected.items()
+        if name not in cancelled and list(got[name]) != tokens
     } == {}
     assert all(expected[name][: len(got[name])] == list(got[name]) for name in cancelled)
     assert 0 < len(cancelled) < len(expected) / 2
@@ -148,4 +159,7 @@ def test_reported_tokens_and_prompt_logprobs(target: KimiModel) -> None:
     assert engine.generate([again])["again"].cached_tokens == 39
     done = engine.generate([scored])["scored"]
     assert (done.cached_tokens, len(done.prompt_logprobs)) == (0, 39)
-    assert engine.prefix is not None and (engine.prefix.stats.cached_tokens, engine.prefix.stats.tokens) == (39, 80)
+    assert engine.prefix is not None and (
+        engine.prefix.stats.cached_tokens,
+        engine.prefix.stats.tokens,
+    ) == (39, 80)

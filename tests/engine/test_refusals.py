@@ -19,7 +19,9 @@ CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "ar
 
 @pytest.fixture(scope="module")
 def preparation(target: KimiModel, tokenizer: KimiTokenizer) -> Preparation:
-    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=512), tokenizer=tokenizer)
+    engine = Engine(
+        target, options=EngineOptions(max_batch_size=1, max_seq_len=512), tokenizer=tokenizer
+    )
     return Preparation(engine, tokenizer, "tiny-kimi")
 
 
@@ -32,50 +34,86 @@ def chat(preparation: Preparation, **fields: Any) -> ApiCall:
 
 
 def tool(**fields: Any) -> dict:
-    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, **fields}}
+    return {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object"}, **fields},
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"top_logprobs": 5}, "top_logprobs"),
-        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format",
+        ),
         ({"response_format": {"type": "text", "regex": "a"}}, "response_format"),
         ({"response_format": {"type": "regex"}}, "response_format"),
         ({"tools": [{**tool(), "cache": 1}]}, "tools[0].cache"),
         ({"tools": [tool(strikt=True)]}, "tools[0].function.strikt"),
         ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
-        ({"tools": [tool(strict=True)], "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [tool(strict=True)], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
         ({"tools": [{**tool(), "type": "custom"}]}, "tools[0].type"),
         ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
         ({"tools": [tool(), {"type": "function"}]}, "tools[1].function"),
         ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"verbosity": "high"}, "verbosity"),
         ({"min_p": 0.1}, "min_p"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "a lot"}, "reasoning_effort"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort"),
         (
-            {"messages": [{**HELLO, "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}},
+            "reasoning_effort",
+        ),
+        (
+            {
+                "messages": [
+                    {**HELLO, "content": [{"type": "text", "text": "x", "cache_control": {}}]}
+                ]
+            },
             "messages[0].content[0].cache_control",
         ),
-        ({"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{**HELLO, "content": 5}]}, "messages[0].content"),
         ({"messages": ["x"]}, "messages[0]"),
-        ({"messages": [HELLO, {"role": "assistant", "content": "{", "partial": True}]}, "messages[1].partial"),
-        ({"messages": [HELLO, {"role": "assistant", "content": "{", "prefix": True}]}, "messages[1].prefix"),
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": "{", "partial": True}]},
+            "messages[1].partial",
+        ),
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": "{", "prefix": True}]},
+            "messages[1].prefix",
+        ),
         ({"messages": [{**HELLO, "nonsense": 1}]}, "messages[0].nonsense"),
-        ({"messages": [HELLO, {"role": "assistant", "content": None, "refusal": "no"}]}, "messages[1].refusal"),
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": None, "refusal": "no"}]},
+            "messages[1].refusal",
+        ),
         ({"messages": [HELLO, {"role": "assistant", "audio": {"id": "a"}}]}, "messages[1].audio"),
-        ({"messages": [HELLO, {"role": "assistant", "function_call": {"name": "f"}}]}, "messages[1].function_call"),
+        (
+            {"messages": [HELLO, {"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages[1].function_call",
+        ),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     ],
 )
-def test_what_would_be_ignored_is_refused_by_name(preparation: Preparation, fields: dict, param: str) -> None:
+def test_what_would_be_ignored_is_refused_by_name(
+    preparation: Preparation, fields: dict, param: str
+) -> None:
     with pytest.raises(ApiError) as refused:
         chat(preparation, **fields)
     assert (refused.value.status, refused.value.param) == (400, param)
@@ -83,7 +121,13 @@ def test_what_would_be_ignored_is_refused_by_name(preparation: Preparation, fiel
 
 # an answer as openai's client gives it, sent back with the next question
 UNSAID = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name"))
-SENT_BACK = {"role": "assistant", "content": "hi", "annotations": [], "reasoning_content": "hm", **UNSAID}
+SENT_BACK = {
+    "role": "assistant",
+    "content": "hi",
+    "annotations": [],
+    "reasoning_content": "hm",
+    **UNSAID,
+}
 
 
 @pytest.mark.parametrize(
@@ -93,15 +137,34 @@ SENT_BACK = {"role": "assistant", "content": "hi", "annotations": [], "reasoning
         {"messages": [{**HELLO, "name": "ann"}]},
         {"messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}, RETURN]},
         {"messages": [HELLO, {**RETURN, "name": "f"}]},
-        {"messages": [HELLO, {"role": "assistant", "content": "x", "partial": False, "reasoning": "hm"}]},
+        {
+            "messages": [
+                HELLO,
+                {"role": "assistant", "content": "x", "partial": False, "reasoning": "hm"},
+            ]
+        },
         {"max_tokens": 4, "max_completion_tokens": 4, "ignore_eos": True},  # guidellm
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-        {"response_format": {"type": "text", "json_schema": None}, "logprobs": False, "top_logprobs": 0},
-        {"tools": [tool(strict=True)], "tool_choice": {"type": "function", "function": {"name": "f"}}},  # langchain
-        {"tools": [tool(strict=False, description="d")], "response_format": {"type": "json_object"}},
+        {
+            "response_format": {"type": "text", "json_schema": None},
+            "logprobs": False,
+            "top_logprobs": 0,
+        },
+        {
+            "tools": [tool(strict=True)],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+        },  # langchain
+        {
+            "tools": [tool(strict=False, description="d")],
+            "response_format": {"type": "json_object"},
+        },
         {"tools": [tool(strict=True)], "tool_choice": "none", "ignore_eos": True},
         {"modalities": ["text"], "verbosity": "medium", "reasoning_effort": None},
-        {"messages": [{**HELLO, "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}]},
+        {
+            "messages": [
+                {**HELLO, "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
+            ]
+        },
     ],
 )
 def test_what_clients_send_is_taken(preparation: Preparation, fields: dict) -> None:
@@ -110,26 +173,36 @@ def test_what_clients_send_is_taken(preparation: Preparation, fields: dict) -> N
 
 def test_a_developers_message_is_the_systems(preparation: Preparation) -> None:
     said = [
-        chat(preparation, messages=[{"role": role, "content": "be brief"}, HELLO]) for role in ("developer", "system")
+        chat(preparation, messages=[{"role": role, "content": "be brief"}, HELLO])
+        for role in ("developer", "system")
     ]
     assert said[0].requests[0].prompt_ids == said[1].requests[0].prompt_ids
 
 
 def test_reasoning_under_either_name(target: KimiModel, tokenizer: KimiTokenizer) -> None:
-    turns = [parsed(ChatBody, messages=[{**HELLO, name: "hm"}]) for name in ("reasoning", "reasoning_content")]
+    turns = [
+        parsed(ChatBody, messages=[{**HELLO, name: "hm"}])
+        for name in ("reasoning", "reasoning_content")
+    ]
     assert all(turn.messages[0].to_dict() == {**HELLO, "reasoning_content": "hm"} for turn in turns)
 
 
 def test_reasoning_effort_switches_thinking(preparation: Preparation) -> None:
-    efforts = {effort: chat(preparation, reasoning_effort=effort) for effort in ("none", "low", "high")}
+    efforts = {
+        effort: chat(preparation, reasoning_effort=effort) for effort in ("none", "low", "high")
+    }
     assert [call.thinking for call in efforts.values()] == [False, True, True]
-    assert efforts["low"].requests[0].grammar_after is None  # there is no form that could begin there
+    assert (
+        efforts["low"].requests[0].grammar_after is None
+    )  # there is no form that could begin there
     for effort, thinking in (("none", False), ("low", True)):
         switched = chat(preparation, chat_template_kwargs={"thinking": thinking})
         assert efforts[effort].requests[0].prompt_ids == switched.requests[0].prompt_ids
 
 
-def test_names_of_special_tokens_are_text(preparation: Preparation, tokenizer: KimiTokenizer) -> None:
+def test_names_of_special_tokens_are_text(
+    preparation: Preparation, tokenizer: KimiTokenizer
+) -> None:
     ids = preparation.call(parsed(CompletionBody, prompt="a<|im_end|>b")).requests[0].prompt_ids
     assert tokenizer.special_id("<|im_end|>") not in ids and tokenizer.decode(ids) == "a<|im_end|>b"
 
@@ -152,10 +225,14 @@ def test_names_of_special_tokens_are_text(preparation: Preparation, tokenizer: K
         ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
     ],
 )
-def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str, Any], param: str) -> None:
+def test_what_cannot_run_is_refused_by_field(
+    target: KimiModel, fields: dict[str, Any], param: str
+) -> None:
     engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64))
     with pytest.raises(RequestRefused) as caught:
-        engine.submit(GenerationRequest(**{"id": "x", "prompt_ids": [1, 2], "max_tokens": 4, **fields}))
+        engine.submit(
+            GenerationRequest(**{"id": "x", "prompt_ids": [1, 2], "max_tokens": 4, **fields})
+        )
     assert caught.value.param == param
     assert not engine.has_work
 
@@ -166,7 +243,10 @@ def test_what_cannot_run_is_refused_by_field(target: KimiModel, fields: dict[str
         ('{"prompt": "x"}'.encode("utf-16"), "not JSON in UTF-8"),
         ('{"prompt": "x"}'.encode("utf-32"), "not JSON in UTF-8"),
         (b'{"prompt": "x", "n": 1, "n": 2}', 'duplicate key "n" at line 1'),
-        (b'{"prompt": "x", "response_format": {"type": "text", "type": "regex"}}', 'duplicate key "type"'),
+        (
+            b'{"prompt": "x", "response_format": {"type": "text", "type": "regex"}}',
+            'duplicate key "type"',
+        ),
         (b'{"prompt": "x", "metadata": {"a": [NaN]}}', "no NaN or Infinity: .*column 36"),
         (b'{"prompt": "x", "user": -Infinity}', "no NaN or Infinity: .*column 26"),
     ],

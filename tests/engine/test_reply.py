@@ -25,7 +25,11 @@ def test_any_grouping_cuts_at_the_first_completed_stop(
             break
     shown += stream.finish()
     first = next(
-        (n for n in range(len(ids) + 1) if any(word in tokenizer.decode(ids[:n]).rstrip("\ufffd") for word in stop)),
+        (
+            n
+            for n in range(len(ids) + 1)
+            if any(word in tokenizer.decode(ids[:n]).rstrip("\ufffd") for word in stop)
+        ),
         None,
     )
     if first is None:

@@ -30,7 +30,9 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     """Of the app in this process, while it lives."""
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=120) as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x", timeout=120
+        ) as client,
     ):
         yield client
 
@@ -45,7 +47,9 @@ def test_a_burst_finds_a_bounded_queue(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 200 requests at once 8 are taken, the others refused while none of the 8 has moved; later there is room."""
-    engine = Engine(target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer)
+    engine = Engine(
+        target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer
+    )
     gate, step = threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: (gate.wait(120), step())[1])
     app = create_app(engine, tokenizer, "tiny-kimi", max_queue=6)
@@ -75,13 +79,21 @@ def test_the_role_comes_with_the_first_token(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of a stream is sent before the engine has made a token: its first piece has the role and that token."""
-    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer)
+    engine = Engine(
+        target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer
+    )
     began, gate, step = threading.Event(), threading.Event(), engine.step
     monkeypatch.setattr(engine, "step", lambda: (began.set(), gate.wait(120), step())[2])
     app = create_app(engine, tokenizer, "tiny-kimi")
     asked = {"messages": ASK, "max_tokens": 4, "stream": True, "logprobs": True, "temperature": 0}
     sent: list[bytes] = []
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [],
+        "query_string": b"",
+    }
 
     async def stream() -> None:
         incoming: asyncio.Queue[dict] = asyncio.Queue()
@@ -107,7 +119,9 @@ def test_the_role_comes_with_the_first_token(
 
 def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiTokenizer) -> None:
     """16 choices of 4,000 tokens with 20 alternatives each are taken; what could be more than the limit is not."""
-    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer)
+    engine = Engine(
+        target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer
+    )
     preparation = Preparation(engine, tokenizer, "tiny-kimi")
     common = {"messages": ASK, "logprobs": True, "top_logprobs": 20}
     taken = preparation.call(ChatBody(**common, n=16, max_tokens=4000))
@@ -139,7 +153,9 @@ def test_scores_in_flight_are_limited(target: KimiModel) -> None:
     worker = Worker(Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64)), 7)
     first, second = Reservation(worker), Reservation(worker)
     assert first.take(generations=3) and first.take(scores=SCORES_IN_FLIGHT)
-    assert second.take(generations=5) and not second.take(scores=1) and not second.take(generations=1)
+    assert (
+        second.take(generations=5) and not second.take(scores=1) and not second.take(generations=1)
+    )
     assert second.take(scores=0)
     first.release()
     first.release()
@@ -147,7 +163,14 @@ def test_scores_in_flight_are_limited(target: KimiModel) -> None:
 
 
 BIG = {
-    "chat": {"messages": ASK, "n": 16, "max_tokens": 4000, "ignore_eos": True, "logprobs": True, "top_logprobs": 20},
+    "chat": {
+        "messages": ASK,
+        "n": 16,
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+    },
     "echo": {"prompt": [[1] * 4000] * 16, "max_tokens": 0, "echo": True, "logprobs": 20},
 }
 
@@ -160,7 +183,9 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
     found: list[httpx.Response] = []
     with served(target_dir, "-", "max_batch_size=16", "max_seq_len=4160") as running:
         url = f"{running.url}/v1/{'chat/completions' if kind == 'chat' else 'completions'}"
-        asking = threading.Thread(target=lambda: found.append(httpx.post(url, json=BIG[kind], timeout=1800)))
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(url, json=BIG[kind], timeout=1800))
+        )
         asking.start()
         waits: list[float] = []
         with httpx.Client(timeout=60) as client:
@@ -171,7 +196,11 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
                 time.sleep(0.05)
         asking.join()
     scores = [choice["logprobs"] for choice in found[0].json()["choices"]]
-    written = sum(len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores)
-    print(f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s")
+    written = sum(
+        len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores
+    )
+    print(
+        f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s"
+    )
     assert written == 64_000
     assert max(waits) < 1, max(waits)

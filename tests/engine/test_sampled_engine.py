@@ -79,7 +79,9 @@ def plain_outcomes(small: KimiModel) -> Counter:
     return outcomes(small, None, seed=1)
 
 
-def test_plain_sampling_is_the_models_distribution(small: KimiModel, plain_outcomes: Counter) -> None:
+def test_plain_sampling_is_the_models_distribution(
+    small: KimiModel, plain_outcomes: Counter
+) -> None:
     assert fits(plain_outcomes, exact(small))
 
 
@@ -101,7 +103,11 @@ def test_speculation_keeps_the_distribution(
 ) -> None:
     counts = outcomes(small, head_for(small, head_of(kind), draft_ids), 2, draft_sampling)
     assert fits(counts, exact(small))
-    common = [outcome for outcome in plain_outcomes | counts if plain_outcomes[outcome] + counts[outcome] >= 10]
+    common = [
+        outcome
+        for outcome in plain_outcomes | counts
+        if plain_outcomes[outcome] + counts[outcome] >= 10
+    ]
     table = [[source[outcome] for outcome in common] for source in (plain_outcomes, counts)]
     assert chi2_contingency(table).pvalue > 1e-3
 
@@ -133,7 +139,11 @@ def exact(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
             for processor in before_penalties(constraints):
                 scores = processor(ids, scores)
             counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=VOCAB)
-            scores = scores - constraints.frequency_penalty * counts - constraints.presence_penalty * (counts > 0)
+            scores = (
+                scores
+                - constraints.frequency_penalty * counts
+                - constraints.presence_penalty * (counts > 0)
+            )
             for warper in warpers(constraints):
                 scores = warper(ids, scores)
             for token, conditional in enumerate(scores.softmax(-1)[0].tolist()):
@@ -146,7 +156,9 @@ def before_penalties(constraints: GenerationRequest) -> list[LogitsProcessor]:
     processors: list[LogitsProcessor] = []
     if constraints.logit_bias:
         processors.append(
-            SequenceBiasLogitsProcessor({(token,): bias for token, bias in constraints.logit_bias.items()})
+            SequenceBiasLogitsProcessor(
+                {(token,): bias for token, bias in constraints.logit_bias.items()}
+            )
         )
     return [*processors, RepetitionPenaltyLogitsProcessor(constraints.repetition_penalty)]
 
@@ -157,7 +169,9 @@ def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "probabilistic"])
-@pytest.mark.parametrize("option", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all")) for name in OPTIONS])
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all")) for name in OPTIONS]
+)
 def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
@@ -184,12 +198,18 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
     return chisquare([*seen, total - sum(seen)], [*want, total - sum(want)]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("drafting", "draft_sampling"), [(False, "argmax"), (True, "argmax"), (True, "probabilistic")])
-def test_a_seed_decides_alone(draft_sampling: str, drafting: bool, target: KimiModel, head_of: HeadOf) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "draft_sampling"), [(False, "argmax"), (True, "argmax"), (True, "probabilistic")]
+)
+def test_a_seed_decides_alone(
+    draft_sampling: str, drafting: bool, target: KimiModel, head_of: HeadOf
+) -> None:
     """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
     head = head_of(("mha", "3", None)) if drafting else None
     seeded = [
-        GenerationRequest(f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True)
+        GenerationRequest(
+            f"s{n}", PROMPT[: 4 + n], 12, temperature=0.9, top_p=0.9, seed=n, ignore_eos=True
+        )
         for n in range(4)
     ]
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
@@ -197,11 +217,15 @@ def test_a_seed_decides_alone(draft_sampling: str, drafting: bool, target: KimiM
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
         options = EngineOptions(max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
         engine = Engine(target, head, options)
-        return {name: completion.token_ids for name, completion in engine.generate(requests).items()}
+        return {
+            name: completion.token_ids for name, completion in engine.generate(requests).items()
+        }
 
     mixed = results([r for pair in zip(greedy, seeded, strict=True) for r in pair], 5)
     reverse = results([*seeded[::-1], *greedy], 3)
-    plain_greedy = {r.id: ids for r in greedy for ids in [Engine(target).generate([r])[r.id].token_ids]}
+    plain_greedy = {
+        r.id: ids for r in greedy for ids in [Engine(target).generate([r])[r.id].token_ids]
+    }
     for request in seeded:
         alone = results([request], 1)[request.id]
         assert mixed[request.id] == alone == reverse[request.id]
@@ -209,5 +233,7 @@ def test_a_seed_decides_alone(draft_sampling: str, drafting: bool, target: KimiM
 
 
 def test_unseeded_requests_differ(target: KimiModel) -> None:
-    done = Engine(target).generate([GenerationRequest(str(n), PROMPT, 10, temperature=1.0) for n in range(4)])
+    done = Engine(target).generate(
+        [GenerationRequest(str(n), PROMPT, 10, temperature=1.0) for n in range(4)]
+    )
     assert len({tuple(completion.token_ids) for completion in done.values()}) == 4

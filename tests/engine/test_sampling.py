@@ -22,7 +22,9 @@ def probabilities(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tens
     top_k=st.integers(0, 40),
     size=st.integers(2, 60),
 )
-def test_like_transformers(seed: int, temperature: float, top_p: float, top_k: int, size: int) -> None:
+def test_like_transformers(
+    seed: int, temperature: float, top_p: float, top_k: int, size: int
+) -> None:
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(seed))
     scores = logits / temperature
     if top_k:
@@ -36,11 +38,17 @@ def test_like_transformers(seed: int, temperature: float, top_p: float, top_k: i
 
 def test_rows_have_their_own_parameters() -> None:
     logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0))
-    temperature, top_p, top_k = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 0.3, 0.9]), torch.tensor([0, 5, 1])
+    temperature, top_p, top_k = (
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.tensor([1.0, 0.3, 0.9]),
+        torch.tensor([0, 5, 1]),
+    )
     together = probabilities(logits, temperature, top_p, top_k)
     for row in range(3):
         one = slice(row, row + 1)
-        torch.testing.assert_close(together[one], probabilities(logits[one], temperature[one], top_p[one], top_k[one]))
+        torch.testing.assert_close(
+            together[one], probabilities(logits[one], temperature[one], top_p[one], top_k[one])
+        )
     assert torch.equal(together[2].max(-1).values, torch.ones(2))
 
 
@@ -49,7 +57,12 @@ def test_draw_follows_the_distribution_and_never_takes_zero() -> None:
     uniform = torch.rand(20000, generator=torch.Generator().manual_seed(2))
     counts = torch.bincount(draw(probs.expand(20000, -1), uniform), minlength=7)
     assert counts[[0, 2, 6]].sum() == 0
-    assert chisquare(counts[[1, 3, 4, 5]].numpy(), (probs[[1, 3, 4, 5]] * 20000).numpy().astype(float)).pvalue > 1e-3
+    assert (
+        chisquare(
+            counts[[1, 3, 4, 5]].numpy(), (probs[[1, 3, 4, 5]] * 20000).numpy().astype(float)
+        ).pvalue
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])

@@ -25,16 +25,25 @@ NO_TYPE = {"schema": {"type": "no"}}
 
 
 def test_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0)
+    answer = client.completions.create(
+        model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0
+    )
     choice = answer.choices[0]
     assert choice.finish_reason in ("length", "stop")
     assert answer.usage is not None and answer.usage.prompt_tokens == 9
-    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert (
+        answer.usage.prompt_tokens_details is not None
+        and answer.usage.prompt_tokens_details.cached_tokens == 0
+    )
     extra = choice.model_extra or {}
     speculation = extra["spec_decode"]
     assert speculation["steps"] == sum(speculation["histogram"]) > 0
-    assert extra["avg_decoded_tokens_per_iter"] == answer.usage.completion_tokens / (1 + speculation["steps"])
-    again = client.completions.create(model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0)
+    assert extra["avg_decoded_tokens_per_iter"] == answer.usage.completion_tokens / (
+        1 + speculation["steps"]
+    )
+    again = client.completions.create(
+        model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0
+    )
     assert again.choices[0].text == choice.text
 
 
@@ -54,9 +63,19 @@ def test_token_ids_of_prompt_and_answer_come_whole_and_streamed(client: openai.O
 
 
 def test_stream_equals_whole(client: openai.OpenAI) -> None:
-    common = {"model": "tiny-kimi", "messages": HELLO, "max_tokens": 40, "seed": 3, "temperature": 0.7}
+    common = {
+        "model": "tiny-kimi",
+        "messages": HELLO,
+        "max_tokens": 40,
+        "seed": 3,
+        "temperature": 0.7,
+    }
     whole = client.chat.completions.create(**common)
-    chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            **common, stream=True, stream_options={"include_usage": True}
+        )
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -67,11 +86,20 @@ def test_stream_equals_whole(client: openai.OpenAI) -> None:
 
 
 def test_stop_string(client: openai.OpenAI) -> None:
-    free = client.completions.create(model="tiny-kimi", prompt="abc", max_tokens=40, temperature=0).choices[0].text
+    free = (
+        client.completions.create(model="tiny-kimi", prompt="abc", max_tokens=40, temperature=0)
+        .choices[0]
+        .text
+    )
     word = next(free[i : i + 2] for i in range(5, len(free) - 2) if "\ufffd" not in free[i : i + 2])
     for stream in (False, True):
         answer = client.completions.create(
-            model="tiny-kimi", prompt="abc", max_tokens=40, temperature=0, stop=[word], stream=stream
+            model="tiny-kimi",
+            prompt="abc",
+            max_tokens=40,
+            temperature=0,
+            stop=[word],
+            stream=stream,
         )
         parts = list(answer) if stream else [answer]
         assert "".join(part.choices[0].text for part in parts) == free[: free.index(word)]
@@ -80,7 +108,12 @@ def test_stop_string(client: openai.OpenAI) -> None:
 
 def test_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="tiny-kimi", messages=HELLO, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+        model="tiny-kimi",
+        messages=HELLO,
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
     )
     assert answer.choices[0].logprobs is not None and answer.usage is not None
     entries = answer.choices[0].logprobs.content or []
@@ -88,16 +121,22 @@ def test_logprobs(client: openai.OpenAI) -> None:
     for entry in entries:
         assert len(entry.top_logprobs) == 3
         assert entry.logprob == entry.top_logprobs[0].logprob  # greedy takes the best
-    legacy = client.completions.create(model="tiny-kimi", prompt="x", max_tokens=5, temperature=0, logprobs=2)
+    legacy = client.completions.create(
+        model="tiny-kimi", prompt="x", max_tokens=5, temperature=0, logprobs=2
+    )
     assert legacy.choices[0].logprobs is not None
     assert len(legacy.choices[0].logprobs.tokens or []) == 5
 
 
 def test_several_choices(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1)
+    answer = client.completions.create(
+        model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert len({choice.text for choice in answer.choices}) > 1
-    stream = client.completions.create(model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1, stream=True)
+    stream = client.completions.create(
+        model="tiny-kimi", prompt=["ab", "cd"], n=2, max_tokens=8, seed=1, stream=True
+    )
     texts = ["", "", "", ""]
     for chunk in stream:
         texts[chunk.choices[0].index] += chunk.choices[0].text
@@ -114,8 +153,14 @@ def test_several_choices(client: openai.OpenAI) -> None:
         ({"prompt": "x" * 1025}, "prompt"),
         ({"prompt": "x", "best_of": True}, "best_of"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format"),
-        ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": NO_TYPE}}, "response_format"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        (
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": NO_TYPE}},
+            "response_format",
+        ),
+        (
+            {"prompt": "x", "response_format": {"type": "json_object"}, "ignore_eos": True},
+            "ignore_eos",
+        ),
         ({"prompt": "x", "response_format": {"type": "regex", "regex": "("}}, "response_format"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"prompt": "x", "frequency_penalty": 3}, "frequency_penalty"),
@@ -143,9 +188,14 @@ def test_errors_through_the_client(client: openai.OpenAI, server: Running) -> No
     assert error.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="image_url|text"):
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
-        client.chat.completions.create(model="tiny-kimi", messages=[{"role": "user", "content": [image]}])
+        client.chat.completions.create(
+            model="tiny-kimi", messages=[{"role": "user", "content": [image]}]
+        )
     broken = httpx.post(f"{server.url}/v1/completions", content=b"{").json()
-    assert "not JSON in UTF-8" in broken["error"]["message"] and "EOF while parsing" in broken["error"]["message"]
+    assert (
+        "not JSON in UTF-8" in broken["error"]["message"]
+        and "EOF while parsing" in broken["error"]["message"]
+    )
     assert httpx.get(f"{server.url}/nothing").json()["error"]["type"] == "invalid_request_error"
 
 
@@ -156,7 +206,9 @@ def test_status_endpoints(server: Running, client: openai.OpenAI) -> None:
         client.models.retrieve("org/other")
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert httpx.get(f"{server.url}/version").json()["version"]
-    client.completions.create(model="tiny-kimi", prompt="count", max_tokens=9, extra_body={"ignore_eos": True})
+    client.completions.create(
+        model="tiny-kimi", prompt="count", max_tokens=9, extra_body={"ignore_eos": True}
+    )
     text = httpx.get(f"{server.url}/prometheus/metrics").text
     assert 'trtspec_spec_decode_accepted_tokens_per_position_total{position="3"}' in text
 
@@ -172,7 +224,9 @@ def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
 
 def test_concurrent_requests_share_the_batch(client: openai.OpenAI) -> None:
     def ask(number: int) -> str:
-        answer = client.completions.create(model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0)
+        answer = client.completions.create(
+            model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0
+        )
         return answer.choices[0].text
 
     alone = [ask(number) for number in range(8)]
@@ -180,22 +234,36 @@ def test_concurrent_requests_share_the_batch(client: openai.OpenAI) -> None:
         assert list(pool.map(ask, range(8))) == alone
 
 
-def test_prompt_tokens_are_those_of_the_template(client: openai.OpenAI, tokenizer: KimiTokenizer) -> None:
-    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}]
+def test_prompt_tokens_are_those_of_the_template(
+    client: openai.OpenAI, tokenizer: KimiTokenizer
+) -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "get", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     for sent in (None, tools):
         answer = client.chat.completions.create(
-            model="tiny-kimi", messages=HELLO, max_tokens=1, extra_body={"tools": sent} if sent else None
+            model="tiny-kimi",
+            messages=HELLO,
+            max_tokens=1,
+            extra_body={"tools": sent} if sent else None,
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(tokenizer.apply_chat_template(HELLO, sent))
     thinking = client.chat.completions.create(
-        model="tiny-kimi", messages=HELLO, max_tokens=8, extra_body={"chat_template_kwargs": {"thinking": True}}
+        model="tiny-kimi",
+        messages=HELLO,
+        max_tokens=8,
+        extra_body={"chat_template_kwargs": {"thinking": True}},
     )
     assert thinking.choices[0].message.model_extra["reasoning_content"]
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    ("number", "status"),
+    [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
 )
 def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Path) -> None:
     running = launch(target_dir, "-", "max_batch_size=1", "max_seq_len=128")
@@ -230,7 +298,9 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
         build_engine(target_dir, None, options)
     found = re.search(r"`max_batch_size` (\d+)", caught.value.remedy or "")
     assert found is not None
-    load = MemoryLoad("cpu", torch.float32, int(found[1]) * 9 // 10, 256, options.draft_len, options.prefix_bytes)
+    load = MemoryLoad(
+        "cpu", torch.float32, int(found[1]) * 9 // 10, 256, options.draft_len, options.prefix_bytes
+    )
     require_fitting(target_dir, target_spec(Checkpoint.open(target_dir)), None, load)
     if torch.cuda.is_available():
         return
@@ -240,6 +310,8 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
 
 def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run([*SERVER, str(target_dir), "-", port], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*SERVER, str(target_dir), "-", port], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

@@ -55,9 +55,24 @@ def nano() -> ModelSpec:
 @pytest.fixture(scope="module")
 def medium(nano: ModelSpec) -> ModelSpec:
     """The sizes of Moonlight-16B-A3B, the small published model of this architecture, with Kimi-K2's query latents."""
-    sizes = {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": 1536}
-    sizes |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    sizes |= {"intermediate_size": 11264, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2}
+    sizes = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": 1536,
+    }
+    sizes |= {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    sizes |= {
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+    }
     return replace(nano, **sizes, num_experts_per_tok=6, vocab_size=163840)
 
 
@@ -73,12 +88,16 @@ def test_what_fits_on_small_cards(nano: ModelSpec, medium: ModelSpec) -> None:
         large = footprint(Path(), medium, None, load(card))
         assert large.needed(0) >= 1.05 * 16.0e9 * kind.itemsize > card.free
         assert (large.rows_in(card.free), large.length_in(card.free)) == (0, 0)
-    kinds = {card.name.split("(")[1][:-1]: load(card).dtype for card in CARDS if "P100" not in card.name}
+    kinds = {
+        card.name.split("(")[1][:-1]: load(card).dtype for card in CARDS if "P100" not in card.name
+    }
     halves = {"Turing": torch.float16, "Ampere": torch.bfloat16, "Ada": torch.bfloat16}
     assert kinds == {"Pascal": torch.float32, **halves}
 
 
-def test_what_does_not_fit_is_refused(nano: ModelSpec, medium: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(
+    nano: ModelSpec, medium: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = CARDS[4]
     monkeypatch.setattr(memory, "free_bytes", lambda device: card.free)
     require_fitting(Path("target"), nano, None, load(card))
@@ -97,9 +116,14 @@ def test_the_head_and_prefixes_count(nano: ModelSpec) -> None:
     checkpoint = Checkpoint.open(data_files.DATA / "kimi-nano-eagle3")
     head = checkpoint, read_head(checkpoint)[0]
     alone, both = (footprint(Path(), nano, given, load(CARDS[0])) for given in (None, head))
-    assert both.weights - alone.weights == 4 * sum(info.numel for info in checkpoint.tensors.values())
+    assert both.weights - alone.weights == 4 * sum(
+        info.numel for info in checkpoint.tensors.values()
+    )
     assert both.row > alone.row
-    assert footprint(Path(), nano, None, replace(load(CARDS[0]), prefix_bytes=GIB)).kept - alone.kept == GIB
+    assert (
+        footprint(Path(), nano, None, replace(load(CARDS[0]), prefix_bytes=GIB)).kept - alone.kept
+        == GIB
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
@@ -108,4 +132,6 @@ def test_an_nvfp4_target_is_counted_as_it_is_held(tmp_path: Path, dtype: torch.d
     path = make_target(tmp_path, format="nvfp4", shards=1)
     model = load_target(path, dtype=dtype)
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    assert target_bytes(path, target_spec(Checkpoint.open(path)), dtype, "cuda") == pytest.approx(held, rel=0.03)
+    assert target_bytes(path, target_spec(Checkpoint.open(path)), dtype, "cuda") == pytest.approx(
+        held, rel=0.03
+    )

@@ -40,13 +40,21 @@ def by_definition(target: KimiModel, wish: dict[str, Any], count: int) -> list[i
     processors = LogitsProcessorList(before_penalties(constraints))
     if constraints.min_tokens:
         ends = list(target.spec.eos_token_ids)
-        processors.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), constraints.min_tokens, ends))
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(len(PROMPT), constraints.min_tokens, ends)
+        )
     tokens = list(PROMPT)
     for _ in range(count):
         logits = target(torch.tensor([tokens]), last_only=True).logits[:, -1].float()
         scores = processors(torch.tensor([tokens]), logits)
-        counts = torch.bincount(torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=scores.shape[-1])
-        scores = scores - constraints.frequency_penalty * counts - constraints.presence_penalty * (counts > 0)
+        counts = torch.bincount(
+            torch.tensor(tokens[len(PROMPT) :], dtype=torch.int64), minlength=scores.shape[-1]
+        )
+        scores = (
+            scores
+            - constraints.frequency_penalty * counts
+            - constraints.presence_penalty * (counts > 0)
+        )
         tokens.append(int(scores.argmax()))
         if tokens[-1] in target.spec.eos_token_ids:
             break
@@ -57,7 +65,10 @@ def generate(
     target: KimiModel, head: Eagle3Head | None, constraints: list[dict[str, Any]], **fields: Any
 ) -> list[list[int]]:
     options = EngineOptions(max_batch_size=3, max_seq_len=96)
-    requests = [GenerationRequest(str(n), PROMPT, 24, **wish, **fields) for n, wish in enumerate(constraints)]
+    requests = [
+        GenerationRequest(str(n), PROMPT, 24, **wish, **fields)
+        for n, wish in enumerate(constraints)
+    ]
     done = Engine(target, head, options).generate(requests)
     return [done[str(n)].token_ids for n in range(len(constraints))]
 
@@ -74,7 +85,10 @@ def test_every_wish_is_what_transformers_does(target: KimiModel, head_of: HeadOf
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["ab", "cd"]}, "n": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "name": {"enum": ["ab", "cd"]},
+        "n": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["name", "n"],
     "additionalProperties": False,
 }
@@ -115,10 +129,18 @@ def test_a_grammar_holds_with_and_without_drafts(
 
 def test_a_grammar_that_cannot_be(tokenizer: KimiTokenizer) -> None:
     grammars = Grammars(tokenizer, tokenizer.eos_ids)
-    for kind, text in (("json", '{"type": "nothing"}'), ("json", "{"), ("regex", "("), ("lark", "start: nowhere")):
+    for kind, text in (
+        ("json", '{"type": "nothing"}'),
+        ("json", "{"),
+        ("regex", "("),
+        ("lark", "start: nowhere"),
+    ):
         with pytest.raises(ValueError):
             grammars.compile(kind, text)
-    assert grammars.compile("lark", tool_call_grammar([Function(name="get.it")], several=True)) is not None
+    assert (
+        grammars.compile("lark", tool_call_grammar([Function(name="get.it")], several=True))
+        is not None
+    )
 
 
 async def in_turn(made: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +154,18 @@ async def in_turn(made: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     made.close()
 
 
-def test_a_grammar_waits_for_room_among_those_in_use(tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_waits_for_room_among_those_in_use(
+    tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asyncio.run(in_turn(Grammars(tokenizer, tokenizer.eos_ids), monkeypatch))
 
 
 ASK = [{"role": "user", "content": "hello"}]
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "properties": SCHEMA["properties"]}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {**SCHEMA, "properties": SCHEMA["properties"]}},
+    }
     for name in ("get_weather", "set_alarm")
 ]
 
@@ -149,7 +176,9 @@ def test_a_demanded_tool_is_called(
     client: openai.OpenAI, tokenizer: KimiTokenizer, stream: bool, thinking: bool
 ) -> None:
     named = {"type": "function", "function": {"name": "set_alarm"}}
-    think_end = {str(tokenizer.special_tokens["</think>"]): 100}  # ends the reasoning of a random model at once
+    think_end = {
+        str(tokenizer.special_tokens["</think>"]): 100
+    }  # ends the reasoning of a random model at once
     for choice, names in (("required", {"get_weather", "set_alarm"}), (named, {"set_alarm"})):
         answer = client.chat.completions.create(
             model="tiny-kimi", messages=ASK, tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False,
@@ -161,15 +190,25 @@ def test_a_demanded_tool_is_called(
             calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
             reason = parts[-1].choices[0].finish_reason
         else:
-            calls, reason = answer.choices[0].message.tool_calls or [], answer.choices[0].finish_reason
+            calls, reason = (
+                answer.choices[0].message.tool_calls or [],
+                answer.choices[0].finish_reason,
+            )
         assert reason == "tool_calls" and len(calls) == 1
         assert calls[0].function.name in names
         assert set(json.loads(calls[0].function.arguments)) == {"name", "n"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_demanded_call_that_is_cut_off_is_a_partial_call(client: openai.OpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": TOOLS[:1], "tool_choice": "required"}
+def test_a_demanded_call_that_is_cut_off_is_a_partial_call(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny-kimi",
+        "messages": ASK,
+        "tools": TOOLS[:1],
+        "tool_choice": "required",
+    }
     answer = client.chat.completions.create(**asked, max_tokens=36, temperature=0, stream=stream)
     if stream:
         parts = list(answer)
@@ -189,7 +228,9 @@ class Lookup(BaseModel):
     city: Literal["Oslo", "Rome"]
 
 
-def test_a_strict_function_is_called_as_it_says(client: openai.OpenAI, tokenizer: KimiTokenizer) -> None:
+def test_a_strict_function_is_called_as_it_says(
+    client: openai.OpenAI, tokenizer: KimiTokenizer
+) -> None:
     """openai's parse sends strict functions and leaves the choice to the model: when that opens a call, it is one."""
     tools = [openai.pydantic_function_tool(Lookup)]
     asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": tools}
@@ -204,8 +245,12 @@ def test_a_strict_function_is_called_as_it_says(client: openai.OpenAI, tokenizer
 
 def test_structured_output(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    answer = client.chat.completions.create(model="tiny-kimi", messages=ASK, max_tokens=300, n=2, response_format=form)
-    assert all(set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices)
+    answer = client.chat.completions.create(
+        model="tiny-kimi", messages=ASK, max_tokens=300, n=2, response_format=form
+    )
+    assert all(
+        set(json.loads(choice.message.content)) == {"name", "n"} for choice in answer.choices
+    )
     ended = client.completions.create(
         model="tiny-kimi",
         prompt="x",
@@ -213,14 +258,24 @@ def test_structured_output(client: openai.OpenAI) -> None:
         max_tokens=9,
         extra_body={"response_format": {"type": "regex", "regex": "[ab]c"}},
     )
-    assert all(choice.text in ("ac", "bc") and choice.finish_reason == "stop" for choice in ended.choices)
-    free = client.chat.completions.create(
-        model="tiny-kimi", messages=ASK, max_tokens=300, temperature=0, response_format={"type": "json_object"}
+    assert all(
+        choice.text in ("ac", "bc") and choice.finish_reason == "stop" for choice in ended.choices
     )
-    assert free.choices[0].finish_reason == "length" or isinstance(json.loads(free.choices[0].message.content), dict)
+    free = client.chat.completions.create(
+        model="tiny-kimi",
+        messages=ASK,
+        max_tokens=300,
+        temperature=0,
+        response_format={"type": "json_object"},
+    )
+    assert free.choices[0].finish_reason == "length" or isinstance(
+        json.loads(free.choices[0].message.content), dict
+    )
 
 
-def test_echo_scores_the_prompt(client: openai.OpenAI, target: KimiModel, tokenizer: KimiTokenizer) -> None:
+def test_echo_scores_the_prompt(
+    client: openai.OpenAI, target: KimiModel, tokenizer: KimiTokenizer
+) -> None:
     """What lm-eval asks for: the log-probability of each token of a given text."""
     text = "the quick brown fox"
     ids = tokenizer.encode(text)
@@ -245,7 +300,12 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(
         client.chat.completions.create(
-            model="tiny-kimi", messages=ASK, max_tokens=9, stream=True, stream_options=options, temperature=0
+            model="tiny-kimi",
+            messages=ASK,
+            max_tokens=9,
+            stream=True,
+            stream_options=options,
+            temperature=0,
         )
     )
     counts = [chunk.usage.completion_tokens for chunk in chunks]

@@ -23,7 +23,11 @@ from trtspec.models.weights import load_target
 PROMPTS = int(os.environ.get("TRTSPEC_TEST_PROMPTS", "1000"))
 TURNS, MAX_SEQ_LEN = 4, 512
 ABORTED = 0.1
-SYSTEMS = ["You answer questions about Python.", "You write docstrings, briefly.", "Continue the code. " * 12]
+SYSTEMS = [
+    "You answer questions about Python.",
+    "You write docstrings, briefly.",
+    "Continue the code. " * 12,
+]
 
 
 @dataclass
@@ -59,10 +63,14 @@ def conversations(target: KimiModel) -> tuple[list[Conversation], dict[str, list
         for turn, says in enumerate(one.says):
             one.messages.append({"role": "user", "content": says})
             prompt = tokenizer.apply_chat_template(one.messages)
-            request = GenerationRequest(f"{number}.{turn}", prompt[-MAX_SEQ_LEN + 64 :], numbers.randrange(8, 40))
+            request = GenerationRequest(
+                f"{number}.{turn}", prompt[-MAX_SEQ_LEN + 64 :], numbers.randrange(8, 40)
+            )
             answer = serial.generate([request])[request.id].token_ids
             one.requests.append(request)
-            one.messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special=True)})
+            one.messages.append(
+                {"role": "assistant", "content": tokenizer.decode(answer, skip_special=True)}
+            )
             expected[request.id] = answer
         made.append(one)
     return made, expected
@@ -82,7 +90,9 @@ def test_everything_at_once_against_serial_decoding(
         draft_len=4, max_batch_size=rows, max_seq_len=MAX_SEQ_LEN, prefill_tokens=48,
         max_num_tokens=48 + 5 * rows, prefix_bytes=16 << 20,
     )  # fmt: skip
-    engine = Engine(target, load_head(DATA / "kimi-nano-eagle3", target, dtype=torch.float32), options)
+    engine = Engine(
+        target, load_head(DATA / "kimi-nano-eagle3", target, dtype=torch.float32), options
+    )
     numbers, got, ended = random.Random(rows), {name: [] for name in expected}, {}
     rest = [list(one.requests) for one in made]
     doomed = {name: numbers.randrange(1, 12) for name in expected if numbers.random() < ABORTED}

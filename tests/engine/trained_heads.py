@@ -55,8 +55,13 @@ def trained(attention: str, eagle: str, pruned: bool) -> Head:
         checkpoint, spec = open_head(SHIPPED, nano().spec)
         with LazyTensors(checkpoint) as stored:
             tensors = {name: stored[name] for name in stored.names()}
-        return spec, {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    spec = new_head_spec(nano().spec, TrainOptions(attention=attention, eagle=eagle, intermediate_size=1024))  # type: ignore[arg-type]
+        return spec, {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in tensors.items()
+        }
+    spec = new_head_spec(
+        nano().spec, TrainOptions(attention=attention, eagle=eagle, intermediate_size=1024)
+    )  # type: ignore[arg-type]
     return spec, train(spec)
 
 
@@ -85,7 +90,10 @@ def training_texts() -> list[Text]:
 def train(spec: HeadSpec) -> HeadTensors:
     target, generator = nano(), torch.Generator().manual_seed(0)
     head = Eagle3Head(spec)
-    head.embed, head.lm_head = target.embed, nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+    head.embed, head.lm_head = (
+        target.embed,
+        nn.Linear(spec.hidden_size, spec.vocab_size, bias=False),
+    )
     known = shipped_parameters()
     for name, value in head.named_parameters():
         if name.startswith("embed."):
@@ -115,7 +123,11 @@ def train(spec: HeadSpec) -> HeadTensors:
 @cache
 def shipped_parameters() -> dict[str, Tensor]:
     head = assemble(*trained("mla", "3.1", False), nano(), dtype=torch.float32)
-    return {name: value.detach() for name, value in head.named_parameters() if not name.startswith("embed.")}
+    return {
+        name: value.detach()
+        for name, value in head.named_parameters()
+        if not name.startswith("embed.")
+    }
 
 
 def mean_norms() -> Tensor:
@@ -132,7 +144,9 @@ def two_drafts(head: Eagle3Head, batch: list[Text]) -> Tensor:
     feedback, normed = head(head.fuse(states[:, :-1]), tokens[:, 1:], None, None)
     first = F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 1:].flatten())
     _, normed = head(feedback[:, :-1], tokens[:, 2:], None, None)
-    return first + 0.8 * F.cross_entropy(head.logits(normed).flatten(0, 1), choices[:, 2:].flatten())
+    return first + 0.8 * F.cross_entropy(
+        head.logits(normed).flatten(0, 1), choices[:, 2:].flatten()
+    )
 
 
 def stored(head: Eagle3Head) -> HeadTensors:
@@ -141,19 +155,32 @@ def stored(head: Eagle3Head) -> HeadTensors:
     sizes = {
         "self_attn.qkv_proj.weight": [spec.num_attention_heads * spec.head_dim]
         + 2 * [spec.num_key_value_heads * spec.head_dim],
-        "self_attn.qkv_a_proj.weight": [spec.q_lora_rank, spec.kv_lora_rank + spec.qk_rope_head_dim],
+        "self_attn.qkv_a_proj.weight": [
+            spec.q_lora_rank,
+            spec.kv_lora_rank + spec.qk_rope_head_dim,
+        ],
         "mlp.gate_up_proj.weight": 2 * [spec.intermediate_size],
     }
     for parameter, names in layout(spec).items():
         value = head.get_parameter(parameter).detach()
-        parts = value.split(sizes[parameter]) if parameter in sizes else list(value) if len(names) > 1 else [value]
+        parts = (
+            value.split(sizes[parameter])
+            if parameter in sizes
+            else list(value)
+            if len(names) > 1
+            else [value]
+        )
         tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
     return tensors
 
 
 def prune(spec: HeadSpec, tensors: HeadTensors) -> Head:
-    used = torch.tensor([token for ids in training_tokens() for token in ids]).bincount(minlength=spec.vocab_size)
-    ids = used[:-1].topk(PRUNED).indices.sort().values  # without the last token, so that d2t + 1 stays in range
+    used = torch.tensor([token for ids in training_tokens() for token in ids]).bincount(
+        minlength=spec.vocab_size
+    )
+    ids = (
+        used[:-1].topk(PRUNED).indices.sort().values
+    )  # without the last token, so that d2t + 1 stays in range
     spec = replace(spec, draft_vocab_size=PRUNED, has_d2t=True)
     rows = tensors["lm_head.weight"][ids]
     return spec, tensors | {"lm_head.weight": rows, "d2t": ids - torch.arange(PRUNED)}

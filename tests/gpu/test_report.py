@@ -44,15 +44,25 @@ def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
     job = yaml.safe_load((ROOT / "configs/ci/gpu.yml").read_text())["jobs"]["gpu"]
     step = next(step for step in job["steps"] if step.get("name") == "test-gpu")
     shim = program(tmp_path / "bin" / "python", f'exec {sys.executable} "$@"')
-    more = {"DEVICE": "cpu", "ARGS": "--tiny --dtype bfloat16", "PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    more = {
+        "DEVICE": "cpu",
+        "ARGS": "--tiny --dtype bfloat16",
+        "PATH": f"{shim.parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(
-        ["bash", "-ec", step["run"]], cwd=tmp_path, env=environment(**job["env"] | more), capture_output=True, text=True
+        ["bash", "-ec", step["run"]],
+        cwd=tmp_path,
+        env=environment(**job["env"] | more),
+        capture_output=True,
+        text=True,
     )
     print(done.stdout, done.stderr)
     kept = job["steps"][-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept)
     report = json.loads((tmp_path / "gpu-report.json").read_text())
-    assert report["machine"]["torch"] == torch.__version__ and report["machine"]["dtype"] == "bfloat16"
+    assert (
+        report["machine"]["torch"] == torch.__version__ and report["machine"]["dtype"] == "bfloat16"
+    )
     assert list(dict.fromkeys(row["check"] for row in report["rows"])) == CHECKS
     assert [row for row in report["rows"] if row["verdict"] == "FAILED"] == []
     assert report["ok"] and done.returncode == 0

@@ -46,12 +46,24 @@ def test_dry_runs_run_as_printed(line):
     done = trtspec(*line, "--json")
     assert done.status == 0, done.stderr
     told = json.loads(done.stdout)
-    assert [name for name, way in told["ways"].items() if way["possible"]] == ["stream", "dumps", "server"]
+    assert [name for name, way in told["ways"].items() if way["possible"]] == [
+        "stream",
+        "dumps",
+        "server",
+    ]
     assert told["storage"]["state_bytes"] == 12_845_056_000_000
 
 
 def test_a_target_that_does_not_fit_one_gpu_is_refused_with_figures():
-    train = ["train", TARGET, "a.jsonl", "-o", "head", "--config", "configs/train/nvidia-kimi-k2.6-eagle3.yaml"]
+    train = [
+        "train",
+        TARGET,
+        "a.jsonl",
+        "-o",
+        "head",
+        "--config",
+        "configs/train/nvidia-kimi-k2.6-eagle3.yaml",
+    ]
     done = trtspec(*train, "--dry-run", "--gpu", "h200", "--features", "memory")
     assert done.status == 1
     assert "TS-TRAIN-FIT --features memory on h200: one GPU would have to hold" in done.stderr
@@ -63,7 +75,12 @@ def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
     import datasets
 
     split = tmp_path / "split.jsonl"
-    split.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"q{n}"}]}) + "\n" for n in range(5)))
+    split.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"q{n}"}]}) + "\n"
+            for n in range(5)
+        )
+    )
     load = datasets.load_dataset
     monkeypatch.setattr(  # the hub's set lies here
         datasets, "load_dataset",

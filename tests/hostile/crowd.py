@@ -90,9 +90,18 @@ class Watch:
     memory: list[int] = field(default_factory=list)
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "tests.hostile.watch", self.host, str(self.port), str(self.pid)]
+        words = [
+            sys.executable,
+            "-m",
+            "tests.hostile.watch",
+            self.host,
+            str(self.port),
+            str(self.pid),
+        ]
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+        )
 
     def end(self) -> None:
         told = json.loads(self.process.communicate("")[0])
@@ -130,8 +139,12 @@ class Crowd:
             answer = b""
         status = int(answer[9:12]) if answer[:7] == b"HTTP/1." and answer[9:12].isdigit() else None
         self.statuses[status] += 1
-        failed = status is not None and (status >= 500 or b'"type":"server_error"' in answer.replace(b'": ', b'":'))
-        if failed and not (status == 503 and b"retry-after" in answer):  # grammars wait for their turn to compile
+        failed = status is not None and (
+            status >= 500 or b'"type":"server_error"' in answer.replace(b'": ', b'":')
+        )
+        if failed and not (
+            status == 503 and b"retry-after" in answer
+        ):  # grammars wait for their turn to compile
             self.bad.append(f"{attack.name}: {answer[-300:]!r} for {attack.data[:600]!r}")
 
     async def ask(self, body: dict[str, object]) -> bytes:
@@ -184,11 +197,19 @@ class Soak:
         await asyncio.gather(*(client() for _ in range(width)))
 
     async def _one(self, number: int) -> None:
-        kind = "malformed" if number % 10 == 0 else "leaves" if number % 3 == 0 or number % 30 == 1 else "good"
+        kind = (
+            "malformed"
+            if number % 10 == 0
+            else "leaves"
+            if number % 3 == 0 or number % 30 == 1
+            else "good"
+        )
         index, stream = number % len(self.known.prompts), number % 4 < 2
         try:
             if kind == "malformed":
-                answer = await self.crowd.ask({**self.known.body(index, stream), "temperature": "warm"})
+                answer = await self.crowd.ask(
+                    {**self.known.body(index, stream), "temperature": "warm"}
+                )
                 right = answer.startswith(b"HTTP/1.1 400 ")
             elif kind == "leaves":
                 answer, right = b"", True

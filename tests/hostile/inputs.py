@@ -83,7 +83,16 @@ ODD: list[Any] = [
     "\ud800", "\x00", "../../etc/passwd", "8", "é" * 40, [], [None], [[]], [1, 2, 3], ["x"], [{}], {}, {"a": None},
     {"": []}, [0] * 3000, {str(i): i for i in range(300)},
 ]  # fmt: skip
-NAMES = ["", ".", "..", "model.layers.99999999.x", "model.layers.-1.w", "layers.x.y", "\ud800", "a" * 5000]
+NAMES = [
+    "",
+    ".",
+    "..",
+    "model.layers.99999999.x",
+    "model.layers.-1.w",
+    "layers.x.y",
+    "\ud800",
+    "a" * 5000,
+]
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,11 @@ class Damage:
         """Makes the file wrong in one way, and says which."""
         before = file.read_bytes() if file.is_file() else b"{}"
         file.unlink(missing_ok=True)
-        ways: list[Callable[[Path, bytes], str]] = [self._text, lambda file, _: self._nature(file), self._bytes]
+        ways: list[Callable[[Path, bytes], str]] = [
+            self._text,
+            lambda file, _: self._nature(file),
+            self._bytes,
+        ]
         if file.suffix in (".json", ".jsonl"):
             ways += [self._json] * 5
         if file.suffix == ".safetensors":
@@ -130,7 +143,9 @@ class Damage:
             data[at - 1] = self.rng.randrange(256)
             file.write_bytes(data)
         else:
-            file.write_bytes(before[:at] + before[: self.rng.randrange(len(before) + 1)] + before[at:])
+            file.write_bytes(
+                before[:at] + before[: self.rng.randrange(len(before) + 1)] + before[at:]
+            )
         return f"{way} at {at}"
 
     def _nature(self, path: Path) -> str:
@@ -139,7 +154,16 @@ class Damage:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        natures = ("missing", "directory", "FIFO", "loop", "dangling", "unreadable", "huge", "forbidden")
+        natures = (
+            "missing",
+            "directory",
+            "FIFO",
+            "loop",
+            "dangling",
+            "unreadable",
+            "huge",
+            "forbidden",
+        )
         nature = self.rng.choice(natures)
         if nature == "directory":
             path.mkdir()
@@ -175,7 +199,9 @@ class Damage:
         while True:
             if not isinstance(value, (dict, list)) or not value:
                 return f"{path} as it was"
-            key: Any = self.rng.choice(sorted(value) if isinstance(value, dict) else range(len(value)))
+            key: Any = self.rng.choice(
+                sorted(value) if isinstance(value, dict) else range(len(value))
+            )
             path += f".{key}"
             if isinstance(value[key], (dict, list)) and value[key] and self.rng.random() < 0.7:
                 value = value[key]
@@ -194,9 +220,13 @@ class Damage:
         """A header that lies about its length, the types, the shapes or the places of tensors."""
         length = struct.unpack("<Q", before[:8])[0]
         header, data = json.loads(before[8 : 8 + length]), before[8 + length :]
-        way = self.rng.choice(["length", "text", "entry", "entry", "entry", "names", "metadata", "no data"])
+        way = self.rng.choice(
+            ["length", "text", "entry", "entry", "entry", "names", "metadata", "no data"]
+        )
         if way == "length":
-            claimed = self.rng.choice([0, 1, 7, length - 1, length + 1, 2**31, 2**40, 2**63, 2**64 - 1])
+            claimed = self.rng.choice(
+                [0, 1, 7, length - 1, length + 1, 2**31, 2**40, 2**63, 2**64 - 1]
+            )
             file.write_bytes(struct.pack("<Q", claimed) + before[8:])
             return f"header of {claimed} bytes"
         text = json.dumps(header).encode()
@@ -214,7 +244,10 @@ class Damage:
                 header[name][part] = odd
             text, way = json.dumps(header).encode(), f"{name} {part} = {str(odd)[:40]!r}"
         elif way == "names":
-            moved = {self.rng.choice(NAMES) if self.rng.random() < 0.3 else key: v for key, v in header.items()}
+            moved = {
+                self.rng.choice(NAMES) if self.rng.random() < 0.3 else key: v
+                for key, v in header.items()
+            }
             text = json.dumps(moved).encode()
         elif way == "metadata":
             header["__metadata__"] = self.rng.choice(ODD)
@@ -227,7 +260,11 @@ class Damage:
     def _tensor(self, file: Path, before: bytes) -> str:
         """One or four bits of one tensor's bytes; returns its name."""
         length = struct.unpack("<Q", before[:8])[0]
-        header = {name: entry for name, entry in json.loads(before[8 : 8 + length]).items() if name != "__metadata__"}
+        header = {
+            name: entry
+            for name, entry in json.loads(before[8 : 8 + length]).items()
+            if name != "__metadata__"
+        }
         name = self.rng.choice(sorted(header))
         begin, end = header[name]["data_offsets"]
         data = bytearray(before)
@@ -247,7 +284,10 @@ class Inputs(Damage):
     def case(self, number: int) -> Case:
         directory = self.room / f"case{number}"
         directory.mkdir()
-        target, head = self._copy(self.target, directory / "target"), self._copy(self.head, directory / "head")
+        target, head = (
+            self._copy(self.target, directory / "target"),
+            self._copy(self.head, directory / "head"),
+        )
         ways = (*[self._checkpoint] * 4, *[self._yaml] * 3, *[self._measured] * 2)
         return self.rng.choice(ways)(directory, target, head)
 
@@ -259,7 +299,12 @@ class Inputs(Damage):
         broken = self.rng.choice([target, head])
         name = self.rng.choice(sorted(path.name for path in broken.iterdir()))
         if self.rng.random() < 0.12:  # a file that is there only sometimes
-            sometimes = ("hf_quant_config.json", "provenance.json", "special_tokens_map.json", "tokenizer.json")
+            sometimes = (
+                "hf_quant_config.json",
+                "provenance.json",
+                "special_tokens_map.json",
+                "tokenizer.json",
+            )
             name = self.rng.choice(sometimes)
         wrong = self._spoil(broken / name)
         if self.rng.random() < 0.05:
@@ -280,19 +325,33 @@ class Inputs(Damage):
             ["serve", str(target), "--head", str(head), "--dry-run", "--trtllm-version", version],
             ["serve", str(target), "--backend", "reference", "--dry-run"],
         ]  # fmt: skip
-        argv = self.rng.choice([words for words in commands if any(str(broken) in word for word in words)])
+        argv = self.rng.choice(
+            [words for words in commands if any(str(broken) in word for word in words)]
+        )
         return Case(f"{broken.name}/{name}: {wrong}", argv, directory)
 
     def _yaml(self, directory: Path, target: Path, head: Path) -> Case:
         file = directory / "engine.yml"
         valid = b"max_batch_size: 8\nspeculative_config: {decoding_type: Eagle, max_draft_len: 3}\n"
         file.write_bytes(valid)
-        wrong = self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
+        wrong = (
+            self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
+        )
         version = self.rng.choice(VERSIONS)
         commands = [
             ["lint", str(file), "--trtllm-version", version],
             ["lint", str(file), "--trtllm-version", version, "--json"],
-            ["lint", str(file), "--trtllm-version", version, "--target", str(target), "--head", str(head), "--fix"],
+            [
+                "lint",
+                str(file),
+                "--trtllm-version",
+                version,
+                "--target",
+                str(target),
+                "--head",
+                str(head),
+                "--fix",
+            ],
             ["serve", str(target), "--config", str(file), "--dry-run", "--trtllm-version", version],
             ["serve", str(target), "--head", str(head), "--config", str(file), "--dry-run"],
             ["serve", str(target), "--disaggregated", str(file), "--dry-run"],
@@ -302,10 +361,15 @@ class Inputs(Damage):
     def _measured(self, directory: Path, target: Path, head: Path) -> Case:
         """Prompts, results and recordings, for bench, check and plan."""
         rows = [{"question_id": 1, "category": "code", "turns": ["Sort this."]}, {"prompt": "Why?"}]
-        acceptance = {"schema_version": 1, "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}}}
+        acceptance = {
+            "schema_version": 1,
+            "acceptance": {"overall": {"length": 2.4, "by_position": [0.7, 0.5, 0.2]}},
+        }
         valid = {
             "prompts.jsonl": rows,
-            "results.json": [run_of(np.random.default_rng(0), ["a", "b"], np.zeros(2), 0.0).to_dict()],
+            "results.json": [
+                run_of(np.random.default_rng(0), ["a", "b"], np.zeros(2), 0.0).to_dict()
+            ],
             "recording.json": [RECORDING],
             "acceptance.json": [acceptance],
         }
@@ -328,7 +392,11 @@ class Inputs(Damage):
                 ["check", self.url, "--score", str(file), "--json"],
                 ["check", NOWHERE, "--score", str(file)],
             ],
-            "acceptance.json": [["plan", str(target), "--head", str(head), "--acceptance", str(file)]],
+            "acceptance.json": [
+                ["plan", str(target), "--head", str(head), "--acceptance", str(file)]
+            ],
         }
-        argv = self.rng.choice(self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name])
+        argv = self.rng.choice(
+            self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name]
+        )
         return Case(f"{file.name}: {wrong}", argv, directory)

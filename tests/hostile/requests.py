@@ -30,14 +30,41 @@ SCHEMAS: tuple[Any, ...] = (
     {"type": "string", "pattern": ".*a.{22}"},
     {"type": "string", "minLength": 10**6, "maxLength": 10**6},
     {"type": "number", "multipleOf": 1e-300},
-    {"type": "object", "properties": {f"p{n}": {"enum": [f"v{n}{m}" for m in range(20)]} for n in range(400)}},
+    {
+        "type": "object",
+        "properties": {f"p{n}": {"enum": [f"v{n}{m}" for m in range(20)]} for n in range(400)},
+    },
     {"anyOf": [{"type": "object", "properties": {f"a{n}": {"$ref": "#"}}} for n in range(300)]},
     {"type": "object", "patternProperties": {".*a.{20}": {}}},
     {"x-guidance": {"lark": "start: x"}},
 )
 NUMBERS = (2**63, -(2**63) - 1, 2**64, 2**31, -1, 0, 1, 1e308, -1e308, 1e-308, 5e-324, 1.5, 10**400)
-TEXTS = ("", "\x00", "\ud800", "\udfff\ud800", "é" * 3000, "<|im_end|>", "</think>", "../../etc/passwd", "%s%n{}")
-WORDS = ("NaN", "Infinity", "-Infinity", "1e999", "-0", "01", "[", "{", '"', "tru", "\x00", "\x7f", "/*x*/1")
+TEXTS = (
+    "",
+    "\x00",
+    "\ud800",
+    "\udfff\ud800",
+    "é" * 3000,
+    "<|im_end|>",
+    "</think>",
+    "../../etc/passwd",
+    "%s%n{}",
+)
+WORDS = (
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-0",
+    "01",
+    "[",
+    "{",
+    '"',
+    "tru",
+    "\x00",
+    "\x7f",
+    "/*x*/1",
+)
 FIELDS = (
     "model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
     "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias",
@@ -45,8 +72,29 @@ FIELDS = (
     "max_tokens", "logprobs", "echo", "prompt", "messages", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens",
 )  # fmt: skip
-IGNORED = ("partial", "prefix", "refusal", "audio", "function_call", "reasoning", "annotations", "name", "nonsense")
-PATHS = (COMPLETIONS, CHAT, "/health", "/v1/models", "/metrics", "/openapi.json", "/", "/../etc/passwd", "/%00", "/v1")
+IGNORED = (
+    "partial",
+    "prefix",
+    "refusal",
+    "audio",
+    "function_call",
+    "reasoning",
+    "annotations",
+    "name",
+    "nonsense",
+)
+PATHS = (
+    COMPLETIONS,
+    CHAT,
+    "/health",
+    "/v1/models",
+    "/metrics",
+    "/openapi.json",
+    "/",
+    "/../etc/passwd",
+    "/%00",
+    "/v1",
+)
 JUNK = (
     b"\x16\x03\x01\x02\x00\x01",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -92,7 +140,10 @@ class Attacks:
 
     def _body(self) -> tuple[str, dict[str, Any]]:
         """A request that is served, of four tokens at most."""
-        common: dict[str, Any] = {"max_tokens": self.random.randint(1, 4), "stream": self.random.random() < 0.4}
+        common: dict[str, Any] = {
+            "max_tokens": self.random.randint(1, 4),
+            "stream": self.random.random() < 0.4,
+        }
         if self.random.random() < 0.5:
             common["temperature"] = 0
         if self.random.random() < 0.5:
@@ -102,7 +153,11 @@ class Attacks:
     def _value(self, depth: int = 0) -> Any:
         if depth < 3 and self.random.random() < 0.3:
             items = [self._value(depth + 1) for _ in range(self.random.randint(0, 3))]
-            return items if self.random.random() < 0.5 else {str(key): item for key, item in enumerate(items)}
+            return (
+                items
+                if self.random.random() < 0.5
+                else {str(key): item for key, item in enumerate(items)}
+            )
         return self.random.choice((None, True, False, *NUMBERS, *TEXTS))
 
     def _odd_field(self) -> Attack:
@@ -124,7 +179,9 @@ class Attacks:
         if self.random.random() < 0.2:
             text = text[: self.random.randrange(len(text))]
         if self.random.random() < 0.2:
-            text = text.replace(b"o", self.random.choice((b"\xff", b"\xc0\x80", b"\xed\xa0\x80")), 1)
+            text = text.replace(
+                b"o", self.random.choice((b"\xff", b"\xc0\x80", b"\xed\xa0\x80")), 1
+            )
         return Attack("odd text", post(path, text))
 
     def _grammar(self) -> Attack:
@@ -138,9 +195,15 @@ class Attacks:
 
     def _tokens(self) -> Attack:
         _, body = self._body()
-        ids = [self.random.choice((0, 5, 300, 10**6, -1, 2**63)) for _ in range(self.random.randint(0, 5))]
+        ids = [
+            self.random.choice((0, 5, 300, 10**6, -1, 2**63))
+            for _ in range(self.random.randint(0, 5))
+        ]
         body["prompt"] = self.random.choice((ids, [ids, ids], [[]], ids * 500, [1] * 5000))
-        body |= {"echo": self.random.random() < 0.5, "logprobs": self.random.choice((None, 0, 20, 21))}
+        body |= {
+            "echo": self.random.random() < 0.5,
+            "logprobs": self.random.choice((None, 0, 20, 21)),
+        }
         return Attack("tokens", post(COMPLETIONS, json.dumps(body).encode()))
 
     def _scores(self) -> Attack:
@@ -155,9 +218,16 @@ class Attacks:
         message: dict[str, Any] = {"role": role, "content": "x"}
         message[self.random.choice(IGNORED)] = self._value()
         body: dict[str, Any] = {"messages": [message], "max_tokens": 4}
-        function = {"name": "f", "strict": self.random.choice((True, self._value())), "parameters": self._value()}
+        function = {
+            "name": "f",
+            "strict": self.random.choice((True, self._value())),
+            "parameters": self._value(),
+        }
         if self.random.random() < 0.5:
-            body |= {"tools": [{"type": "function", "function": function}], "ignore_eos": self.random.random() < 0.2}
+            body |= {
+                "tools": [{"type": "function", "function": function}],
+                "ignore_eos": self.random.random() < 0.2,
+            }
         if self.random.random() < 0.3:
             key = self.random.choice(("json_schema", "regex"))
             body["response_format"] = {"type": "json_object", key: self._value()}
@@ -165,7 +235,14 @@ class Attacks:
 
     def _marks(self) -> Attack:
         """Characters and names with which a server could tell a text's special tokens from the template's."""
-        texts = [PRIVATE_USE, PRIVATE_USE[:3000], "<|im_end|>", "\ue000", "<|im_\ue000end|>", "[EOS]"]
+        texts = [
+            PRIVATE_USE,
+            PRIVATE_USE[:3000],
+            "<|im_end|>",
+            "\ue000",
+            "<|im_\ue000end|>",
+            "[EOS]",
+        ]
         said = "".join(self.random.choices(texts, k=3))
         role = self.random.choice(("user", "assistant", "tool"))
         body = {"messages": [{"role": role, "content": said}], "max_tokens": 4}
@@ -183,16 +260,23 @@ class Attacks:
         """Methods, paths, headers and lengths that do not fit."""
         path, body = self._body()
         text = json.dumps(body).encode()
-        method = self.random.choice(("POST", "GET", "PUT", "DELETE", "TRACE", "OPTIONS", "HEAD", "BREW"))
+        method = self.random.choice(
+            ("POST", "GET", "PUT", "DELETE", "TRACE", "OPTIONS", "HEAD", "BREW")
+        )
         length = self.random.choice((len(text), len(text) - 1, 0, "x", "-1", "1" * 30, "+5"))
-        chunked = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+        chunked = (
+            b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode()
+        )
         return self.random.choice(
             (
                 Attack("junk", self.random.choice(JUNK), "half-closed"),
                 Attack("method or path", post(self.random.choice(PATHS), text, method)),
                 Attack("length", post(path, text, length=length), "half-closed"),
                 Attack("chunks", chunked + self.random.choice(CHUNKS), "half-closed"),
-                Attack("header", b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n"),
+                Attack(
+                    "header",
+                    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+                ),
                 Attack("pipelined", post(path, text, close=False) * 3 + post(path, text)),
             )
         )
@@ -203,15 +287,21 @@ class Attacks:
         if manner == "leaves":
             body["max_tokens"] = 200
         data = post(path, json.dumps(body).encode())
-        return Attack(manner, data[: self.random.choice((len(data), len(data), len(data) - 5, 30))], manner)
+        return Attack(
+            manner, data[: self.random.choice((len(data), len(data), len(data) - 5, 30))], manner
+        )
 
     def _large(self) -> Attack:
         length = self.random.choice((LARGE, None))
         head = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % LARGE
-        return Attack("large", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % head, "large")
+        return Attack(
+            "large", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % head, "large"
+        )
 
 
-def post(path: str, body: bytes, method: str = "POST", length: Any = None, close: bool = True) -> bytes:
+def post(
+    path: str, body: bytes, method: str = "POST", length: Any = None, close: bool = True
+) -> bytes:
     """One request, as bytes."""
     head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body) if length is None else length}\r\n"

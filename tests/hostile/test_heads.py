@@ -55,7 +55,9 @@ class Damage:
         return status
 
     def convert(self, head: Path, place: Path, output: Path) -> int | None:
-        return self.ended(place, "convert", head, "--output", output, "--to", "vllm", "--target", self.target)
+        return self.ended(
+            place, "convert", head, "--output", output, "--to", "vllm", "--target", self.target
+        )
 
     def findings(self, head: Path, place: Path) -> set[str]:
         self.ended(place, "inspect", head, "--against", self.target, "--sample", 0)
@@ -77,11 +79,17 @@ class Damage:
             file = head / "model.safetensors"
             return self.inputs._safetensors(file, file.read_bytes())
         if way < 0.9:
-            config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+            config, tensors = (
+                json.loads((head / "config.json").read_text()),
+                load_file(head / "model.safetensors"),
+            )
             fault = self.rng.choice(list(faults(config, tensors)))
             config, tensors = changed(fault, config, tensors)
             (head / "config.json").write_text(json.dumps(config))
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, head / "model.safetensors")
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                head / "model.safetensors",
+            )
             return f"{fault.kind}: {fault.what}"
         file = self.rng.choice(sorted(head.iterdir()))
         data = file.read_bytes()
@@ -120,7 +128,9 @@ class Damage:
         elif codes:
             self.outcomes["another head, and inspect says so"] += 1
         else:
-            self.bad.append(f"{name}: silent: {[problem.message for problem in found.problems][:2]}")
+            self.bad.append(
+                f"{name}: silent: {[problem.message for problem in found.problems][:2]}"
+            )
 
     def report(self) -> str:
         return "\n".join([f"{dict(self.outcomes)}, {len(self.bad)} bad", *self.bad])

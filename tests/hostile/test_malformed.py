@@ -22,7 +22,10 @@ SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 EVERY = 10  # each tenth case is a process of its own
 OTHERS = dict.fromkeys(("TRTSPEC_QUIET", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
-OTHERS |= {"TERM": "dumb", "PYTHONDONTWRITEBYTECODE": ""}  # compiling installed packages is no command's time
+OTHERS |= {
+    "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "",
+}  # compiling installed packages is no command's time
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,10 @@ class Runner:
         self.statuses: Counter[object] = Counter()
         self.commands: Counter[str] = Counter()
         self.processes = 0
-        self.longest = {"cpu": 0.0, "wall": 0.0}  # of the forked ones; a fresh process loads libraries besides
+        self.longest = {
+            "cpu": 0.0,
+            "wall": 0.0,
+        }  # of the forked ones; a fresh process loads libraries besides
         self.bad: list[str] = []
 
     def run(self, inputs: Inputs, count: int) -> None:
@@ -58,10 +64,14 @@ class Runner:
             self.statuses[answer["status"]] += 1
             self.commands[case.argv[0]] += 1
             if not fresh:
-                self.longest = {key: max(before, answer[key]) for key, before in self.longest.items()}
+                self.longest = {
+                    key: max(before, answer[key]) for key, before in self.longest.items()
+                }
             what = complaint(case, answer)
             if what:
-                self.bad.append(f"{number}: {case.name[:90]} | trtspec {' '.join(case.argv)[-160:]} | {what}")
+                self.bad.append(
+                    f"{number}: {case.name[:90]} | trtspec {' '.join(case.argv)[-160:]} | {what}"
+                )
                 print(self.bad[-1], flush=True)
             if not os.environ.get("TRTSPEC_KEEP_MALFORMED"):
                 shutil.rmtree(case.directory, ignore_errors=True)
@@ -93,7 +103,9 @@ class Runner:
 def runner() -> Iterator[Runner]:
     words = [sys.executable, "-m", "tests.hostile.worker"]
     root, environ = Path(__file__).parents[2], os.environ | OTHERS
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=root)
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ, cwd=root
+    )
     yield Runner(process)
     process.kill()
     process.wait()

@@ -39,7 +39,9 @@ SCHEMATHESIS = os.environ.get("TRTSPEC_SCHEMATHESIS_PYTHON", "")
 AT_ONCE = 256
 STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 64, 32
 HEALTH_SECONDS = 1.0
-GROWTH = 32 << 20  # bytes that the process may have more at the end than when half of the time was over
+GROWTH = (
+    32 << 20
+)  # bytes that the process may have more at the end than when half of the time was over
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -50,7 +52,10 @@ def right() -> Right:
     directory = kimi_nano_dir()
     tokenizer = KimiTokenizer(directory)
     lines = (directory / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
-    prompts = [tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:] for line in lines]
+    prompts = [
+        tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:]
+        for line in lines
+    ]
     engine = Engine(
         load_target(directory, dtype=torch.float32),
         options=EngineOptions(max_batch_size=1, max_seq_len=PROMPT_TOKENS + NEW_TOKENS + 8),
@@ -58,7 +63,9 @@ def right() -> Right:
     )
     lengths = [(8, 16, NEW_TOKENS)[number % 3] for number in range(PROMPTS)]
     asked = zip(prompts, lengths, strict=True)
-    done = engine.generate([GenerationRequest(str(number), *pair) for number, pair in enumerate(asked)])
+    done = engine.generate(
+        [GenerationRequest(str(number), *pair) for number, pair in enumerate(asked)]
+    )
     return Right(prompts, lengths, [done[str(number)].text for number in range(PROMPTS)])
 
 
@@ -84,19 +91,45 @@ def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str
     """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our document. One
     worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11 parses in another thread."""
     operations = len(httpx.get(f"{server.url}/openapi.json").json()["paths"])
-    command = [str(Path(SCHEMATHESIS).absolute()), "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command = [
+        str(Path(SCHEMATHESIS).absolute()),
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{server.url}/openapi.json",
+    ]
     command += ["--mode", "all"]
-    command += ["--phases", "coverage,fuzzing", "-n", str(max(1, count // operations)), "--workers", "1"]
+    command += [
+        "--phases",
+        "coverage,fuzzing",
+        "-n",
+        str(max(1, count // operations)),
+        "--workers",
+        "1",
+    ]
     # what JSON Schema cannot say (a token outside the vocabulary, a grammar without an answer) is refused all the same
-    command += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-shrink", "--no-color"]
+    command += [
+        "--exclude-checks",
+        "positive_data_acceptance",
+        "--continue-on-failure",
+        "--no-shrink",
+        "--no-color",
+    ]
     command += ["--generation-database", "none", "--seed", str(SEED), "--request-timeout", "120"]
-    environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("schemathesis_hooks.py"))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=3600)
+    environment = {
+        **os.environ,
+        "SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("schemathesis_hooks.py")),
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=3600
+    )
     sent = sum(int(number) for number in re.findall(r"Test cases:\s*(\d+) generated", done.stdout))
     return sent, "" if done.returncode == 0 else (done.stdout + done.stderr)[-6000:]
 
 
-def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tmp_path: Path) -> None:
+def test_hostile_requests_cost_nobody_anything(
+    server: Running, right: Right, tmp_path: Path
+) -> None:
     good = Good(server.url, right)
     watch = Watch(*place(server), server.process.pid)
     watch.start()
@@ -119,10 +152,16 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     # schemathesis comes first and asks for less: what the other kinds need for the first time is no leak
     settled = watch.memory[len(watch.memory) // 2 :]
     grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
-    print(f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s")
+    print(
+        f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s"
+    )
     print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}")
-    print(f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back")
-    print(f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed")
+    print(
+        f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back"
+    )
+    print(
+        f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed"
+    )
     size = len(watch.memory)
     tenths = [max(watch.memory[size * n // 10 : size * (n + 1) // 10]) >> 20 for n in range(10)]
     print(f"memory: most in each tenth {tenths} MiB, grown {grown >> 20} MiB", flush=True)
@@ -133,7 +172,9 @@ def test_hostile_requests_cost_nobody_anything(server: Running, right: Right, tm
     assert watch.longest < HEALTH_SECONDS
     assert grown < GROWTH
     wait_until_idle(server, 120)
-    assert not [line for line in server.log if "Traceback" in line or "request " in line], "".join(server.log)
+    assert not [line for line in server.log if "Traceback" in line or "request " in line], "".join(
+        server.log
+    )
     if not SCHEMATHESIS:
         pytest.skip("TRTSPEC_SCHEMATHESIS_PYTHON is not set: the rest passed without schemathesis")
 
@@ -147,8 +188,13 @@ def test_soak(server: Running, right: Right) -> None:
     ended = time.monotonic()
     wait_until_idle(server, 120)
     left = time.monotonic() - ended
-    print(f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s")
-    print(f"{len(soak.wrong)} wrong, idle {left:.0f} s later, {process.memory_info().rss >> 20} MiB", flush=True)
+    print(
+        f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s"
+    )
+    print(
+        f"{len(soak.wrong)} wrong, idle {left:.0f} s later, {process.memory_info().rss >> 20} MiB",
+        flush=True,
+    )
     assert not soak.wrong, "\n".join(soak.wrong[:5])
     assert not soak.crowd.bad, soak.crowd.bad[:5]
     assert process.num_threads() <= threads + 40  # the pool of the event loop

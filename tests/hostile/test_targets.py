@@ -40,7 +40,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 def may_differ(tensor: str, damaged: str) -> bool:
     """Whether a changed tensor decides another one: those of its own module, and of gate with up."""
     module, changed = tensor.rpartition(".")[0], damaged.rpartition(".")[0]
-    return module == changed or module.replace("gate_proj", "up_proj") == changed.replace("gate_proj", "up_proj")
+    return module == changed or module.replace("gate_proj", "up_proj") == changed.replace(
+        "gate_proj", "up_proj"
+    )
 
 
 class Targets:
@@ -49,10 +51,15 @@ class Targets:
     def __init__(self, room: Path, run: Runner) -> None:
         self.room, self.run, self.said = room, run, room / "said"
         self.said.mkdir()
-        self.clean = {f: make_target(room / f"clean-{f}", format=f, layers=2, experts=2, vision=True) for f in FORMATS}
+        self.clean = {
+            f: make_target(room / f"clean-{f}", format=f, layers=2, experts=2, vision=True)
+            for f in FORMATS
+        }
         self.outputs = {}
         for name, source in self.clean.items():
-            status, wrong = run.ended(self.said, "quantize", source, "-o", room / f"out-{name}", "--policy", "k2.6")
+            status, wrong = run.ended(
+                self.said, "quantize", source, "-o", room / f"out-{name}", "--policy", "k2.6"
+            )
             assert status == 0 and not wrong, wrong
             self.outputs[name] = contents(room / f"out-{name}")
         self.outcomes: Counter[str] = Counter()
@@ -73,7 +80,9 @@ class Targets:
         if way == "file":
             what = damage._nature(file)
         else:
-            what = (damage._safetensors if way == "header" else damage._json)(file, file.read_bytes())
+            what = (damage._safetensors if way == "header" else damage._json)(
+                file, file.read_bytes()
+            )
         return target, f"{way}: {file.name} {what}", ""
 
     def judge(self, number: int, seed: int) -> str:
@@ -86,7 +95,9 @@ class Targets:
         found, wrong = self.run.ended(self.said, "inspect", target, "--json")
         status = None
         if not wrong:
-            status, wrong = self.run.ended(self.said, "quantize", target, "-o", out, "--policy", "k2.6")
+            status, wrong = self.run.ended(
+                self.said, "quantize", target, "-o", out, "--policy", "k2.6"
+            )
         self.outcomes[f"{what.partition(':')[0]}: inspect {found}, quantize {status}"] += 1
         if not wrong and status == 0 and found not in (0, 3):
             wrong = f"quantize took what inspect refused ({found})"
@@ -95,13 +106,23 @@ class Targets:
 
     def spread(self, name: str, touched: str, status: object, out: Path) -> str:
         if status != 0:
-            return "" if not (out / "config.json").exists() or status == 3 and named(out) else "half-written output"
+            return (
+                ""
+                if not (out / "config.json").exists() or status == 3 and named(out)
+                else "half-written output"
+            )
         clean, made = self.outputs[name], contents(out)
         if clean.keys() != made.keys():
             return f"other tensors: {sorted(clean.keys() ^ made.keys())[:3]}"
-        spread = [tensor for tensor in clean if clean[tensor] != made[tensor] and not may_differ(tensor, touched)]
+        spread = [
+            tensor
+            for tensor in clean
+            if clean[tensor] != made[tensor] and not may_differ(tensor, touched)
+        ]
         left = [path.name for path in out.iterdir() if path.name.endswith((".partial", ".tmp"))]
-        return f"silent change of {spread[:3]}" if spread else f"left behind: {left}" if left else ""
+        return (
+            f"silent change of {spread[:3]}" if spread else f"left behind: {left}" if left else ""
+        )
 
 
 def named(out: Path) -> bool:
@@ -114,5 +135,9 @@ def named(out: Path) -> bool:
 def test_damaged_targets(tmp_path: Path, runner: Runner, count: int) -> None:  # noqa: F811
     targets = Targets(tmp_path, runner)
     wrong = [found for number in range(count) if (found := targets.judge(number, SEED))]
-    print(f"\nseed {SEED}, {count} damages, {len(wrong)} wrong", *sorted(targets.outcomes.items()), sep="\n  ")
+    print(
+        f"\nseed {SEED}, {count} damages, {len(wrong)} wrong",
+        *sorted(targets.outcomes.items()),
+        sep="\n  ",
+    )
     assert not wrong, "\n".join(wrong[:20])

@@ -22,7 +22,15 @@ CPU_SECONDS = 5
 WALL_SECONDS = 20.0  # other work may hold the processor; a wait on a pipe or a lock ends here
 MEMORY = 6 * 2**30
 COMMANDS = ("inspect", "convert", "build_config", "plan", "serve", "lint", "bench", "check", "app")
-LIBRARIES = ("httpx", "jinja2", "yaml", "numpy", "pydantic.main", "pydantic.type_adapter", "pydantic.fields")
+LIBRARIES = (
+    "httpx",
+    "jinja2",
+    "yaml",
+    "numpy",
+    "pydantic.main",
+    "pydantic.type_adapter",
+    "pydantic.fields",
+)
 
 
 class Worker:
@@ -56,11 +64,23 @@ class Worker:
                 number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
                 code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
                 cpu = used.ru_utime + used.ru_stime
-                return {"status": code, "signal": number, "hung": number == signal.SIGXCPU, "cpu": cpu, "wall": wall}
+                return {
+                    "status": code,
+                    "signal": number,
+                    "hung": number == signal.SIGXCPU,
+                    "cpu": cpu,
+                    "wall": wall,
+                }
             time.sleep(0.005)
         os.kill(child, signal.SIGKILL)
         used = os.wait4(child, 0)[2]
-        return {"status": None, "signal": None, "hung": True, "cpu": used.ru_utime + used.ru_stime, "wall": wall}
+        return {
+            "status": None,
+            "signal": None,
+            "hung": True,
+            "cpu": used.ru_utime + used.ru_stime,
+            "wall": wall,
+        }
 
 
 def _be_trtspec(argv: list[str], out: Path, process: bool, seconds: int) -> None:

@@ -13,11 +13,20 @@ from trtspec.report import peak_rss, write_stderr
 if __name__ == "__main__":
     _open_missing_streams()
     port, mode, more = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tiny_server.py")), str(port), mode]
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("tiny_server.py")),
+        str(port),
+        mode,
+    ]
     limits = Limits(**{"startup": 30.0, "stop_grace": 1.0, **more.get("limits", {})})
     try:
         endpoint = ServerAddress("127.0.0.1", port)
-        status = run(ServerLaunch(argv=words, endpoint=endpoint, patterns=LogPatterns("tiny"), limits=limits))
+        status = run(
+            ServerLaunch(argv=words, endpoint=endpoint, patterns=LogPatterns("tiny"), limits=limits)
+        )
     except TrtspecError as error:
         write_stderr(f"{error.code}: {error.message}\n")
         status = error.exit_code

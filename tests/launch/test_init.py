@@ -12,17 +12,32 @@ import pytest
 from tests.command_line import TRTSPEC, program, wait_for
 
 # a PID namespace with a /proc of its own, as a container has
-CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+CONTAINER = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--pid",
+    "--fork",
+    "--mount-proc",
+    "--kill-child",
+]
 
 
 def containers_work() -> bool:
-    return shutil.which("unshare") is not None and subprocess.run([*CONTAINER, "true"], check=False).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*CONTAINER, "true"], check=False).returncode == 0
+    )
 
 
-pytestmark = pytest.mark.skipif(not containers_work(), reason="this machine makes no PID namespaces")
+pytestmark = pytest.mark.skipif(
+    not containers_work(), reason="this machine makes no PID namespaces"
+)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
 def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, status: int) -> None:
     """The engine is asked for its version, and does not answer."""
     asked = tmp_path / "asked"

@@ -59,7 +59,10 @@ def kill_one(number: int, log: Path) -> str | None:
     sent = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if victim == "trtspec" else
                        (signal.SIGKILL,))  # fmt: skip
     seen = logged(log, "pids")
-    pids = [int(word) for word in next(line for line in seen.splitlines() if line.startswith("pids")).split()[1:]]
+    pids = [
+        int(word)
+        for word in next(line for line in seen.splitlines() if line.startswith("pids")).split()[1:]
+    ]
     subreaper = psutil.Process(own).children()[0].pid
     if phase != "loading":
         logged(log, "ready on")
@@ -73,13 +76,21 @@ def kill_one(number: int, log: Path) -> str | None:
     _, code = os.waitpid(own, 0)
     status = os.waitstatus_to_exitcode(code)
     deadline = time.monotonic() + 10
-    while (left := [pid for pid in (subreaper, *pids) if alive(pid)]) and time.monotonic() < deadline:
+    while (
+        left := [pid for pid in (subreaper, *pids) if alive(pid)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     text = log.read_text()
     by_trtspec = -sent if sent == signal.SIGKILL else 128 + sent
-    causes = {"trtspec": {by_trtspec: ""}, "subreaper": {137: SUBREAPER}, "engine": {137: "or the kernel killed it"}}
+    causes = {
+        "trtspec": {by_trtspec: ""},
+        "subreaper": {137: SUBREAPER},
+        "engine": {137: "or the kernel killed it"},
+    }
     expected = causes.get(victim, {1: " with status 1"})
-    if phase == "stopping":  # the kill may come late, and after the one of trtspec's own when the grace is over
+    if (
+        phase == "stopping"
+    ):  # the kill may come late, and after the one of trtspec's own when the grace is over
         expected = {143: "", 137: "", **({} if victim == "engine" else expected)}
     fault = "survivors" if left else "status" if status not in expected else ""
     fault = fault or ("" if expected[status] in text else "cause")
@@ -93,6 +104,8 @@ def kill_one(number: int, log: Path) -> str | None:
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_survives_a_kill(count: int, tmp_path: Path) -> None:
     count = int(os.environ.get("TRTSPEC_KILLS", count))
-    wrong = [found for number in range(count) if (found := kill_one(number, tmp_path / f"{number}.log"))]
+    wrong = [
+        found for number in range(count) if (found := kill_one(number, tmp_path / f"{number}.log"))
+    ]
     print(f"\nseed {SEED}: {count} kills, {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong[:5])

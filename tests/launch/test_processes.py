@@ -23,7 +23,9 @@ def test_a_command_leaves_its_output_and_its_messages(tmp_path: Path) -> None:
     shown: list[int] = []
     status = run_trtspec(["--version"], tmp_path / "out", tmp_path / "log", lambda: shown.append(1))
     assert status == 0 and (tmp_path / "out").read_text().startswith("trtspec ") and shown
-    status = run_trtspec(["check", "127.0.0.1:9", "--score", "nowhere"], tmp_path / "out", tmp_path / "log")
+    status = run_trtspec(
+        ["check", "127.0.0.1:9", "--score", "nowhere"], tmp_path / "out", tmp_path / "log"
+    )
     assert status == 2 and "nowhere" in (tmp_path / "log").read_text()
 
 
@@ -31,7 +33,10 @@ def test_a_server_that_dies_is_quoted(tmp_path: Path) -> None:
     with (
         pytest.raises(TrtspecError, match=r"before it was ready; (.|\n)*nowhere") as failure,
         served(
-            ["serve", "/nowhere", "--backend", "reference"], f"http://127.0.0.1:{free_port()}", tmp_path / "log", 60
+            ["serve", "/nowhere", "--backend", "reference"],
+            f"http://127.0.0.1:{free_port()}",
+            tmp_path / "log",
+            60,
         ),
     ):
         pass
@@ -67,7 +72,11 @@ def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
     """A signal just before a blocking read was lost once in 250 times, another inside Popen once in 1,600."""
     moments = random.Random(0)
     for trial in range(400):
-        interrupt_a_chain(tmp_path / str(trial), signal.SIGTERM, moments.choice([0, 0.002, 0.01]) * moments.random())
+        interrupt_a_chain(
+            tmp_path / str(trial),
+            signal.SIGTERM,
+            moments.choice([0, 0.002, 0.01]) * moments.random(),
+        )
 
 
 def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> None:
@@ -125,7 +134,9 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("started", ["command", "server"])
-def test_an_interrupt_during_a_start_leaves_no_process(tmp_path: Path, sent: signal.Signals, started: str) -> None:
+def test_an_interrupt_during_a_start_leaves_no_process(
+    tmp_path: Path, sent: signal.Signals, started: str
+) -> None:
     """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
     interrupt_inside(
         f"""
@@ -156,8 +167,12 @@ def test_an_interrupt_inside_popen_leaves_no_lock() -> None:
 
 def interrupt_inside(methods: str, block: str) -> None:
     """Runs `block` with a Popen of these methods, which send the signal: no child may be left."""
-    script = BEGINNING + textwrap.indent(textwrap.dedent(methods), "    ") + ENDING.format(block=block)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    script = (
+        BEGINNING + textwrap.indent(textwrap.dedent(methods), "    ") + ENDING.format(block=block)
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
 
 

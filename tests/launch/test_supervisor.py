@@ -58,7 +58,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def server_below(process: subprocess.Popen[str]) -> psutil.Process:
-    return next(p for p in psutil.Process(process.pid).children(recursive=True) if "tiny_server.py" in p.cmdline()[3])
+    return next(
+        p
+        for p in psutil.Process(process.pid).children(recursive=True)
+        if "tiny_server.py" in p.cmdline()[3]
+    )
 
 
 def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None:
@@ -71,7 +75,11 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
 
 @pytest.mark.parametrize(
     ("mode", "signals", "status", "says"),
-    [("tidy", 1, 0, "stopped as requested"), ("tidy", 2, 137, "a second signal"), ("deaf", 1, 143, "did not end in")],
+    [
+        ("tidy", 1, 0, "stopped as requested"),
+        ("tidy", 2, 137, "a second signal"),
+        ("deaf", 1, 143, "did not end in"),
+    ],
 )
 def test_a_server_that_is_loading_has_a_moment_to_end(
     launch: Launched, mode: str, signals: int, status: int, says: str
@@ -111,7 +119,9 @@ def test_a_closed_stdin_does_not_break_the_control_pipe(launch: Launched, closed
 
 
 def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> None:
-    other = subprocess.Popen([sys.executable, "-I", "-S", str(HERE / "tiny_server.py"), str(port), "serve"])
+    other = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(HERE / "tiny_server.py"), str(port), "serve"]
+    )
     try:
         process = launch("silent")
         _, log = process.communicate(timeout=60)
@@ -119,7 +129,9 @@ def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> 
         other.kill()
         other.wait()
     assert process.returncode == 1 and "ready" not in log
-    assert "TS-SERVE-OTHER-SERVER: " in log and f"(process {other.pid}) answers on port {port}" in log
+    assert (
+        "TS-SERVE-OTHER-SERVER: " in log and f"(process {other.pid}) answers on port {port}" in log
+    )
 
 
 def test_a_server_that_hangs_is_ended(launch: Launched) -> None:

@@ -37,7 +37,9 @@ if __name__ == "__main__":
     if mode == "silent":
         time.sleep(600)
     if mode in ("tidy", "deaf"):
-        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)) if mode == "tidy" else None)
+        signal.signal(
+            signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)) if mode == "tidy" else None
+        )
         print("loading", flush=True)
         time.sleep(600)
     if mode == "long-line":

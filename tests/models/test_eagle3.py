@@ -26,10 +26,17 @@ def target(target_dir) -> KimiModel:
     return load_target(target_dir, dtype=torch.float64)
 
 
-def load(tmp_path, target_dir, target, attention, eagle, draft_vocab=None) -> tuple[Eagle3Head, dict, dict]:
-    path = make_head(tmp_path / "head", target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
+def load(
+    tmp_path, target_dir, target, attention, eagle, draft_vocab=None
+) -> tuple[Eagle3Head, dict, dict]:
+    path = make_head(
+        tmp_path / "head", target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab
+    )
     head = load_head(path, target, dtype=torch.float64)
-    tensors = {k: v.double() if v.is_floating_point() else v for k, v in load_file(path / "model.safetensors").items()}
+    tensors = {
+        k: v.double() if v.is_floating_point() else v
+        for k, v in load_file(path / "model.safetensors").items()
+    }
     return head, tensors, json.loads((path / "config.json").read_text())
 
 
@@ -75,28 +82,51 @@ class Reference:
     def fuse(self, aux: Tensor) -> Tensor:
         if self.c.get("fc_norm"):
             states = aux.split(self.c["hidden_size"], -1)
-            aux = torch.cat([norm(s, self.w[f"fc_norm.{i}.weight"], self.eps) for i, s in enumerate(states)], -1)
+            aux = torch.cat(
+                [norm(s, self.w[f"fc_norm.{i}.weight"], self.eps) for i, s in enumerate(states)], -1
+            )
         return aux @ self.w["fc.weight"].T
 
     def qkv(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
         w, c = {k.removeprefix("layers.0.self_attn."): v for k, v in self.w.items()}, self.c
         if "kv_lora_rank" not in c:
-            q, k, v = ((u @ w[f"{x}_proj.weight"].T).unflatten(-1, (-1, c["head_dim"])) for x in ("q", "k", "v"))
+            q, k, v = (
+                (u @ w[f"{x}_proj.weight"].T).unflatten(-1, (-1, c["head_dim"]))
+                for x in ("q", "k", "v")
+            )
             freq = frequencies(c["head_dim"], c["rope_theta"], c["rope_scaling"])
             group = c["num_attention_heads"] // c["num_key_value_heads"]
             k = rotate(k, positions, freq, False).repeat_interleave(group, 1)
-            return rotate(q, positions, freq, False), k, v.repeat_interleave(group, 1), c["head_dim"] ** -0.5
+            return (
+                rotate(q, positions, freq, False),
+                k,
+                v.repeat_interleave(group, 1),
+                c["head_dim"] ** -0.5,
+            )
         heads, nope, rope = c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"]
         freq = frequencies(rope, c["rope_theta"], c["rope_scaling"])
-        q = norm(u @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"], self.eps) @ w["q_b_proj.weight"].T
+        q = (
+            norm(u @ w["q_a_proj.weight"].T, w["q_a_layernorm.weight"], self.eps)
+            @ w["q_b_proj.weight"].T
+        )
         q = q.unflatten(-1, (heads, -1))
         latent = u @ w["kv_a_proj_with_mqa.weight"].T
-        shared = rotate(latent[:, None, c["kv_lora_rank"] :], positions, freq, True).expand(-1, heads, -1)
-        kv = norm(latent[:, : c["kv_lora_rank"]], w["kv_a_layernorm.weight"], self.eps) @ w["kv_b_proj.weight"].T
+        shared = rotate(latent[:, None, c["kv_lora_rank"] :], positions, freq, True).expand(
+            -1, heads, -1
+        )
+        kv = (
+            norm(latent[:, : c["kv_lora_rank"]], w["kv_a_layernorm.weight"], self.eps)
+            @ w["kv_b_proj.weight"].T
+        )
         kv = kv.unflatten(-1, (heads, -1))
         gain = 0.1 * c["rope_scaling"]["mscale_all_dim"] * math.log(c["rope_scaling"]["factor"]) + 1
         q = torch.cat((q[..., :nope], rotate(q[..., nope:], positions, freq, True)), -1)
-        return q, torch.cat((kv[..., :nope], shared), -1), kv[..., nope:], gain**2 * (nope + rope) ** -0.5
+        return (
+            q,
+            torch.cat((kv[..., :nope], shared), -1),
+            kv[..., nope:],
+            gain**2 * (nope + rope) ** -0.5,
+        )
 
     def step(self, x: Tensor, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Appends the rows to the keys; row t sees all keys up to its own."""
@@ -110,12 +140,18 @@ class Reference:
         self.values.extend(v)
         rows = []
         for t in range(len(x)):
-            keys, values = torch.stack(self.keys[: first + t + 1]), torch.stack(self.values[: first + t + 1])
+            keys, values = (
+                torch.stack(self.keys[: first + t + 1]),
+                torch.stack(self.values[: first + t + 1]),
+            )
             weights = torch.softmax(torch.einsum("hd,shd->hs", q[t], keys) * scale, -1)
             rows.append(torch.einsum("hs,shd->hd", weights, values).flatten())
         y = x + torch.stack(rows) @ self.w[f"{layer}self_attn.o_proj.weight"].T
         h = norm(y, self.w[f"{layer}post_attention_layernorm.weight"], self.eps)
-        gate, up = h @ self.w[f"{layer}mlp.gate_proj.weight"].T, h @ self.w[f"{layer}mlp.up_proj.weight"].T
+        gate, up = (
+            h @ self.w[f"{layer}mlp.gate_proj.weight"].T,
+            h @ self.w[f"{layer}mlp.up_proj.weight"].T,
+        )
         y = y + (gate * torch.sigmoid(gate) * up) @ self.w[f"{layer}mlp.down_proj.weight"].T
         normed = norm(y, self.w["norm.weight"], self.eps)
         return (normed if self.c.get("norm_output") else y), normed
@@ -126,7 +162,9 @@ def test_equals_the_published_computation(tmp_path, target_dir, target, attentio
     """Prefill and four draft steps, from scratch in float64; then a rollback and another continuation."""
     head, tensors, config = load(tmp_path, target_dir, target, attention, eagle)
     torch.manual_seed(1)
-    aux = torch.randn(1, LENGTH, head.spec.num_aux * head.spec.target_hidden_size, dtype=torch.float64)
+    aux = torch.randn(
+        1, LENGTH, head.spec.num_aux * head.spec.target_hidden_size, dtype=torch.float64
+    )
     tokens = torch.randint(0, head.spec.vocab_size, (1, LENGTH))
     reference = Reference(tensors, config, target.embed.weight)
     cache = head.new_cache(1, 64)
@@ -141,7 +179,9 @@ def test_equals_the_published_computation(tmp_path, target_dir, target, attentio
             want_feedback, want_normed = reference.step(want, draft[0], int(start))
             worst = max(worst, float((feedback[0] - want_feedback).abs().max()))
             want_logits = want_normed @ tensors["lm_head.weight"].T
-            worst = max(worst, float((head.logits(normed)[0] - want_logits).abs().max()) / 10)  # logits are float32
+            worst = max(
+                worst, float((head.logits(normed)[0] - want_logits).abs().max()) / 10
+            )  # logits are float32
             start = start + draft.shape[1]
             x, want = feedback[:, -1:], want_feedback[-1:]
             draft = head.logits(normed)[:, -1:].argmax(-1)
@@ -160,7 +200,13 @@ def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, att
     cache = head.new_cache(5, 32)
     lengths = torch.tensor([3, 7, 11])
     for row, length in enumerate(lengths.tolist()):
-        head(x[row : row + 1, :length], tokens[row : row + 1, :length], torch.tensor([0]), cache, row=row + 1)
+        head(
+            x[row : row + 1, :length],
+            tokens[row : row + 1, :length],
+            torch.tensor([0]),
+            cache,
+            row=row + 1,
+        )
     for _ in range(9):
         pick = lengths[:, None]
         piece = torch.take_along_dim(x, pick[..., None].expand(-1, -1, x.shape[-1]), 1)
@@ -180,22 +226,37 @@ def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
     from trtspec.models.layers import AttentionStep
 
     head, tensors, config = load(tmp_path, target_dir, target, attention, "3")
-    kept = {key: config[key] for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")}
+    kept = {
+        key: config[key] for key in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    }
     theta = {"rope_theta": config["rope_theta"]}
     if attention == "mla":
-        ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        ranks = (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        )
         kept |= {key: config[key] for key in ranks} | {"max_position_embeddings": 2048}
         kept["rope_parameters"] = config["rope_scaling"] | theta | {"rope_type": "yarn"}
         settings = DeepseekV3Config(hidden_size=2 * config["hidden_size"], **kept)
         kinds = deepseek.DeepseekV3Attention, deepseek.DeepseekV3RotaryEmbedding
     else:
-        kept |= {"head_dim": config["head_dim"], "rope_parameters": theta | {"rope_type": "default"}}
+        kept |= {
+            "head_dim": config["head_dim"],
+            "rope_parameters": theta | {"rope_type": "default"},
+        }
         settings = LlamaConfig(hidden_size=2 * config["hidden_size"], **kept)
         kinds = llama.LlamaAttention, llama.LlamaRotaryEmbedding
     settings._attn_implementation = "eager"
     oracle, rope, prefix = kinds[0](settings, 0).double(), kinds[1](settings), "layers.0.self_attn."
-    oracle.o_proj = torch.nn.Linear(*reversed(tensors[f"{prefix}o_proj.weight"].shape), bias=False).double()
-    oracle.load_state_dict({name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)})
+    oracle.o_proj = torch.nn.Linear(
+        *reversed(tensors[f"{prefix}o_proj.weight"].shape), bias=False
+    ).double()
+    oracle.load_state_dict(
+        {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+    )
     for module in oracle.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = config["rms_norm_eps"]
@@ -203,8 +264,14 @@ def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
     u = torch.randn(2, LENGTH, 2 * head.spec.hidden_size, dtype=torch.float64)
     mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
-        want = oracle(hidden_states=u, position_embeddings=rope(u, torch.arange(LENGTH)[None]), attention_mask=mask)[0]
-        step = AttentionStep(2, LENGTH, None, head.rope.of(LENGTH, "cpu"), attention == "mla", torch.float64)
+        want = oracle(
+            hidden_states=u,
+            position_embeddings=rope(u, torch.arange(LENGTH)[None]),
+            attention_mask=mask,
+        )[0]
+        step = AttentionStep(
+            2, LENGTH, None, head.rope.of(LENGTH, "cpu"), attention == "mla", torch.float64
+        )
         got = head.self_attn(u, step)
     assert (got - want).abs().max() < 1e-6  # both rotate by float32 angles
 

@@ -38,13 +38,17 @@ def outputs(head, seed=0):
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_both_namings_are_the_same_head(tmp_path, target_dir, target, attention):
     names = ("modelopt", "midlayer")
-    paths = [make_head(tmp_path / name, target_dir, attention=attention, dialect=name) for name in names]
+    paths = [
+        make_head(tmp_path / name, target_dir, attention=attention, dialect=name) for name in names
+    ]
     first, second = (outputs(load_head(path, target, dtype=torch.float32)) for path in paths)
     assert torch.equal(first, second)
 
 
 def test_the_target_lends_lm_head_and_embedding(tmp_path, target_dir, target):
-    path = edit(make_head(tmp_path / "head", target_dir), lambda tensors: tensors.pop("lm_head.weight"))
+    path = edit(
+        make_head(tmp_path / "head", target_dir), lambda tensors: tensors.pop("lm_head.weight")
+    )
     head = load_head(path, target, dtype=torch.float32)
     assert head.lm_head is target.lm_head
     assert head.embed is target.embed
@@ -56,7 +60,12 @@ def test_an_embedding_of_its_own_is_used(tmp_path, target_dir, target):
     edit(path, lambda tensors: tensors.update({"embed_tokens.weight": own}))
     head = load_head(path, target, dtype=torch.float32)
     assert torch.equal(head.embed.weight, own.float())
-    edit(path, lambda tensors: tensors.update({"embed_tokens.weight": torch.randn(512, 64).to(torch.bfloat16)}))
+    edit(
+        path,
+        lambda tensors: tensors.update(
+            {"embed_tokens.weight": torch.randn(512, 64).to(torch.bfloat16)}
+        ),
+    )
     with pytest.raises(TrtspecError, match="TS-PAIR-EMBED-RANDOM"):
         load_head(path, target, dtype=torch.float32)
 
@@ -67,7 +76,9 @@ def test_all_misfits_stand_in_one_message(tmp_path, target_dir, target):
     def spoil(tensors):
         for name in ("gate", "down"):
             shape = tensors[f"layers.0.mlp.{name}_proj.weight"].shape
-            tensors[f"layers.0.mlp.{name}_proj.weight"] = torch.zeros(shape[0], shape[1] + 1, dtype=torch.bfloat16)
+            tensors[f"layers.0.mlp.{name}_proj.weight"] = torch.zeros(
+                shape[0], shape[1] + 1, dtype=torch.bfloat16
+            )
 
     with pytest.raises(TrtspecError) as refused:
         load_head(edit(path, spoil), target, dtype=torch.float32)

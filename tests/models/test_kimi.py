@@ -24,10 +24,16 @@ def transformers_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 
     transformers.logging.set_verbosity_error()
     config = json.loads((directory / "config.json").read_text())
-    if config["model_type"] == "kimi_k2":  # transformers knows the text model under DeepSeek's name only
+    if (
+        config["model_type"] == "kimi_k2"
+    ):  # transformers knows the text model under DeepSeek's name only
         config["model_type"] = "deepseek_v3"
         (directory / "config.json").write_text(json.dumps(config))
-    model = transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
+    model = (
+        transformers.AutoModelForImageTextToText
+        if "text_config" in config
+        else transformers.AutoModelForCausalLM
+    )
     loaded = model.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -37,7 +43,9 @@ def transformers_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def stepwise_logits(model: KimiModel, tokens: torch.Tensor, sizes: tuple[int, ...] = (5, 1, 1, 4, 3)) -> torch.Tensor:
+def stepwise_logits(
+    model: KimiModel, tokens: torch.Tensor, sizes: tuple[int, ...] = (5, 1, 1, 4, 3)
+) -> torch.Tensor:
     """The same logits, computed with a cache in pieces of cycling sizes, in cache rows 2.. of a larger cache."""
     cache = model.new_cache(len(tokens) + 3, TOKENS + 8)
     cache.data.copy_(torch.randn(cache.data.shape))  # stale entries must not matter
@@ -74,7 +82,9 @@ def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, f
     from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.target_problems import target_spec
 
-    model = load_target(make_target(tmp_path / format, format=format, nested=False), dtype=torch.float32)
+    model = load_target(
+        make_target(tmp_path / format, format=format, nested=False), dtype=torch.float32
+    )
     assert target_spec(Checkpoint.open(tmp_path / format)).quant.format == format
     plain = make_target(tmp_path / "bf16", nested=False, shards=1)
     save_file(checkpoint_tensors(model), plain / "model.safetensors", {"format": "pt"})
@@ -88,7 +98,9 @@ def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, f
 def test_captured_states_are_the_layer_outputs(tmp_path: Path) -> None:
     model = load_target(make_target(tmp_path), dtype=torch.float32)
     tokens, seen = prompts(), []
-    hooks = [model.layers[i].register_forward_hook(lambda _m, _i, out: seen.append(out)) for i in (1, 3)]
+    hooks = [
+        model.layers[i].register_forward_hook(lambda _m, _i, out: seen.append(out)) for i in (1, 3)
+    ]
     with torch.no_grad():
         aux = model(tokens, aux_layers=(1, 3)).aux
     for hook in hooks:
@@ -130,7 +142,9 @@ def test_dispatched_experts_equal_all_experts(tmp_path: Path) -> None:
 def test_nvfp4_with_fp8_cache_runs_and_a_wrong_scale_shows(tmp_path: Path) -> None:
     directory = make_target(tmp_path, format="nvfp4", shards=1)
     tokens = prompts()
-    weight_only = load_target(directory, dtype=torch.float32, activation="weight-only", kv_cache="none")
+    weight_only = load_target(
+        directory, dtype=torch.float32, activation="weight-only", kv_cache="none"
+    )
     w4a4 = load_target(directory, dtype=torch.float32)
     assert weight_only.new_cache(1, 8).data.dtype == torch.float32
     assert w4a4.new_cache(1, 8).data.dtype == torch.float8_e4m3fn

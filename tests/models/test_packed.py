@@ -20,7 +20,9 @@ needs_fbgemm = pytest.mark.skipif(not PACKS, reason="FBGEMM is x86 only")
 
 
 def stored_as_bf16(seed: int, exponent: int = 0) -> torch.Tensor:
-    weight = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(seed)) * 0.02 * 2.0**exponent
+    weight = (
+        torch.randn(OUT, IN, generator=torch.Generator().manual_seed(seed)) * 0.02 * 2.0**exponent
+    )
     return weight.to(torch.bfloat16).float()
 
 
@@ -39,7 +41,10 @@ def test_every_bf16_weight_comes_back(seed: int, exponent: int) -> None:
 @needs_fbgemm
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 16, 64])
 def test_products_are_float32s(rows: int) -> None:
-    weight, x = stored_as_bf16(0), torch.randn(2, rows, IN, generator=torch.Generator().manual_seed(1))
+    weight, x = (
+        stored_as_bf16(0),
+        torch.randn(2, rows, IN, generator=torch.Generator().manual_seed(1)),
+    )
     packed = pack(weight)
     assert packed is not None
     error = (packed.product(x) - x.double() @ weight.double().t()).abs()
@@ -50,11 +55,16 @@ def test_products_are_float32s(rows: int) -> None:
 @needs_fbgemm
 def test_rows_do_not_depend_on_their_number() -> None:
     """Greedy texts may depend on the batch through rounding; a packed product adds nothing to that."""
-    packed, x = pack(stored_as_bf16(2)), torch.randn(6, IN, generator=torch.Generator().manual_seed(3))
+    packed, x = (
+        pack(stored_as_bf16(2)),
+        torch.randn(6, IN, generator=torch.Generator().manual_seed(3)),
+    )
     assert packed is not None
     together = packed.product(x)
     for row in range(len(x)):
-        torch.testing.assert_close(packed.product(x[row : row + 1])[0], together[row], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            packed.product(x[row : row + 1])[0], together[row], rtol=1e-6, atol=1e-6
+        )
 
 
 def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
@@ -63,7 +73,14 @@ def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
     spread[0, 0] = weight.abs().max() * 2.0**-40
     infinite = torch.where(weight == weight.max(), torch.inf, weight)
     trained = torch.randn(OUT, IN)  # 24 significant bits
-    for refused in (spread, infinite, trained, torch.zeros(OUT, IN), weight[: MIN_ELEMENTS // OUT], weight.half()):
+    for refused in (
+        spread,
+        infinite,
+        trained,
+        torch.zeros(OUT, IN),
+        weight[: MIN_ELEMENTS // OUT],
+        weight.half(),
+    ):
         assert pack(refused) is None
     assert (pack(weight.bfloat16()) is not None) == (PACKS and not has_native_bf16())
 
@@ -80,7 +97,9 @@ def test_bfloat16_without_its_instructions_is_float32_rounded(rows: int) -> None
         product = linear(x)
     assert product.dtype == torch.bfloat16
     exact = x.double() @ weight.double().t()
-    assert ((product.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()  # half a unit in the last place
+    assert (
+        (product.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5
+    ).all()  # half a unit in the last place
 
 
 def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
@@ -105,19 +124,32 @@ FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 @pytest.mark.skipif(not CPUINFO.is_file(), reason="needs /proc/cpuinfo")
 def test_the_kernel_names_the_same_capability() -> None:
     lines = CPUINFO.read_text().splitlines()
-    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    flags = {
+        word
+        for line in lines
+        if line.lower().startswith(("flags", "features"))
+        for word in line.split()
+    }
     assert precision.has_native_bf16("cpu") == bool(flags & FLAGS)
 
 
 def test_default_follows_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     for flag, expected in (("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda flag=flag: {flag: True}, raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda flag=flag: {flag: True}, raising=False
+        )
         assert precision.default_dtype("cpu") == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7 if torch.device(device).index else 8, 0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device: (7 if torch.device(device).index else 8, 0),
+    )
     assert [precision.has_native_bf16(device) for device in ("cuda", "cuda:1")] == [True, False]
 
 
 def test_no_gpu_no_claim() -> None:
-    assert precision.has_native_bf16("cuda") == (torch.cuda.is_available() and torch.cuda.is_bf16_supported(False))
+    assert precision.has_native_bf16("cuda") == (
+        torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    )
     assert precision.default_dtype("meta") == torch.float32

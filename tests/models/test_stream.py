@@ -16,7 +16,10 @@ AUX = (0, 2, 3)
 
 def batches(seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 500, shape, generator=generator) for shape in ((1, 17), (3, 9), (3, 9), (2, 40))]
+    return [
+        torch.randint(0, 500, shape, generator=generator)
+        for shape in ((1, 17), (3, 9), (3, 9), (2, 40))
+    ]
 
 
 def streamed(stream: LayerStream, states: States) -> list[TargetOutput]:
@@ -32,13 +35,23 @@ def streamed(stream: LayerStream, states: States) -> list[TargetOutput]:
     ends = stream.ends()
     with torch.inference_mode():
         hidden = [ends.norm(states.get(number)) for number in range(len(batches()))]
-        logits = [torch.nn.functional.linear(state, ends.lm_head.weight).float() for state in hidden]
-    return [TargetOutput(logits[i], hidden[i], torch.cat(captured[i], -1)) for i in range(len(hidden))]
+        logits = [
+            torch.nn.functional.linear(state, ends.lm_head.weight).float() for state in hidden
+        ]
+    return [
+        TargetOutput(logits[i], hidden[i], torch.cat(captured[i], -1)) for i in range(len(hidden))
+    ]
 
 
 @pytest.mark.parametrize(
     ("format", "nested", "budget"),
-    [("bf16", True, float("inf")), ("int4", True, 0), ("fp8-block", False, 0), ("nvfp4", True, 0), ("int4", False, 0)],
+    [
+        ("bf16", True, float("inf")),
+        ("int4", True, 0),
+        ("fp8-block", False, 0),
+        ("nvfp4", True, 0),
+        ("int4", False, 0),
+    ],
 )
 def test_the_same_bits_as_the_whole_model(tmp_path, format, nested, budget):
     path = make_target(tmp_path / "target", format=format, nested=nested, layers=4, experts=6)
@@ -80,7 +93,14 @@ def test_a_killed_run_takes_up_the_last_generation(tmp_path, budget):
     path = make_target(tmp_path / "target", layers=4)
 
     def fresh(directory: str) -> States:
-        return States(batches(), 64, torch.float32, budget=budget, directory=tmp_path / directory, durable=True)
+        return States(
+            batches(),
+            64,
+            torch.float32,
+            budget=budget,
+            directory=tmp_path / directory,
+            durable=True,
+        )
 
     with LayerStream(path) as stream:
         whole = fresh("whole")
@@ -103,7 +123,9 @@ def test_a_killed_run_takes_up_the_last_generation(tmp_path, budget):
         assert resumed.restore(records[-1])
         stream.run(batches(), resumed, first=2)
     assert resumed.record == whole.record
-    assert all(torch.equal(resumed.get(number), whole.get(number)) for number in range(len(batches())))
+    assert all(
+        torch.equal(resumed.get(number), whole.get(number)) for number in range(len(batches()))
+    )
     damaged = resumed.path(4)
     data = bytearray(damaged.read_bytes())
     data[5] ^= 1

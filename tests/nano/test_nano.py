@@ -22,12 +22,17 @@ def trained() -> list[Exercise]:
 
 @pytest.fixture(scope="module")
 def heldout() -> list[Exercise]:
-    return [exercise(f"heldout:{kind}:{index}", True, kind=kind) for kind in KINDS for index in range(30)]
+    return [
+        exercise(f"heldout:{kind}:{index}", True, kind=kind)
+        for kind in KINDS
+        for index in range(30)
+    ]
 
 
 def text_of(chat: Exercise) -> str:
     return "\n".join(
-        f"{m['content']}\n{m.get('reasoning_content', '')}\n{json.dumps(m.get('tool_calls'))}" for m in chat.messages
+        f"{m['content']}\n{m.get('reasoning_content', '')}\n{json.dumps(m.get('tool_calls'))}"
+        for m in chat.messages
     )
 
 
@@ -93,7 +98,11 @@ def test_answers_are_judged_by_kind() -> None:
 
     rows = exercises.prompts(2)
     right = [Answer(row["reference"], [1, 2], "stop") for row in rows]
-    assert by_kind(rows, right) == {"right": 1.0, "by_kind": {kind: [2, 2] for kind in KINDS}, "faults": {}}
+    assert by_kind(rows, right) == {
+        "right": 1.0,
+        "by_kind": {kind: [2, 2] for kind in KINDS},
+        "faults": {},
+    }
     wrong = [Answer("so " * 40, [1, 3], "stop"), Answer("so", [1, 3], "length"), *right[2:]]
     found = by_kind(rows, wrong)
     assert found["by_kind"]["repeat"] == [0, 2] and found["faults"] == {"loop": 1, "runs on": 1}
@@ -137,18 +146,27 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
     )
     assert tokenizer.template.render(messages, thinking=True).endswith("<|im_middle|><think>")
     chat = next(c for i in range(99) if (c := exercise(f"{i}", False, kind="tools")).task.call)
-    text = tokenizer.template.render(chat.messages, list(chat.task.tools), add_generation_prompt=False)
+    text = tokenizer.template.render(
+        chat.messages, list(chat.task.tools), add_generation_prompt=False
+    )
     assert chat.task.call is not None
     name, arguments = chat.task.call["name"], json.dumps(chat.task.call["arguments"])
     assert "<|im_system|>tool_declare<|im_middle|>[{" in text
-    assert f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>" in text
+    assert (
+        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+        in text
+    )
 
 
 def small() -> dict[str, Any]:
     from tools.nano.train import model_config
 
     config = model_config()
-    config["text_config"] |= {"num_hidden_layers": 2, "intermediate_size": 64, "n_routed_experts": 4}
+    config["text_config"] |= {
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "n_routed_experts": 4,
+    }
     return config
 
 
@@ -176,10 +194,16 @@ def test_answers_alone_count_in_full(tmp_path: Path) -> None:
     tokenizer = prepare(tmp_path)
     chat = exercise("3", False, kind="turns")
     ids, weights = encode(tokenizer, chat)
-    answers = tokenizer.decode(token for token, weight in zip(ids, weights, strict=True) if weight == 1.0)
+    answers = tokenizer.decode(
+        token for token, weight in zip(ids, weights, strict=True) if weight == 1.0
+    )
     expected = [m for m in chat.messages if m["role"] == "assistant"]
-    assert answers.count("<|im_end|>") == len(expected) and all(m["content"] in answers for m in expected)
-    prompts = tokenizer.decode(token for token, weight in zip(ids, weights, strict=True) if weight == PROMPT_WEIGHT)
+    assert answers.count("<|im_end|>") == len(expected) and all(
+        m["content"] in answers for m in expected
+    )
+    prompts = tokenizer.decode(
+        token for token, weight in zip(ids, weights, strict=True) if weight == PROMPT_WEIGHT
+    )
     assert all(m["content"] in prompts for m in chat.messages if m["role"] == "user")
 
 

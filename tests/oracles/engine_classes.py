@@ -67,7 +67,14 @@ class Mode(enum.Enum):
         return cls[name]
 
     def support_dynamic_draft_len(self) -> bool:
-        return self in (Mode.EAGLE3_ONE_MODEL, Mode.MTP_EAGLE_ONE_MODEL, Mode.MTP, Mode.PARD, Mode.DFLASH, Mode.SA)
+        return self in (
+            Mode.EAGLE3_ONE_MODEL,
+            Mode.MTP_EAGLE_ONE_MODEL,
+            Mode.MTP,
+            Mode.PARD,
+            Mode.DFLASH,
+            Mode.SA,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("is_"):
@@ -126,7 +133,9 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
         "LinearCacheType": _names(RECURRENT_STATES=_names(value=-2147483647))
     },
     "tensorrt_llm.mapping": {
-        "CpType": enum.StrEnum("CpType", {name: name for name in ("ULYSSES", "STAR", "RING", "HELIX")})
+        "CpType": enum.StrEnum(
+            "CpType", {name: name for name in ("ULYSSES", "STAR", "RING", "HELIX")}
+        )
     },
     "tensorrt_llm.logger": {"logger": logging.getLogger("engine")},
     "tensorrt_llm.tokenizer": {"TOKENIZER_ALIASES": {}},
@@ -138,7 +147,9 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     },
     "tensorrt_llm._torch.speculative.interface": {"SpeculativeDecodingMode": Mode},
     "tensorrt_llm._torch.flashinfer_utils": {"IS_FLASHINFER_AVAILABLE": True},
-    "tensorrt_llm._torch.virtual_memory": {"RestoreMode": enum.Enum("RestoreMode", "NONE MEMSET CPU PINNED")},
+    "tensorrt_llm._torch.virtual_memory": {
+        "RestoreMode": enum.Enum("RestoreMode", "NONE MEMSET CPU PINNED")
+    },
 }
 
 
@@ -196,7 +207,9 @@ class Engine:
         import yaml
 
         module = self.module
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)  # an absurd graph size is counted up to, forever
+        signal.setitimer(
+            signal.ITIMER_REAL, SECONDS
+        )  # an absurd graph size is counted up to, forever
         try:
             given = yaml.safe_load(text)
             values = {} if given is None else given

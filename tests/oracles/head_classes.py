@@ -31,7 +31,10 @@ Steps = tuple[Tensor, Tensor, Tensor]
 
 def floats(head: Path) -> dict[str, Tensor]:
     tensors = load_file(head / "model.safetensors")
-    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    return {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in tensors.items()
+    }
 
 
 def causal(length: int) -> Tensor:
@@ -73,8 +76,17 @@ def read_again(loader: str) -> Callable[[dict[str, Any]], Steps]:
 
 
 def torchspec(request: dict[str, Any]) -> Steps:
-    package(Path(request["sources"]) / "TorchSpec", "torchspec", "models", "models.draft", "models.ops", "utils")
-    sys.modules.setdefault("torchspec.utils.wandb", ModuleType("torchspec.utils.wandb"))  # a service it reports to
+    package(
+        Path(request["sources"]) / "TorchSpec",
+        "torchspec",
+        "models",
+        "models.draft",
+        "models.ops",
+        "utils",
+    )
+    sys.modules.setdefault(
+        "torchspec.utils.wandb", ModuleType("torchspec.utils.wandb")
+    )  # a service it reports to
     auto = importlib.import_module("torchspec.models.draft.auto")
     head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = auto.AutoDraftModelConfig.from_file(str(head / "config.json"))
@@ -110,7 +122,11 @@ def specforge(request: dict[str, Any]) -> Steps:
     y = step(model.project_hidden_states(inputs["states"][None]), inputs["tokens"])
     # since its change 879 the state that is fed back is the normed one; this checkout feeds back y
     again = step(model.norm(y) if flag else y, inputs["again"])
-    return model.compute_logits(y)[0], model.compute_logits(again)[0], ids_of(floats(head), config.vocab_size)
+    return (
+        model.compute_logits(y)[0],
+        model.compute_logits(again)[0],
+        ids_of(floats(head), config.vocab_size),
+    )
 
 
 def safeailab(request: dict[str, Any]) -> Steps:
@@ -127,7 +143,9 @@ def safeailab(request: dict[str, Any]) -> Steps:
     # its class holds both maps; ea_model.py deletes them where the vocabulary is not pruned
     if unexpected or set(missing) - {"embed_tokens.weight", "d2t", "t2d"}:
         raise RuntimeError(f"missing {missing}, unexpected {unexpected}")
-    model.embed_tokens.weight.data = inputs["embed_tokens.weight"]  # which it reads from the target's files
+    model.embed_tokens.weight.data = inputs[
+        "embed_tokens.weight"
+    ]  # which it reads from the target's files
     y = model(inputs["states"][None], inputs["tokens"][None])
     again = model(y, inputs["again"][None])
     logits = [model.lm_head(model.norm(value))[0] for value in (y, again)]
@@ -142,7 +160,12 @@ def speculators(request: dict[str, Any]) -> Steps:
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel(config).float()
     missing, unexpected = model.load_state_dict(floats(head), strict=False)
-    if unexpected or {name.partition(".")[0] for name in missing} - {"verifier_norm", "verifier_lm_head", "d2t", "t2d"}:
+    if unexpected or {name.partition(".")[0] for name in missing} - {
+        "verifier_norm",
+        "verifier_lm_head",
+        "d2t",
+        "t2d",
+    }:
         raise RuntimeError(f"missing {missing}, unexpected {unexpected}")
     length = len(inputs["tokens"])
     positions = torch.arange(length)[None]
@@ -150,14 +173,18 @@ def speculators(request: dict[str, Any]) -> Steps:
     def step(x: Tensor, tokens: Tensor) -> Tensor:
         both = torch.cat((model.embed_tokens(tokens[None]), x), -1)
         rope = model.rotary_emb(both, positions)
-        return model.layers[0](both, attention_mask=causal(length), position_ids=positions, position_embeddings=rope)
+        return model.layers[0](
+            both, attention_mask=causal(length), position_ids=positions, position_embeddings=rope
+        )
 
     states = inputs["states"][None]
     if getattr(model, "input_norm", None) is not None:
         states = model.input_norm(states)
     if model.fc_norm is not None:
         parts = states.chunk(len(model.fc_norm), -1)
-        states = torch.cat([norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], -1)
+        states = torch.cat(
+            [norm(part) for norm, part in zip(model.fc_norm, parts, strict=True)], -1
+        )
     y = step(model.fc(states), inputs["tokens"])
     normed = model.norm(y)
     again = step(normed if config.norm_output else y, inputs["again"])
@@ -168,9 +195,21 @@ def speculators(request: dict[str, Any]) -> Steps:
 class PlainAttention(torch.nn.Module):
     """vLLM's attention layer without its cache: causal, over the rows of one call."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.heads, self.size, self.scale, self.kv_heads = num_heads, head_size, scale, num_kv_heads or num_heads
+        self.heads, self.size, self.scale, self.kv_heads = (
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads or num_heads,
+        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         from head_loaders import attend
@@ -191,7 +230,9 @@ class PlainLatentAttention(torch.nn.Module):
     def forward(self, q: Tensor, latent: Tensor, k_rope: Tensor, **_: Any) -> Tensor:
         from head_loaders import attend
 
-        heads, nope, value = (self.settings[key] for key in ("num_heads", "qk_nope_head_dim", "v_head_dim"))
+        heads, nope, value = (
+            self.settings[key] for key in ("num_heads", "qk_nope_head_dim", "v_head_dim")
+        )
         kv = self.settings["kv_b_proj"](latent)[0].view(-1, heads, nope + value)
         k_rope = k_rope.view(-1, 1, k_rope.shape[-1]).expand(-1, heads, -1)
         k = torch.cat((kv[..., :nope], k_rope), -1)
@@ -226,7 +267,11 @@ def vllm(request: dict[str, Any]) -> Steps:
         again, _ = model(inputs["again"], positions, feedback)
         logits = [model.compute_logits(value) for value in (normed, again)]
     offsets = model.draft_id_to_target_id
-    ids = torch.arange(logits[0].shape[1]) if offsets is None else torch.arange(len(offsets)) + offsets
+    ids = (
+        torch.arange(logits[0].shape[1])
+        if offsets is None
+        else torch.arange(len(offsets)) + offsets
+    )
     return logits[0][:, ids], logits[1][:, ids], ids
 
 

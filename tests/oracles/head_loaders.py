@@ -48,8 +48,12 @@ def frequencies(dim: int, theta: float, scaling: Config | None) -> tuple[Tensor,
 
     low = max(math.floor(turns(scaling.get("beta_fast", 32))), 0)
     high = min(math.ceil(turns(scaling.get("beta_slow", 1))), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
-    gain = yarn_gain(factor, scaling.get("mscale", 1.0)) / yarn_gain(factor, scaling.get("mscale_all_dim", 0.0))
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(
+        0, 1
+    )
+    gain = yarn_gain(factor, scaling.get("mscale", 1.0)) / yarn_gain(
+        factor, scaling.get("mscale_all_dim", 0.0)
+    )
     return (base / factor * ramp + base * (1 - ramp)).float(), gain
 
 
@@ -99,7 +103,11 @@ class MultiLatentAttention(nn.Module):
 
     def __init__(self, config: Config, theta: float, scaling: Config, fused: str) -> None:
         super().__init__()
-        hidden, self.heads, eps = config["hidden_size"], config["num_attention_heads"], config["rms_norm_eps"]
+        hidden, self.heads, eps = (
+            config["hidden_size"],
+            config["num_attention_heads"],
+            config["rms_norm_eps"],
+        )
         self.nope, self.rope_size, self.value = (
             config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         )
@@ -154,7 +162,9 @@ class Draft(nn.Module):
 
     d2t: nn.Parameter | None
 
-    def __init__(self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]) -> None:
+    def __init__(
+        self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]
+    ) -> None:
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         inputs = config.get("target_hidden_size", hidden)
@@ -168,7 +178,9 @@ class Draft(nn.Module):
     def fuse(self, states: Tensor) -> Tensor:
         if self.fc_norm is not None:
             parts = states.chunk(len(self.fc_norm), -1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            states = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         elif self.input_norm is not None:
             states = self.input_norm(states)
         return self.fc(states)
@@ -216,7 +228,9 @@ def _trtllm_model(config: Config, captured: int) -> Loaded:
     )
     model = Draft(config, Layer(config, attention), captured, norms)
     if draft_vocabulary != config["vocab_size"]:
-        model.d2t = nn.Parameter(torch.empty(draft_vocabulary, dtype=torch.int32), requires_grad=False)
+        model.d2t = nn.Parameter(
+            torch.empty(draft_vocabulary, dtype=torch.int32), requires_grad=False
+        )
     return Loaded(model, linear(config["hidden_size"], draft_vocabulary))
 
 
@@ -236,13 +250,19 @@ def load_trtllm(config: Config, tensors: Tensors, target: Tensors, captured: int
             continue
         parent, _, last = name.rpartition(".")
         if mla and last == "kv_a_proj_with_mqa":
-            parts = [named[f"{parent}.{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa")]
+            parts = [
+                named[f"{parent}.{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa")
+            ]
             module.weight.data.copy_(torch.cat(parts))
         elif last in FUSED:
             parts = [named[f"{parent}.{part}.weight"] for part in FUSED[last]]
             module.weight.data.copy_(torch.cat(parts))
         else:
-            inside = {key.removeprefix(f"{name}."): value for key, value in named.items() if key.startswith(f"{name}.")}
+            inside = {
+                key.removeprefix(f"{name}."): value
+                for key, value in named.items()
+                if key.startswith(f"{name}.")
+            }
             # the loader of MLA weights goes through all parameters below, the generic one through the module's own
             for key, parameter in module.named_parameters(recurse=mla):
                 parameter.data.copy_(inside[key])
@@ -251,7 +271,9 @@ def load_trtllm(config: Config, tensors: Tensors, target: Tensors, captured: int
             raise RuntimeError("the target's lm_head has another shape")
         loaded.lm_head.weight.data.copy_(target["lm_head.weight"])
     different = config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"]
-    loaded.model.embedding = named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
+    loaded.model.embedding = (
+        named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
+    )
     if (d2t := getattr(loaded.model, "d2t", None)) is not None:
         loaded.ids = d2t.long() + torch.arange(len(d2t))
     return loaded
@@ -280,7 +302,9 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         bool(config.get("norm_output")),
     )
     if mla:
-        attention: nn.Module = MultiLatentAttention(config, theta, scaling or {}, "fused_qkv_a_proj_with_mqa")
+        attention: nn.Module = MultiLatentAttention(
+            config, theta, scaling or {}, "fused_qkv_a_proj_with_mqa"
+        )
     else:
         attention = GroupedAttention(config, theta, scaling)
     stated = config.get("draft_vocab_size")
@@ -298,14 +322,21 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
     more = {**FUSED, "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
     for name, parameter in loaded.named_parameters():
         parent, last = name.removesuffix(".weight").rpartition(".")[::2]
-        parts = [named.get(f"{parent}.{part}.weight") for part in more.get(last, ())] or [named.get(name)]
+        parts = [named.get(f"{parent}.{part}.weight") for part in more.get(last, ())] or [
+            named.get(name)
+        ]
         if all(part is not None for part in parts):
             parameter.data.copy_(torch.cat(parts))  # type: ignore[arg-type]
     if stated is None:
         loaded.lm_head.weight.data.copy_(target["lm_head.weight"])
     different = (config.get("target_hidden_size") or config["hidden_size"]) != config["hidden_size"]
-    loaded.model.embedding = named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
+    loaded.model.embedding = (
+        named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
+    )
     return loaded
 
 
-LOADERS: dict[str, Callable[[Config, Tensors, Tensors, int], Loaded]] = {"trtllm": load_trtllm, "sglang": load_sglang}
+LOADERS: dict[str, Callable[[Config, Tensors, Tensors, int], Loaded]] = {
+    "trtllm": load_trtllm,
+    "sglang": load_sglang,
+}

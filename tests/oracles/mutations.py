@@ -86,7 +86,10 @@ CONFLICTS: list[dict[str, Any]] = [
     {"load_format": "DUMMY"},
     {"moe_config": {"load_balancer": {"num_slot": 288}}},
     {"disable_mm_encoder": True, "mm_encoder_only": True},
-    {"torch_compile_config": {"enable_piecewise_cuda_graph": True}, "prefill_cuda_graph_backend": "breakable"},
+    {
+        "torch_compile_config": {"enable_piecewise_cuda_graph": True},
+        "prefill_cuda_graph_backend": "breakable",
+    },
     {"torch_compile_config": {"capture_num_tokens": [1]}, "prefill_capture_num_tokens": [2]},
     {"enable_mla_skip_correction": True, "attn_backend": "FLASHINFER"},
     {"encoder_cuda_graph_config": {"mode": "encode"}},
@@ -132,7 +135,9 @@ class Mutator:
         self.rng = random.Random(seed)
         self.bases = bases()
         self.paths = sorted(schema.fields)
-        self.everywhere = sorted({path for line in LINES for path in line_fields(line)} | set(schema.removed))
+        self.everywhere = sorted(
+            {path for line in LINES for path in line_fields(line)} | set(schema.removed)
+        )
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Endless pairs of what was changed and the text."""
@@ -172,14 +177,18 @@ class Mutator:
 
     def _good_key(self, value: dict[str, Any]) -> str:
         field = self.schema.fields[self.rng.choice(self.paths)]
-        good = self.rng.choice(list(field.allowed) or SAMPLES.get(self.rng.choice(field.types), [1]))
+        good = self.rng.choice(
+            list(field.allowed) or SAMPLES.get(self.rng.choice(field.types), [1])
+        )
         self._choose_variant(value, field)
         _set(value, field.path, good)
         return f"{field.path}: {good!r}"
 
     def _near(self, field: Field) -> list[Any]:
         """Values at and beyond the field's limits, and its words in another spelling."""
-        limits = [limit for limit in (field.min, field.max, field.above, field.below) if limit is not None]
+        limits = [
+            limit for limit in (field.min, field.max, field.above, field.below) if limit is not None
+        ]
         near: list[Any] = [limit + step for limit in limits for step in (-1, 0, 1, 0.5)]
         for word in field.allowed:
             near += [word, str(word).lower(), str(word).upper(), f"{word}x", [word]]
@@ -191,7 +200,11 @@ class Mutator:
         if name is None or field.path == top or self.rng.random() < 0.15:
             return
         if top == "speculative_config":
-            kinds = [base for base in SPECULATION if not field.variants or base["decoding_type"] in field.variants]
+            kinds = [
+                base
+                for base in SPECULATION
+                if not field.variants or base["decoding_type"] in field.variants
+            ]
             value[top] = copy.deepcopy(self.rng.choice(kinds or SPECULATION))
         elif field.variants and field.path != f"{top}.{name}":
             _set(value, f"{top}.{name}", self.rng.choice(field.variants))
@@ -208,7 +221,10 @@ class Mutator:
 
     def _other_lines_key(self, value: dict[str, Any]) -> str:
         path = self.rng.choice(self.everywhere)
-        type_ = next((line_fields(line, path, "type") for line in LINES if line_fields(line, path, "type")), "int")
+        type_ = next(
+            (line_fields(line, path, "type") for line in LINES if line_fields(line, path, "type")),
+            "int",
+        )
         _set(value, path, self.rng.choice(SAMPLES.get(type_.partition("|")[0], [1])))
         return path
 
@@ -262,7 +278,11 @@ class Mutator:
         chosen = copy.deepcopy(self.rng.choice(CONFLICTS))
         for path in self._leaves(chosen):
             item = _get(chosen, path)
-            if not isinstance(item, dict) or not item or not all(isinstance(key, str) for key in item):
+            if (
+                not isinstance(item, dict)
+                or not item
+                or not all(isinstance(key, str) for key in item)
+            ):
                 _set(value, path, item)
         return str(chosen)
 
@@ -289,7 +309,11 @@ def misspelt(word: str, rng: random.Random) -> str:
 def _get(value: dict[str, Any], path: str) -> Any:
     here: Any = value
     for part in path.split(".") if path else []:
-        here = next((item for key, item in here.items() if str(key) == part), None) if isinstance(here, dict) else None
+        here = (
+            next((item for key, item in here.items() if str(key) == part), None)
+            if isinstance(here, dict)
+            else None
+        )
     return here
 
 

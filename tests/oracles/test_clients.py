@@ -32,7 +32,12 @@ PAIRS = [
     ("for i in", " range(10):"),
     ("The weather is", " \u2603 in Zürich"),
 ]
-QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "OPENAI_API_KEY": "none"}
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "OPENAI_API_KEY": "none",
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -55,7 +60,9 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     converter = TikTokenConverter(
         str(kimi_nano_dir() / "tiktoken.model"), pattern=SPLIT_PATTERN, extra_special_tokens=names
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), eos_token="[EOS]", bos_token="[BOS]")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=converter.converted(), eos_token="[EOS]", bos_token="[BOS]"
+    )
     for context, text in PAIRS:
         assert fast.encode(context + text) == ours.encode(context + text)
     place = tmp_path_factory.mktemp("tokenizer")
@@ -72,7 +79,10 @@ def python_of(name: str) -> str:
 
 def run(python: str, name: str, *arguments: str) -> dict[str, Any]:
     """What a client of clients.py printed."""
-    environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **QUIET}
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        **QUIET,
+    }
     command = [python, str(CLIENTS), name, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -81,15 +91,24 @@ def run(python: str, name: str, *arguments: str) -> dict[str, Any]:
 
 def right_call(name: str, arguments: str) -> bool:
     given = json.loads(arguments)
-    return name in ("get_weather", "get_news") and given["city"] in ("Paris", "Rome") and 0 <= given["days"] <= 9
+    return (
+        name in ("get_weather", "get_news")
+        and given["city"] in ("Paris", "Rome")
+        and 0 <= given["days"] <= 9
+    )
 
 
 def command(python: str, name: str, folder: Path, *arguments: str, offline: str = "1") -> None:
     """Runs a command-line client that stands beside its Python."""
     words = [str(Path(python).with_name(name)), *arguments]
-    environment = {**{key: value for key, value in os.environ.items() if key != "PYTHONPATH"}, **QUIET}
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        **QUIET,
+    }
     environment["HF_HUB_OFFLINE"] = offline
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=folder, timeout=1200)
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment, cwd=folder, timeout=1200
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
@@ -108,7 +127,12 @@ def test_chat_streams_tools_and_structure(server: Running, name: str) -> None:
 def log_likelihood(target: KimiModel, context: list[int], text: list[int]) -> tuple[float, bool]:
     """Log-probability of `text` after `context`, and whether it is what greedy decoding says: the whole text through
     the model, without cache and engine."""
-    logits = target(torch.tensor([context + text])).logits[0].float().log_softmax(-1)[len(context) - 1 : -1]
+    logits = (
+        target(torch.tensor([context + text]))
+        .logits[0]
+        .float()
+        .log_softmax(-1)[len(context) - 1 : -1]
+    )
     picked = logits.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     return float(picked.sum()), logits.argmax(-1).tolist() == text
 
@@ -116,7 +140,10 @@ def log_likelihood(target: KimiModel, context: list[int], text: list[int]) -> tu
 def test_lm_eval(server: Running, tokenizer_dir: Path) -> None:
     """Its log-likelihoods are those of the model; its generations are those of the server."""
     found = run(python_of("lm_eval"), "lm_eval", server.url, str(tokenizer_dir), json.dumps(PAIRS))
-    target, tokenizer = load_target(kimi_nano_dir(), dtype=torch.float32), KimiTokenizer(kimi_nano_dir())
+    target, tokenizer = (
+        load_target(kimi_nano_dir(), dtype=torch.float32),
+        KimiTokenizer(kimi_nano_dir()),
+    )
     worst = 0.0
     for (context, text), (value, greedy) in zip(PAIRS, found["loglikelihoods"], strict=True):
         known = len(tokenizer.encode(context))
@@ -150,7 +177,14 @@ def test_guidellm(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
 def test_aiperf(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     python = python_of("aiperf")
     counts = ["--request-count", str(REQUESTS), "--concurrency", "4", "--isl", "32", "--osl", "16"]
-    place = ["--tokenizer", str(tokenizer_dir), "--artifact-dir", str(tmp_path / "found"), "--ui", "none"]
+    place = [
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--artifact-dir",
+        str(tmp_path / "found"),
+        "--ui",
+        "none",
+    ]
     shape = ["--endpoint-type", "chat", "--streaming", "--url", server.url, "--model", "tiny-kimi"]
     # offline it looks for a tokenizer in the hub's cache only, not in a folder
     command(python, "aiperf", tmp_path, "profile", *shape, *counts, *place, offline="")

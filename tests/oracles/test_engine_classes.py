@@ -31,7 +31,11 @@ BEYOND = (
     ("TS-LINT-TRANSCEIVER", "", "the transceiver refuses it when it is made"),
     ("TS-LINT-DUPLICATE-KEY", "", "YAML keeps the last of two without a word"),
     ("TS-LINT-NO-EFFECT", "", "the setting is dropped or overwritten without a word"),
-    ("TS-LINT-COMBINATION", r"moe_config\.backend", "the kernels assert it when the model is built"),
+    (
+        "TS-LINT-COMBINATION",
+        r"moe_config\.backend",
+        "the kernels assert it when the model is built",
+    ),
     ("TS-LINT-STATIC-TREE", "", "the server raises an exception when drafts are written"),
     ("TS-LINT-DRAFT-PIPELINE", "", "PyExecutor raises NotImplementedError when it is made"),
     ("TS-LINT-TRANSFER-BLOCKS", "", "the transceiver's buffer asserts it when it is made"),
@@ -41,21 +45,57 @@ BEYOND = (
     ("TS-LINT-FORCED-ACCEPTANCE", "", "made-up throughput"),
     ("TS-LINT-(STOPS-AT-START|NO-WEIGHTS)", "", "the model loader raises, or loads nothing"),
     ("TS-LINT-DISAGGREGATED-NO-HEAD", "", "the two sides of a disaggregated server must agree"),
-    ("TS-LINT-(TRANSFER-BUFFER|POOL|NO-SIZE)", "", "too small for the longest prompt, or for a server"),
+    (
+        "TS-LINT-(TRANSFER-BUFFER|POOL|NO-SIZE)",
+        "",
+        "too small for the longest prompt, or for a server",
+    ),
     ("TS-LINT-SET-TWICE", "", "which of two places wins changed between releases"),
     ("TS-LINT-MTP-KIMI", "", "Kimi-K2 has no MTP layers"),
     ("TS-LINT-BACKEND", "", "the attention backend does not run Eagle3 heads"),
     ("TS-LINT-COMBINATION", "moe_.*parallel_size", "Mapping asserts it when the ranks start"),
-    ("TS-LINT-COMBINATION", "enable_iter_req_stats|return_perf_metrics|perf_metrics_max_.*", "nothing is collected"),
-    ("TS-LINT-BAD-VALUE", "reasoning_parser|dtype", "looked up when the first answer is parsed, or the model is read"),
-    ("TS-LINT-WRONG-TYPE", r"moe_config\.load_balancer$", "MoeLoadBalancer takes a mapping or a path"),
-    ("TS-LINT-WRONG-TYPE", r"speculative_config\.num_nextn_predict_layers", "dropped beside max_draft_len"),
-    ("TS-LINT-BAD-VALUE", r"sparse_attention_config\.kt_cache_dtype", "looked up when the cache is made"),
+    (
+        "TS-LINT-COMBINATION",
+        "enable_iter_req_stats|return_perf_metrics|perf_metrics_max_.*",
+        "nothing is collected",
+    ),
+    (
+        "TS-LINT-BAD-VALUE",
+        "reasoning_parser|dtype",
+        "looked up when the first answer is parsed, or the model is read",
+    ),
+    (
+        "TS-LINT-WRONG-TYPE",
+        r"moe_config\.load_balancer$",
+        "MoeLoadBalancer takes a mapping or a path",
+    ),
+    (
+        "TS-LINT-WRONG-TYPE",
+        r"speculative_config\.num_nextn_predict_layers",
+        "dropped beside max_draft_len",
+    ),
+    (
+        "TS-LINT-BAD-VALUE",
+        r"sparse_attention_config\.kt_cache_dtype",
+        "looked up when the cache is made",
+    ),
     ("TS-LINT-WRONG-TYPE", "telemetry_config$", "anything but a mapping is dropped without a word"),
-    ("TS-LINT-WRONG-TYPE", "load_format$", "the class takes the number of an enumeration, which nobody publishes"),
-    ("TS-LINT-NO-DRAFT-MODEL|TS-NAME-PLACEHOLDER", "", "the engine stops when it looks for the model"),
+    (
+        "TS-LINT-WRONG-TYPE",
+        "load_format$",
+        "the class takes the number of an enumeration, which nobody publishes",
+    ),
+    (
+        "TS-LINT-NO-DRAFT-MODEL|TS-NAME-PLACEHOLDER",
+        "",
+        "the engine stops when it looks for the model",
+    ),
     ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
-    ("TS-LINT-(BAD-VALUE|WRONG-TYPE)", r"telemetry_config\.usage_context", "trtllm-serve overwrites it"),
+    (
+        "TS-LINT-(BAD-VALUE|WRONG-TYPE)",
+        r"telemetry_config\.usage_context",
+        "trtllm-serve overwrites it",
+    ),
     (
         "TS-LINT-WRONG-TYPE",
         r"batched_logits_processor|checkpoint_loader|.*\.drafter|.*\.resource_manager",
@@ -83,14 +123,18 @@ class Judged:
 
 
 def is_beyond(finding: Finding) -> bool:
-    return any(re.fullmatch(code, finding.code) and re.match(key, finding.key) for code, key, _ in BEYOND)
+    return any(
+        re.fullmatch(code, finding.code) and re.match(key, finding.key) for code, key, _ in BEYOND
+    )
 
 
 def releases() -> list[str]:
     place = os.environ.get("TRTSPEC_TRTLLM_SOURCES")
     if not place:
         return []
-    return sorted(folder.name for folder in Path(place).iterdir() if (folder / "tensorrt_llm").is_dir())
+    return sorted(
+        folder.name for folder in Path(place).iterdir() if (folder / "tensorrt_llm").is_dir()
+    )
 
 
 def judged(release: str, count: int, seed: int) -> Iterator[Judged]:
@@ -99,18 +143,29 @@ def judged(release: str, count: int, seed: int) -> Iterator[Judged]:
     sources = Path(os.environ["TRTSPEC_TRTLLM_SOURCES"]) / release
     words = [sys.executable, "-m", "tests.oracles.engine_classes", str(sources)]
     asked = "".join(json.dumps({"text": text}) + "\n" for _, text in cases)
-    done = subprocess.run(words, input=asked, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        words,
+        input=asked,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()][1:]
     assert len(answers) == count
     for (what, text), answer in zip(cases, answers, strict=True):
         found = lint(text, Deployment(schema))
         unsure = any(finding.code.endswith("-UNCERTAIN") for finding in found)
-        yield Judged(what, text, tuple(f for f in found if f.severity == "error"), answer["why"], unsure)
+        yield Judged(
+            what, text, tuple(f for f in found if f.severity == "error"), answer["why"], unsure
+        )
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))])
+@pytest.mark.parametrize(
+    "release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))]
+)
 def test_lint_agrees(release: str, count: int) -> None:
     seed = 11 if count == 400 else int(os.environ.get("TRTSPEC_SEED", "1"))
     every = list(judged(release, count, seed))
@@ -120,9 +175,15 @@ def test_lint_agrees(release: str, count: int) -> None:
     stricter = sum(one.stricter for one in every)
     refused = sum(bool(one.why) for one in every)
     agreed = count - len(alarms) - len(missed)
-    print(f"\n{release}: {count} files, {refused} refused by the class, {agreed} judged alike ({agreed / count:.2%}),")
+    print(
+        f"\n{release}: {count} files, {refused} refused by the class, {agreed} judged alike ({agreed / count:.2%}),"
+    )
     print(f"{stricter} of them with an error about behaviour alone; {len(alarms)} false alarms,")
-    print(f"{len(missed)} missed, {unsure} refused files in which lint says that it does not know a key or value")
-    lines = [f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms]
+    print(
+        f"{len(missed)} missed, {unsure} refused files in which lint says that it does not know a key or value"
+    )
+    lines = [
+        f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms
+    ]
     lines += [f"MISSED {one.what}: {one.why[:300]}" for one in missed]
     assert not alarms and agreed >= AGREE * count, "\n".join(lines[:60])

@@ -103,7 +103,10 @@ class Room:
             return path
         make_head(path, self.target, attention=kind.attention, eagle=kind.eagle, draft_vocab=kind.draft_vocab,
                   aux_layers=kind.layers)  # fmt: skip
-        config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+        config, tensors = (
+            json.loads((path / "config.json").read_text()),
+            load_file(path / "model.safetensors"),
+        )
         config["rope_theta"] = 50000.0
         if kind.yarn:
             config["rope_scaling"] = {
@@ -127,8 +130,15 @@ class Room:
         torch.manual_seed(3)
         states = torch.randn(9, len(kind.layers or (1, 2, 3)) * 64)
         tokens = {name: torch.randint(0, 512, (9,)) for name in ("tokens", "again")}
-        weights = {"embed_tokens.weight": self.model.embed.weight, "lm_head.weight": self.model.lm_head.weight}
-        return {"states": states, **tokens, **{name: value.detach().clone() for name, value in weights.items()}}
+        weights = {
+            "embed_tokens.weight": self.model.embed.weight,
+            "lm_head.weight": self.model.lm_head.weight,
+        }
+        return {
+            "states": states,
+            **tokens,
+            **{name: value.detach().clone() for name, value in weights.items()},
+        }
 
     def ours(self, head: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         model = load_head(head, self.model, dtype=torch.float32)
@@ -140,7 +150,10 @@ class Room:
         return {"first": model.logits(normed)[0], "second": model.logits(again)[0], "ids": ids}
 
     def report(self) -> str:
-        kinds, loaders = [kind.name for kind in KINDS], dict.fromkeys(loader for _, loader in self.matrix)
+        kinds, loaders = (
+            [kind.name for kind in KINDS],
+            dict.fromkeys(loader for _, loader in self.matrix),
+        )
         lines = ["| kind | " + " | ".join(loaders) + " |", "|---" * (1 + len(loaders)) + "|"]
         for kind in kinds:
             cells = [self.matrix.get((kind, loader), "skipped") for loader in loaders]
@@ -150,7 +163,9 @@ class Room:
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+    with TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as directory:
         made = Room(Path(directory))
         yield made
         print(f"\n{made.report()}")
@@ -189,7 +204,8 @@ def ask(loader: str, requests: list[dict[str, Any]], python: str = "") -> list[d
 
 
 @pytest.mark.parametrize(
-    "loader", [name if name in READ else pytest.param(name, marks=pytest.mark.slow) for name in LOADERS]
+    "loader",
+    [name if name in READ else pytest.param(name, marks=pytest.mark.slow) for name in LOADERS],
 )
 def test_heads_in_the_classes_of_others(room: Room, loader: str) -> None:
     python_of(loader)
@@ -197,28 +213,39 @@ def test_heads_in_the_classes_of_others(room: Room, loader: str) -> None:
     for kind in KINDS:
         result = converted(room, kind, loader)
         if result.output is None:
-            refused[kind] = sorted({problem.code for problem in result.problems if problem.severity == "error"})
+            refused[kind] = sorted(
+                {problem.code for problem in result.problems if problem.severity == "error"}
+            )
             assert all(problem.remedy for problem in result.problems)
         else:
             asked[kind] = result
     requests = [request_for(room, loader, kind, result) for kind, result in asked.items()]
     wrong = []
-    for (kind, result), request, told in zip(asked.items(), requests, ask(loader, requests), strict=True):
+    for (kind, result), request, told in zip(
+        asked.items(), requests, ask(loader, requests), strict=True
+    ):
         cell = _cell(room, kind, result, request, told["why"])
         room.matrix[kind.name, loader] = cell
         if not cell[0].isdigit() and not cell.startswith("newer one"):
             wrong.append(f"{kind.name}: {cell}")
     for kind, codes in refused.items():
-        room.matrix[kind.name, loader] = "refused: " + ", ".join(code.removeprefix("TS-CONVERT-") for code in codes)
+        room.matrix[kind.name, loader] = "refused: " + ", ".join(
+            code.removeprefix("TS-CONVERT-") for code in codes
+        )
     assert not wrong, "\n".join(wrong)
     assert len(asked) >= 2
 
 
-def _cell(room: Room, kind: HeadKind, result: HeadConversion, request: dict[str, Any], why: str) -> str:
+def _cell(
+    room: Room, kind: HeadKind, result: HeadConversion, request: dict[str, Any], why: str
+) -> str:
     if why:
         newer = [problem for problem in result.problems if problem.code == "TS-CONVERT-VERSION"]
         return "newer one needed, as convert says" if newer else why[:300]
-    found, ours = load_file(request["output"]), room.ours(Path(str(result.output)), room.inputs(kind))
+    found, ours = (
+        load_file(request["output"]),
+        room.ours(Path(str(result.output)), room.inputs(kind)),
+    )
     if not torch.equal(found["ids"], ours["ids"]):
         return "other target ids"
     difference = max(float((found[name] - ours[name]).abs().max()) for name in ("first", "second"))
@@ -246,7 +273,12 @@ def test_tensorrt_llm_s_rules_meet_the_map_of_a_pruned_mla_head(room: Room) -> N
     source = converted(room, kind, "vllm")  # the names are the same
     answer = ask("trtllm", [request_for(room, "trtllm", kind, source)])[0]["why"]
     assert answer.startswith(("KeyError", "RuntimeError"))
-    assert ".kv_a_proj_with_mqa" in answer or "size" in answer or ".qkv" in answer or ".gate_up_proj" in answer
+    assert (
+        ".kv_a_proj_with_mqa" in answer
+        or "size" in answer
+        or ".qkv" in answer
+        or ".gate_up_proj" in answer
+    )
 
 
 def test_layer_ids_reach_each_engine_as_it_counts_them(room: Room) -> None:

@@ -79,7 +79,9 @@ class Launched:
 
     def look(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            self.below |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+            self.below |= {
+                child.pid for child in psutil.Process(self.process.pid).children(recursive=True)
+            }
 
     def nothing_left(self) -> None:
         """Waits until no process that was below this one is there; a zombie waits for its parent alone."""
@@ -91,9 +93,22 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return vllm_environment(Path(PYTHON), tmp_path_factory.mktemp("plugin") / "vllm", os.environ)
 
 
-def launched(environ: dict[str, str], target: Path, head: Path | None, dtype: str = "float32", **more: str) -> Launched:
+def launched(
+    environ: dict[str, str], target: Path, head: Path | None, dtype: str = "float32", **more: str
+) -> Launched:
     port = free_port()
-    words = ["serve", target, "--backend", "vllm", "--tp-size", "1", "--dtype", dtype, "--port", port]
+    words = [
+        "serve",
+        target,
+        "--backend",
+        "vllm",
+        "--tp-size",
+        "1",
+        "--dtype",
+        dtype,
+        "--port",
+        port,
+    ]
     words += ["--max-seq-len", LENGTH, "--max-batch-size", 16, "--served-model-name", "nano"]
     words += [*(("--head", head, "--draft-len", DRAFT_LEN) if head else ()), *IN_VLLM]
     process = subprocess.Popen(
@@ -106,7 +121,9 @@ def launched(environ: dict[str, str], target: Path, head: Path | None, dtype: st
 
 
 @contextlib.contextmanager
-def serving(environment: dict[str, str], target: Path, head: Path | None, **variables: str) -> Iterator[str]:
+def serving(
+    environment: dict[str, str], target: Path, head: Path | None, **variables: str
+) -> Iterator[str]:
     """The URL of a ready vLLM, which is stopped by a signal behind it and leaves nothing."""
     server = launched(environment, target, head, **variables)
     try:
@@ -131,10 +148,14 @@ def prompts() -> list[GenerationRequest]:
     asked = [json.loads(line)["messages"] for line in lines]
     texts = [messages[-1]["content"] for messages in asked[PROMPTS:]]
     # joined by spaces, no router chooses an expert by less than 2e-6: a tie of the router has two right answers
-    asked = asked[:PROMPTS] + [[{"role": "user", "content": " ".join(texts[n::LONG])[:2048]}] for n in range(LONG)]
+    asked = asked[:PROMPTS] + [
+        [{"role": "user", "content": " ".join(texts[n::LONG])[:2048]}] for n in range(LONG)
+    ]
     ids = [list(tokenizer.apply_chat_template(messages)) for messages in asked]
     assert all(512 < len(prompt) <= LENGTH - NEW_TOKENS for prompt in ids[PROMPTS:])
-    return [GenerationRequest(str(n), prompt, NEW_TOKENS, logprobs=5) for n, prompt in enumerate(ids)]
+    return [
+        GenerationRequest(str(n), prompt, NEW_TOKENS, logprobs=5) for n, prompt in enumerate(ids)
+    ]
 
 
 def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
@@ -148,11 +169,16 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
         return answer.json()["choices"][0]
 
     with ThreadPoolExecutor(8) as pool:
-        return {prompt.id: choice for prompt, choice in zip(prompts, pool.map(one, prompts), strict=True)}
+        return {
+            prompt.id: choice
+            for prompt, choice in zip(prompts, pool.map(one, prompts), strict=True)
+        }
 
 
 def counters_of(url: str) -> Counters:
-    return counters_in(read_samples(httpx.get(f"{url}/metrics", timeout=60).text), VLLM) or Counters()
+    return (
+        counters_in(read_samples(httpx.get(f"{url}/metrics", timeout=60).text), VLLM) or Counters()
+    )
 
 
 def own_word(url: str) -> Counters:
@@ -163,7 +189,8 @@ def own_word(url: str) -> Counters:
         if line.startswith("vllm:spec_decode_num_"):
             found[name.partition("{")[0]] += float(value)
     steps, drafted, accepted = (
-        int(found[f"vllm:spec_decode_num_{name}_total"]) for name in ("drafts", "draft_tokens", "accepted_tokens")
+        int(found[f"vllm:spec_decode_num_{name}_total"])
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     return Counters(steps, drafted, accepted)
 
@@ -178,7 +205,9 @@ class Reference:
 
 
 def reference(target: Path, head: Path | None, prompts: list[GenerationRequest]) -> Reference:
-    options = ServerOptions(dtype="float32", draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH)
+    options = ServerOptions(
+        dtype="float32", draft_len=DRAFT_LEN, max_batch_size=16, max_seq_len=LENGTH
+    )
     engine, _ = build_engine(target, head, options)
     engine.options = replace(engine.options, record_gaps=True)
     return Reference(engine.generate(prompts), engine.totals.steps, engine.target)
@@ -198,7 +227,9 @@ def largest_logprob_difference(found: dict[str, Any], wanted: dict[str, Output])
     return max(
         abs(theirs - ours.logprob)
         for name, answer in wanted.items()
-        for theirs, ours in zip(found[name]["logprobs"]["token_logprobs"], answer.logprobs, strict=True)
+        for theirs, ours in zip(
+            found[name]["logprobs"]["token_logprobs"], answer.logprobs, strict=True
+        )
     )
 
 
@@ -212,28 +243,46 @@ def test_plain_answers_are_the_same(
         found = ask(url, prompts)
     assert not differing(found, plain.answers)
     worst = largest_logprob_difference(found, plain.answers)
-    print(f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}")
+    print(
+        f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}"
+    )
     assert worst < LOGPROBS
 
 
 @pytest.mark.timeout(14400)
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
     """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM without it scores."""
-    head, lines = tmp_path / "head", (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines(keepends=True)
+    head, lines = (
+        tmp_path / "head",
+        (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines(keepends=True),
+    )
     checks = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "1"))
-    assert process("convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment).returncode == 0
+    assert (
+        process(
+            "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment
+        ).returncode
+        == 0
+    )
     recordings = [tmp_path / f"{number}.jsonl" for number in range(checks)]
     with serving(environment, NANO, head, dtype="bfloat16") as url:
         for number, recording in enumerate(recordings):
             questions = tmp_path / f"questions-{number}.jsonl"
             questions.write_text("".join(lines[number::checks]))
-            made = process("check", url, "--dataset", questions, *CHECK, "--record", recording, **environment)
+            made = process(
+                "check", url, "--dataset", questions, *CHECK, "--record", recording, **environment
+            )
             assert recording.is_file(), made.stderr
     with serving(environment, NANO, None, dtype="bfloat16") as url:
         for recording in recordings:
-            done = process("check", url, "--score", recording, "--tokenizer", NANO, "--json", **environment)
+            done = process(
+                "check", url, "--score", recording, "--tokenizer", NANO, "--json", **environment
+            )
             verdict = json.loads(done.stdout)
-            print(f"\n{recording.stem}: {verdict['message']}", *(row["why"] for row in verdict["results"]), sep="\n  ")
+            print(
+                f"\n{recording.stem}: {verdict['message']}",
+                *(row["why"] for row in verdict["results"]),
+                sep="\n  ",
+            )
             assert not [row for row in verdict["results"] if row["status"] == "fail"], verdict
 
 
@@ -242,50 +291,84 @@ BENCH = ("--samples", BENCH_ASKS, "--max-tokens", BENCH_TOKENS, "--concurrency",
          "--thinking", "off")  # fmt: skip
 
 
-def bench_tells_the_engines_counters(results: dict[str, Any], before: Counters, after: Counters) -> None:
+def bench_tells_the_engines_counters(
+    results: dict[str, Any], before: Counters, after: Counters
+) -> None:
     """bench asks its questions once for the level and once more by category, greedily: each pass takes the steps of the
     reference engine, and both together are the growth of vLLM's own counters. vLLM counts drafts that it accepted past
     the end of answers; they are the surplus, which no token of an answer accounts for."""
     tokenizer = KimiTokenizer(NANO)
     chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
-    rendered = [list(tokenizer.apply_chat_template(*question.first_request())) for question in chosen]
-    ours = reference(NANO, HEAD, [GenerationRequest(str(n), ids, BENCH_TOKENS) for n, ids in enumerate(rendered)])
+    rendered = [
+        list(tokenizer.apply_chat_template(*question.first_request())) for question in chosen
+    ]
+    ours = reference(
+        NANO, HEAD, [GenerationRequest(str(n), ids, BENCH_TOKENS) for n, ids in enumerate(rendered)]
+    )
     received = sum(len(answer.token_ids) for answer in ours.answers.values())
-    passes, told = [results, *results["categories"].values()], results["concurrency"][0]["throughput"]
-    grown = Counters(after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted)
+    passes, told = (
+        [results, *results["categories"].values()],
+        results["concurrency"][0]["throughput"],
+    )
+    grown = Counters(
+        after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted
+    )
     print(f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
           f"grew by {grown}, surplus {[one['surplus'] for one in passes]}")  # fmt: skip
     assert results["source"] == FROM_COUNTERS and told["errors"] == 0
     assert told["prompt_tokens"]["mean"] == pytest.approx(sum(map(len, rendered)) / BENCH_ASKS)
-    assert (results["steps"], results["tokens"], results["turns"]) == (ours.steps, received, BENCH_ASKS)
+    assert (results["steps"], results["tokens"], results["turns"]) == (
+        ours.steps,
+        received,
+        BENCH_ASKS,
+    )
     for name in ("steps", "drafted"):
         assert sum(one[name] for one in passes) == getattr(grown, name), name
         assert sum(one[name] for one in passes[1:]) == results[name], name
     assert sum(one["accepted"] + one["surplus"] for one in passes) == grown.accepted
     for one in passes:
-        assert one["accepted"] == one["tokens"] - one["turns"] - one["steps"], "the accepted drafts that were received"
-        assert 0 <= one["surplus"] <= DRAFT_LEN * one["turns"], "at most the drafts of each answer's last step"
-    assert results["acceptance_length"] == pytest.approx(1 + results["accepted"] / results["steps"], abs=1e-4)
-    assert not [problem for problem in results["problems"] if problem["severity"] == "error"], results["problems"]
+        assert one["accepted"] == one["tokens"] - one["turns"] - one["steps"], (
+            "the accepted drafts that were received"
+        )
+        assert 0 <= one["surplus"] <= DRAFT_LEN * one["turns"], (
+            "at most the drafts of each answer's last step"
+        )
+    assert results["acceptance_length"] == pytest.approx(
+        1 + results["accepted"] / results["steps"], abs=1e-4
+    )
+    assert not [problem for problem in results["problems"] if problem["severity"] == "error"], (
+        results["problems"]
+    )
 
 
 def test_the_shipped_latent_head_takes_as_many_steps(
     environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, tmp_path: Path
 ) -> None:
     converted = tmp_path / "head"
-    assert process("convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO, **environment).returncode == 0
+    assert (
+        process(
+            "convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO, **environment
+        ).returncode
+        == 0
+    )
     ours = reference(NANO, HEAD, prompts)
-    assert not [name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids]
+    assert not [
+        name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids
+    ]
     with serving(environment, NANO, converted) as url:
         found = ask(url, prompts)
         steps = counters_of(url).steps
         before = own_word(url)
         measured = process("bench", url, *BENCH, "-o", tmp_path / "bench", **environment)
         after = own_word(url)
-    print(f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}")
+    print(
+        f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}"
+    )
     assert not differing(found, ours.answers) and steps == ours.steps
     assert measured.returncode == 0, measured.stderr
-    bench_tells_the_engines_counters(json.loads((tmp_path / "bench" / "results.json").read_text()), before, after)
+    bench_tells_the_engines_counters(
+        json.loads((tmp_path / "bench" / "results.json").read_text()), before, after
+    )
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +379,9 @@ def pruned_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     spec, tensors = trained("mha", "3", True)
     place = tmp_path_factory.mktemp("heads") / "pruned"
-    write_head(place, {name: value.contiguous() for name, value in tensors.items()}, spec, nano().spec)
+    write_head(
+        place, {name: value.contiguous() for name, value in tensors.items()}, spec, nano().spec
+    )
     return place
 
 
@@ -312,7 +397,9 @@ def test_a_pruned_head_takes_as_many_steps(
 ) -> None:  # fmt: skip
     """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
     converted = tmp_path / "head"
-    made = process("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
+    made = process(
+        "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment
+    )
     assert made.returncode == 0, made.stderr
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
         found, steps = ask(url, prompts), counters_of(url).steps
@@ -327,7 +414,9 @@ def test_nvfp4_differs_at_near_ties_only(
     """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4. Without its FP8 cache, which the
     plug-in's latent attention does not read."""
     target = tmp_path / "nvfp4"
-    made = process("quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment)
+    made = process(
+        "quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment
+    )
     assert made.returncode == 0, made.stderr
     ours = reference(target, None, prompts)
     with serving(environment, target, None, TRTSPEC_ORACLE_NVFP4="1") as url:
@@ -339,13 +428,30 @@ def test_nvfp4_differs_at_near_ties_only(
         assert divergence is not None
         prompt = next(one.prompt_ids for one in prompts if one.id == name)
         rounding = quantized_rounding_at(ours.target, prompt, ours.answers[name], divergence)
-        gaps.append((name, divergence.index, divergence.gap, rounding, rounding.explains(divergence)))
-    print(f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; first divergences: {gaps}")
+        gaps.append(
+            (name, divergence.index, divergence.gap, rounding, rounding.explains(divergence))
+        )
+    print(
+        f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; first divergences: {gaps}"
+    )
     assert all(near for *_, near in gaps)
 
 
-def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, str], tmp_path: Path) -> None:
-    words = ["serve", NANO, "--backend", "reference", "--head", HEAD, "--port", 0, "--served-model-name", "nano"]
+def test_vllm_bench_serve_measures_the_reference_server(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    words = [
+        "serve",
+        NANO,
+        "--backend",
+        "reference",
+        "--head",
+        HEAD,
+        "--port",
+        0,
+        "--served-model-name",
+        "nano",
+    ]
     server = subprocess.Popen(
         [*TRTSPEC, *map(str, words)], env=environment, text=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, errors="replace",
@@ -354,18 +460,45 @@ def test_vllm_bench_serve_measures_the_reference_server(environment: dict[str, s
     threading.Thread(target=reader.listen, daemon=True).start()
     try:
         reader.wait_for("trtspec: serving nano on http")
-        url = next(word for line in reader.said for word in line.split() if word.startswith("http://"))
-        for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+        url = next(
+            word for line in reader.said for word in line.split() if word.startswith("http://")
+        )
+        for backend, path in (
+            ("openai", "/v1/completions"),
+            ("openai-chat", "/v1/chat/completions"),
+        ):
             asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}".split()
-            sizes = ["--dataset-name", "random", "--random-input-len", 32, "--random-output-len", 16]
-            saved = ["--num-prompts", 8, "--save-result", "--result-dir", tmp_path, "--result-filename", backend]
+            sizes = [
+                "--dataset-name",
+                "random",
+                "--random-input-len",
+                32,
+                "--random-output-len",
+                16,
+            ]
+            saved = [
+                "--num-prompts",
+                8,
+                "--save-result",
+                "--result-dir",
+                tmp_path,
+                "--result-filename",
+                backend,
+            ]
             line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]
             done = subprocess.run(
-                list(map(str, line)), capture_output=True, text=True, env=environment, timeout=READY, check=False
+                list(map(str, line)),
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=READY,
+                check=False,
             )
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
             result = json.loads((tmp_path / backend).read_text())
-            assert (result["completed"], result["failed"]) == (8, 0) and result["total_output_tokens"] > 0
+            assert (result["completed"], result["failed"]) == (8, 0) and result[
+                "total_output_tokens"
+            ] > 0
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=GONE) == 0
@@ -381,7 +514,10 @@ def test_a_start_and_stop_leaves_nothing(environment: dict[str, str], start: int
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)[start % 4]
         server.process.send_signal(number)
         status = server.process.wait(timeout=GONE)
-        assert status in {signal.SIGTERM: (0, 143), signal.SIGINT: (0, 130), signal.SIGKILL: (-9,)}[number]
+        assert (
+            status
+            in {signal.SIGTERM: (0, 143), signal.SIGINT: (0, 130), signal.SIGKILL: (-9,)}[number]
+        )
         server.nothing_left()
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 ORACLES = Path(__file__).parent
 # behind the `--` of serve: kimi-nano on a CPU
-IN_VLLM = ("--", "--enforce-eager", "--language-model-only", "--no-enable-prefix-caching", "--max-logprobs", "20")
+IN_VLLM = (
+    "--",
+    "--enforce-eager",
+    "--language-model-only",
+    "--no-enable-prefix-caching",
+    "--max-logprobs",
+    "20",
+)
 
 
 def vllm_environment(python: Path, place: Path, variables: Mapping[str, str]) -> dict[str, str]:
@@ -17,7 +24,9 @@ def vllm_environment(python: Path, place: Path, variables: Mapping[str, str]) ->
     about.mkdir(parents=True)
     shutil.copy(ORACLES / "vllm_on_a_cpu.py", place)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: trtspec-oracle\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nnano = vllm_on_a_cpu:register\n")
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nnano = vllm_on_a_cpu:register\n"
+    )
     return {
         **variables, "PATH": f"{python.absolute().parent}{os.pathsep}{variables['PATH']}",
         "PYTHONPATH": os.pathsep.join((str(place), str(ORACLES.parents[1]))), "OMP_NUM_THREADS": "1",

@@ -19,19 +19,28 @@ def latent_attention() -> None:
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import cpu_mla
 
-    torch.cpu._is_amx_tile_supported = lambda: False  # vLLM prefers AMX where a processor has it: no float32 there
+    torch.cpu._is_amx_tile_supported = lambda: (
+        False
+    )  # vLLM prefers AMX where a processor has it: no float32 there
     sizes = staticmethod(lambda: [96, 320, 576])
     mla_attention.MLACommonBackend.get_supported_head_sizes = sizes
     cpu_mla.CPUMLABackend.get_supported_head_sizes = sizes
 
     def forward_mqa(self: Any, q: Any, kv_cache: Any, attn_metadata: Any, layer: Any) -> Any:
         q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        tables, lengths = attn_metadata.decode.block_table.long(), attn_metadata.decode.seq_lens.tolist()
+        tables, lengths = (
+            attn_metadata.decode.block_table.long(),
+            attn_metadata.decode.seq_lens.tolist(),
+        )
         block = kv_cache.shape[1]
         out = q.new_zeros(q.shape[0], q.shape[1], self.kv_lora_rank)
         for row, length in enumerate(lengths):
             if length > 0:
-                kept = kv_cache[tables[row, : -(-length // block)]].reshape(-1, kv_cache.shape[-1])[:length].float()
+                kept = (
+                    kv_cache[tables[row, : -(-length // block)]]
+                    .reshape(-1, kv_cache.shape[-1])[:length]
+                    .float()
+                )
                 weights = torch.softmax(q[row].float() @ kept.T * self.scale, dim=-1)
                 out[row] = (weights @ kept[:, : self.kv_lora_rank]).to(q.dtype)
         return out, None
@@ -44,10 +53,16 @@ def sampled_drafts() -> None:
     never written. Greedy answers in the same batch are damaged too."""
     from vllm.v1.sample import rejection_sampler
 
-    def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    def expand(
+        x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> Any:
         counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
         expanded = x.repeat_interleave(counts, output_size=num_tokens)
-        return expanded.masked_fill(expanded == replace_from, replace_to) if replace_from != replace_to else expanded
+        return (
+            expanded.masked_fill(expanded == replace_from, replace_to)
+            if replace_from != replace_to
+            else expanded
+        )
 
     rejection_sampler.expand_batch_to_tokens = expand
 
@@ -75,12 +90,18 @@ def nvfp4_experts() -> None:
 
     def process(self: Any, layer: Any) -> None:
         def decoded(weight: Any, scale: Any, second: Any) -> Any:
-            return emulation.dequantize_to_dtype(weight.data, scale.data, second.data, torch.float32, swizzle=False)
+            return emulation.dequantize_to_dtype(
+                weight.data, scale.data, second.data, torch.float32, swizzle=False
+            )
 
-        layer.w13_f = decoded(layer.w13_weight, layer.w13_weight_scale, layer.w13_weight_scale_2[:, 0])
+        layer.w13_f = decoded(
+            layer.w13_weight, layer.w13_weight_scale, layer.w13_weight_scale_2[:, 0]
+        )
         layer.w2_f = decoded(layer.w2_weight, layer.w2_weight_scale, layer.w2_weight_scale_2)
 
-    def apply(self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, *_: Any, **__: Any) -> Any:
+    def apply(
+        self: Any, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, *_: Any, **__: Any
+    ) -> Any:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             token, choice = (topk_ids == expert).nonzero(as_tuple=True)

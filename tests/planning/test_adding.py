@@ -42,8 +42,22 @@ def test_a_gpu_is_two_data_files(copy: Path) -> None:
         for row in grid.values():
             row.update({batch: latency / 2 for batch, latency in row.items()})
     (copy / "data" / "kernels" / "b250.json").write_text(json.dumps(tables))
-    pair = (NVFP4, "--head", HEAD, "--acceptance", "2.62@3", "--concurrency", "16", "--tp", "4", "--json")
-    new, old = best(run(copy, "plan", *pair, "--gpu", "b250")), best(run(copy, "plan", *pair, "--gpu", "b200"))
+    pair = (
+        NVFP4,
+        "--head",
+        HEAD,
+        "--acceptance",
+        "2.62@3",
+        "--concurrency",
+        "16",
+        "--tp",
+        "4",
+        "--json",
+    )
+    new, old = (
+        best(run(copy, "plan", *pair, "--gpu", "b250")),
+        best(run(copy, "plan", *pair, "--gpu", "b200")),
+    )
     assert new["tokens_per_s_per_user"] > old["tokens_per_s_per_user"]  # type: ignore[operator]
     assert new["max_sequences"] > old["max_sequences"]  # type: ignore[operator]
     command = str(new["command"])
@@ -56,7 +70,11 @@ def test_a_gpu_is_two_data_files(copy: Path) -> None:
 def test_a_gpu_whose_kernels_nobody_measured_is_planned_by_its_memory(copy: Path) -> None:
     add_row(copy)
     output = run(copy, "plan", NVFP4, "--gpu", "b250", "--verbose")
-    assert "speed is not known" in output and "trtspec build-config" not in output and "memory alone" in output
+    assert (
+        "speed is not known" in output
+        and "trtspec build-config" not in output
+        and "memory alone" in output
+    )
     report = json.loads(run(copy, "plan", NVFP4, "--gpu", "b250", "--json"))
     assert report["fits"] and report["points"] == [] and report["best"] is None
     assert touched(copy) == ["data/gpus.yaml"]
@@ -80,8 +98,23 @@ def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
     whole = json.loads(run(copy, "plan", NVFP4, "--gpu", "b200", "--gpus", "4", "--json"))
     assert report["fits"] and report["per_gpu"]["weights"] < whole["per_gpu"]["weights"]
     assert report["best"] is None  # kernels were measured for Kimi-K2's sizes
-    run(copy, "build-config", SMALL, "--gpu", "b200", "--tp-size", "1", "--trust-remote-code", "--output", "engine.yml")
+    run(
+        copy,
+        "build-config",
+        SMALL,
+        "--gpu",
+        "b200",
+        "--tp-size",
+        "1",
+        "--trust-remote-code",
+        "--output",
+        "engine.yml",
+    )
     assert "no errors" in run(copy, "lint", "engine.yml", "--target", SMALL)
-    assert "32 attention heads" in run(copy, "build-config", SMALL, "--tp-size", "64", "--nodes", "8", status=3)
-    assert "131,072" in run(copy, "build-config", SMALL, "--isl", "131000", "--osl", "1000", "--tp-size", "1", status=3)
+    assert "32 attention heads" in run(
+        copy, "build-config", SMALL, "--tp-size", "64", "--nodes", "8", status=3
+    )
+    assert "131,072" in run(
+        copy, "build-config", SMALL, "--isl", "131000", "--osl", "1000", "--tp-size", "1", status=3
+    )
     assert touched(copy) == ["data/models.yaml"]

@@ -48,26 +48,38 @@ def test_from_three_positions_without_any_kimi_curve(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "other"), [KIMI, KIMI[::-1]])
-def test_grown_from_three_positions_of_one_curve_it_predicts_the_other(name: str, other: str) -> None:
+def test_grown_from_three_positions_of_one_curve_it_predicts_the_other(
+    name: str, other: str
+) -> None:
     known = rates_of(CURVES[name][:KNOWN])
     grown = fit(lengths([*known, *minimax().beyond(known, 8)]))
     start = rates_of(CURVES[other][:KNOWN])
     assert lengths([*start, *grown.beyond(start, 8)]) == pytest.approx(CURVES[other], rel=0.02)
-    assert lengths(grown.through(CURVES[other][2], 3, 8)) == pytest.approx(CURVES[other], rel=0.04)  # one length alone
+    assert lengths(grown.through(CURVES[other][2], 3, 8)) == pytest.approx(
+        CURVES[other], rel=0.04
+    )  # one length alone
 
 
 @pytest.mark.parametrize("name", KIMI)
 @pytest.mark.parametrize(
-    ("gpu", "layout"), [("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))]
+    ("gpu", "layout"),
+    [("b200", Layout(4)), ("b300", Layout(4)), ("b200", Layout(8)), ("b300", Layout(8, True))],
 )
-def test_the_draft_length_from_three_positions_loses_at_most_two_percent(name: str, gpu: str, layout: Layout) -> None:
+def test_the_draft_length_from_three_positions_loses_at_most_two_percent(
+    name: str, gpu: str, layout: Layout
+) -> None:
     """Against the best draft length by the published lengths themselves; beyond K = 3 nothing of Kimi was seen."""
-    model, head = load_target("nvidia/Kimi-K2.5-NVFP4").spec, load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec
+    model, head = (
+        load_target("nvidia/Kimi-K2.5-NVFP4").spec,
+        load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
+    )
     acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())
     workload = Workload(1024, 1024, (1, 4, 16, 64))
     plan = plan_layout(layout, Setting("", model, "", head, gpu_spec(gpu), workload, acceptance))
     for concurrency in workload.concurrency:
-        truth = {p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)}
+        truth = {
+            p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)
+        }
         assert truth[plan.best(concurrency).draft_len] >= 0.98 * max(truth.values())
 
 

@@ -48,7 +48,9 @@ def test_build_config_accepts_every_command_that_is_printed(gpu: str) -> None:
     """Every published target, every number of GPUs; what is not recommended names its reason."""
     recommended = 0
     for target, gpus in itertools.product(TARGETS, (1, 2, 4, 8, 16)):
-        decision, printed = decided(target, "--gpu", gpu, "--gpus", str(gpus), "--concurrency", "1,32")
+        decision, printed = decided(
+            target, "--gpu", gpu, "--gpus", str(gpus), "--concurrency", "1,32"
+        )
         line = printed_command(printed)
         assert (line is None) == (decision.best is None) and (
             line or decision.refused or "NOT fit" in printed or "speed is not known" in printed
@@ -62,11 +64,15 @@ def test_build_config_accepts_every_command_that_is_printed(gpu: str) -> None:
 
 @pytest.mark.parametrize(("target", "head"), PAIRS)
 @pytest.mark.parametrize("sizes", [("1024", "1024"), ("60000", "4000"), ("200000", "60000")])
-def test_the_marked_row_is_the_printed_command(target: str, head: str | None, sizes: tuple[str, str]) -> None:
+def test_the_marked_row_is_the_printed_command(
+    target: str, head: str | None, sizes: tuple[str, str]
+) -> None:
     words = ["--head", head, "--acceptance", "2.62@3"] if head else []
     for gpu, gpus in (("b200", "4"), ("b200", "8"), ("gb300", "4")):
         size = ("--isl", sizes[0], "--osl", sizes[1])
-        decision, printed = decided(target, *words, "--gpu", gpu, "--gpus", gpus, *size, "--concurrency", "1,4,16")
+        decision, printed = decided(
+            target, *words, "--gpu", gpu, "--gpus", gpus, *size, "--concurrency", "1,4,16"
+        )
         line = printed_command(printed)
         assert line is not None and run(line).exit_code == 0
         (row,) = (row.split() for row in printed.splitlines() if row.split()[1:2] == ["best"])
@@ -88,10 +94,14 @@ def test_the_marked_row_is_the_printed_command(target: str, head: str | None, si
         ((NVFP4, "--isl", "300000", "--gpu", "b300"), "262,144 positions"),
     ],
 )
-def test_what_build_config_refuses_is_never_recommended(words: tuple[str, ...], reason: str) -> None:
+def test_what_build_config_refuses_is_never_recommended(
+    words: tuple[str, ...], reason: str
+) -> None:
     decision, printed = decided(*words)
     assert decision.best is None and "No command" in printed and reason in printed
-    assert "trtspec build-config" not in printed and run(["plan", *words]).exit_code == 1  # raised: status 3 of main
+    assert (
+        "trtspec build-config" not in printed and run(["plan", *words]).exit_code == 1
+    )  # raised: status 3 of main
     assert decision.fits, "memory is not the reason"
 
 
@@ -99,7 +109,9 @@ def test_a_head_of_another_target_is_never_recommended() -> None:
     options = parse(PlanOptions, [NVFP4, "--head", HEAD, "--acceptance", "2.62@3"], "plan")
     head = replace(load_head(HEAD).spec, target_hidden_size=4096)
     decision = decide([Layout(4)], replace(choose_layout(options).setting, head=head))
-    assert decision.best is None and {problem.code for problem in decision.refused} == {"TS-PAIR-WIDTH"}
+    assert decision.best is None and {problem.code for problem in decision.refused} == {
+        "TS-PAIR-WIDTH"
+    }
     _, lines = tables_and_lines(decision)
     assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
 
@@ -118,18 +130,24 @@ def test_targets_are_met_with_the_best_throughput() -> None:
     assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
     assert best.tpot_ms <= 8 and best.ttft_ms <= 500
     meeting = [row for row in decision.able if row.excess <= 1]
-    assert best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
+    assert (
+        best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
+    )
     tighter, _ = decided(*words, "--tpot", "5", "--ttft", "500")
     assert tighter.best is not None and (tighter.best.tokens_per_s or 0) < (best.tokens_per_s or 0)
     assert run(printed_command(printed) or "").exit_code == 0
-    assert "too long" not in next(line for line in printed.splitlines() if line.split()[1:2] == ["best"])
+    assert "too long" not in next(
+        line for line in printed.splitlines() if line.split()[1:2] == ["best"]
+    )
 
 
 def test_targets_that_nothing_meets_name_the_nearest() -> None:
     words = (NVFP4, "--head", HEAD, "--acceptance", "2.2@3", "--isl", "8192", "--osl", "1000")
     decision, printed = decided(*words, "--tpot", "3")
     assert (
-        decision.best is None and "nothing meets TPOT 3 ms" in printed and "Nearest: TEP4 at concurrency 1" in printed
+        decision.best is None
+        and "nothing meets TPOT 3 ms" in printed
+        and "Nearest: TEP4 at concurrency 1" in printed
     )
     nearest = decision.able[0]
     assert nearest.excess == min(row.excess for row in decision.able)
@@ -139,8 +157,12 @@ def test_a_prompt_costs_the_others_time() -> None:
     decision, _ = decided(NVFP4, "--isl", "16384", "--concurrency", "1,2,16", "--tp", "4")
     rows = {row.concurrency: row for row in decision.rows}
     alone = rows[1].point
-    assert alone is not None and rows[1].tpot_ms == pytest.approx(alone.step_ms)  # nobody else's prompt stops it
-    assert all((rows[c].tpot_ms or 0) > (rows[c].point.step_ms if rows[c].point else 0) for c in (2, 16))
+    assert alone is not None and rows[1].tpot_ms == pytest.approx(
+        alone.step_ms
+    )  # nobody else's prompt stops it
+    assert all(
+        (rows[c].tpot_ms or 0) > (rows[c].point.step_ms if rows[c].point else 0) for c in (2, 16)
+    )
     ttfts = [rows[c].ttft_ms or 0 for c in (1, 2, 16)]
     assert ttfts == sorted(ttfts)
 
@@ -158,7 +180,9 @@ def test_lengths_that_cannot_be_told_apart_are_the_shortest() -> None:
 
 
 def test_trust_and_range() -> None:
-    decision, _ = decided(NVFP4, "--head", HEAD, "--acceptance", "0.85@3", "--concurrency", "1", "--tp", "4")
+    decision, _ = decided(
+        NVFP4, "--head", HEAD, "--acceptance", "0.85@3", "--concurrency", "1", "--tp", "4"
+    )
     plan = decision.plans[0]
     spreads = {point.draft_len: plan.speedup_range(point) for point in plan.at(1)[1:]}
     assert plan.trust(decision.rows[0].point) == "extrapolated" and plan.best(1).draft_len > 3
@@ -186,8 +210,13 @@ def test_the_command_quotes_what_a_shell_would_split() -> None:
 
 def test_what_was_not_measured_between_trays_is_not_ranked() -> None:
     """aiconfigurator's wide expert parallelism takes nearly twice what the kernels of one node would give."""
-    decision, printed = decided(NVFP4, "--gpu", "gb200", "--gpus", "8", "--isl", "8192", "--concurrency", "4,2000")
+    decision, printed = decided(
+        NVFP4, "--gpu", "gb200", "--gpus", "8", "--isl", "8192", "--concurrency", "4,2000"
+    )
     assert [plan.layout.short for plan in decision.plans if plan.points] == ["TP8", "TEP8"]
-    assert "DEP8 holds it, its speed is not known" in printed or "no layout's cache holds it" in printed
+    assert (
+        "DEP8 holds it, its speed is not known" in printed
+        or "no layout's cache holds it" in printed
+    )
     assert decision.best is not None and decision.best.concurrency == 4
     assert decided(NVFP4, "--gpus", "8")[0].best.layout.short == "DEP8"  # type: ignore[union-attr]

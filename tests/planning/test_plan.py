@@ -39,9 +39,13 @@ def test_checkpoint_sizes(name: str, published: float) -> None:
 
 
 def test_parameters_and_heads_have_the_published_size() -> None:
-    language = sum(item.parameters for item in weight_classes(load_target("moonshotai/Kimi-K2-Instruct").spec))
+    language = sum(
+        item.parameters for item in weight_classes(load_target("moonshotai/Kimi-K2-Instruct").spec)
+    )
     assert language == 1_026_408_232_448
-    assert head_parameters(load_head(MLA).spec) == pytest.approx(1.8e9, rel=0.03)  # the card says 1.8 x 10^9
+    assert head_parameters(load_head(MLA).spec) == pytest.approx(
+        1.8e9, rel=0.03
+    )  # the card says 1.8 x 10^9
 
 
 # GPU, GPUs, attention DP -> KV tokens of the group, NVFP4 of K2.6 with the MLA head, FP8 cache, fraction 0.9
@@ -56,23 +60,40 @@ WORKED = {
 @pytest.mark.parametrize(("gpu", "gpus", "dp"), WORKED)
 def test_kv_capacity(gpu: str, gpus: int, dp: bool) -> None:
     layout = Layout(gpus, dp, dp)
-    found = memory(load_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), layout, fraction=0.9)
+    found = memory(
+        load_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), layout, fraction=0.9
+    )
     assert found.kv_tokens == pytest.approx(WORKED[gpu, gpus, dp], rel=0.05)
 
 
 def test_four_b200_hold_it_and_four_h200_do_not() -> None:
     target, head = load_target(TARGET).spec, load_head(MLA).spec
     card = Workload(4096, 4096, (32,))
-    for gpu, wanted in (("b200", True), ("gb200", True), ("b300", True), ("h200", False), ("h100", False)):
+    for gpu, wanted in (
+        ("b200", True),
+        ("gb200", True),
+        ("b300", True),
+        ("h200", False),
+        ("h100", False),
+    ):
         for model in (target, load_target("nvidia/Kimi-K2.5-NVFP4").spec):
-            assert plan_layout(Layout(4), Setting("", model, "", head, gpu_spec(gpu), card)).fits is wanted, gpu
+            assert (
+                plan_layout(Layout(4), Setting("", model, "", head, gpu_spec(gpu), card)).fits
+                is wanted
+            ), gpu
     on_b200 = memory(target, head, gpu_spec("b200"), Layout(4))
-    assert (on_b200.sequences(8192), on_b200.sequences(131072), on_b200.sequences(262144)) == (96, 6, 3)
+    assert (on_b200.sequences(8192), on_b200.sequences(131072), on_b200.sequences(262144)) == (
+        96,
+        6,
+        3,
+    )
 
 
 def test_vllm_reports_the_same_cache_for_k2_thinking_on_eight_h200() -> None:
     """vLLM: 715,072 tokens in BF16 at 0.9 of the whole memory, which is not TensorRT-LLM's rule."""
-    found = memory(load_target("moonshotai/Kimi-K2-Thinking").spec, None, gpu_spec("h200"), Layout(8))
+    found = memory(
+        load_target("moonshotai/Kimi-K2-Thinking").spec, None, gpu_spec("h200"), Layout(8)
+    )
     pool = 0.9 * found.capacity - found.weights_total - found.reserve
     assert pool / found.kv_bytes_per_token == pytest.approx(715_072, rel=0.05)
 
@@ -100,11 +121,15 @@ def test_distinct_experts_against_drawing_them(tokens: int) -> None:
         assert found == pytest.approx(known, rel=0.005)
 
 
-def steps(gpu: str, head: str | None = MLA, layout: Layout | None = None, context: int = 2048) -> StepModel:
+def steps(
+    gpu: str, head: str | None = MLA, layout: Layout | None = None, context: int = 2048
+) -> StepModel:
     target = load_target(TARGET).spec
     found = kernels(gpu_spec(gpu), target.quant.format)
     assert found is not None
-    return StepModel(target, load_head(head).spec if head else None, layout or Layout(4), found, context)
+    return StepModel(
+        target, load_head(head).spec if head else None, layout or Layout(4), found, context
+    )
 
 
 @pytest.mark.parametrize(("concurrency", "published"), [(1, 2.03), (4, 1.71), (16, 1.66)])
@@ -138,7 +163,14 @@ def test_tables_are_read_as_they_are() -> None:
     assert found.allreduce(4, 8192) == 5.5 and found.allreduce(8, 65536) == 6.3
     assert kernels(gpu_spec("h200"), "nvfp4") is None
     series = Series((1, 4, 8), (2.0, 5.0, 5.0))
-    assert [interpolate(series, at) for at in (0.5, 1, 2, 4, 6, 16)] == [2.0, 2.0, 3.0, 5.0, 5.0, 5.0]
+    assert [interpolate(series, at) for at in (0.5, 1, 2, 4, 6, 16)] == [
+        2.0,
+        2.0,
+        3.0,
+        5.0,
+        5.0,
+        5.0,
+    ]
 
 
 @pytest.mark.parametrize("length", [1.0, 2.12, 2.62, 3.01, 3.47, 4.0])
@@ -154,24 +186,32 @@ def test_a_length_as_rates_by_position_and_back(length: float) -> None:
 def bench_file(directory: Path, histograms: dict[str, tuple[int, ...]]) -> Path:
     """results.json with what bench's own summary says of one answer per category."""
     turns = [
-        TurnCounts(name, name, 100, 100, sum(i * n for i, n in enumerate(counts)), 300, counts, "test")
+        TurnCounts(
+            name, name, 100, 100, sum(i * n for i, n in enumerate(counts)), 300, counts, "test"
+        )
         for name, counts in histograms.items()
     ]
     path = directory / "results.json"
     categories = {name: vars(found) for name, found in by_category(turns).items()}
     served = {"kind": "trtllm", "model": "Kimi-K2.5-NVFP4"}
-    path.write_text(json.dumps({**vars(summarize(turns)), "server": served, "categories": categories}))
+    path.write_text(
+        json.dumps({**vars(summarize(turns)), "server": served, "categories": categories})
+    )
     return path
 
 
 def test_a_bench_file_gives_the_curve(tmp_path: Path) -> None:
     path = bench_file(tmp_path, {"chat": (40, 30, 20, 10), "code": (10, 10, 10, 70)})
     found = parse_acceptance(str(path))
-    assert found.length(3) == pytest.approx(1 + (100 + 240) / 200, abs=1e-3)  # accepted drafts over steps
+    assert found.length(3) == pytest.approx(
+        1 + (100 + 240) / 200, abs=1e-3
+    )  # accepted drafts over steps
     assert found.known == pytest.approx((150 / 200, 110 / 150, 80 / 110), abs=1e-3)
     assert found.measured(3) and not found.measured(4)
     assert len(parse_acceptance(str(tmp_path)).known) == 3
-    assert "served as Kimi-K2.5-NVFP4: " in found.source, "a plan for another model shows that it is"
+    assert "served as Kimi-K2.5-NVFP4: " in found.source, (
+        "a plan for another model shows that it is"
+    )
 
 
 def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
@@ -184,7 +224,18 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "remedy": "",
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"problems": [degenerate]}))
-    done = trtspec("plan", TARGET, "--head", MLA, "--concurrency", "1", "--max-draft", "3", "--acceptance", str(path))
+    done = trtspec(
+        "plan",
+        TARGET,
+        "--head",
+        MLA,
+        "--concurrency",
+        "1",
+        "--max-draft",
+        "3",
+        "--acceptance",
+        str(path),
+    )
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
         "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --draft-len 2 --gpu b200"
@@ -225,7 +276,9 @@ def test_layouts_that_cannot_be() -> None:
 
 
 def test_the_command_keeps_its_contract() -> None:
-    done = trtspec("plan", TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json")
+    done = trtspec(
+        "plan", TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json"
+    )
     assert done.status == 0, done.stderr
     report = json.loads(done.stdout)
     assert {"fits", "per_gpu", "kv_tokens", "points", "recommended"} <= set(report)
@@ -233,7 +286,9 @@ def test_the_command_keeps_its_contract() -> None:
     wanted = {"concurrency", "draft_len", "acceptance_length", "cost_ratio", "speedup"}
     assert all(wanted <= set(point) for point in report["points"]) and len(report["points"]) == 18
     point = next(p for p in report["points"] if (p["concurrency"], p["draft_len"]) == (1, 3))
-    assert point["speedup"] == pytest.approx(point["acceptance_length"] / point["cost_ratio"], rel=1e-3)
+    assert point["speedup"] == pytest.approx(
+        point["acceptance_length"] / point["cost_ratio"], rel=1e-3
+    )
     assert report["fits"] and set(report["recommended"]) == {"1", "16"}
     assert report["best"]["command"].startswith("trtspec build-config ")
 
@@ -242,25 +297,36 @@ def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
     words = ("--head", MLA, "--concurrency", "1", "--json")
     report = json.loads(trtspec("plan", TARGET, *words).stdout)
     best = report["recommended"]["1"]
-    assert (best["draft_len"], best["trust"]) == (3, "model card") and "MT-Bench" in report["acceptance"]["source"]
+    assert (best["draft_len"], best["trust"]) == (3, "model card") and "MT-Bench" in report[
+        "acceptance"
+    ]["source"]
     assert best["tokens_per_s_per_user"] == pytest.approx(1000 / best["tpot_ms"], rel=0.02)
     assert not report["problems"]
     other = json.loads(trtspec("plan", "nvidia/Kimi-K2.5-NVFP4", *words).stdout)
-    assert [problem["code"] for problem in other["problems"]] == ["TS-PAIR-OTHER-TARGET"] and not other["acceptance"]
+    assert [problem["code"] for problem in other["problems"]] == [
+        "TS-PAIR-OTHER-TARGET"
+    ] and not other["acceptance"]
 
 
 def test_acceptance_of_another_model_is_doubted() -> None:
     measured = Acceptance("bench", (0.7,), model="/models/kimi-nano/")
-    assert [found.code for found in other_model(measured, "nvidia/Kimi-K2.6-NVFP4")] == ["TS-PLAN-OTHER-MODEL"]
+    assert [found.code for found in other_model(measured, "nvidia/Kimi-K2.6-NVFP4")] == [
+        "TS-PLAN-OTHER-MODEL"
+    ]
     assert not other_model(measured, "/elsewhere/Kimi-nano/")
 
 
 def test_without_acceptance_no_speed_up_is_claimed() -> None:
     done = trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1")
     assert done.status == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
-    report = json.loads(trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout)
+    report = json.loads(
+        trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout
+    )
     assert all(point["speedup"] is None for point in report["points"] if point["draft_len"])
-    assert report["recommended"]["1"]["draft_len"] is None and report["recommended"]["1"]["speedup"] is None
+    assert (
+        report["recommended"]["1"]["draft_len"] is None
+        and report["recommended"]["1"]["speedup"] is None
+    )
 
 
 @pytest.mark.parametrize(

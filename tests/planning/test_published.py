@@ -11,7 +11,9 @@ DOCS = ROOT / "docs"
 
 def test_the_tables_of_the_document_are_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plan_checks.py"), "--check"], capture_output=True, text=True
+        [sys.executable, str(ROOT / "tools" / "plan_checks.py"), "--check"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -25,7 +27,9 @@ def errors(section: str) -> list[float]:
 
 
 def test_what_the_document_promises_about_the_errors() -> None:
-    assert len(errors("Checkpoint sizes")) == 4 and max(map(abs, errors("Checkpoint sizes"))) < 0.005
+    assert (
+        len(errors("Checkpoint sizes")) == 4 and max(map(abs, errors("Checkpoint sizes"))) < 0.005
+    )
     assert max(map(abs, errors("Cache capacity"))) < 0.05
     announced = errors("EAGLE 3.1 of Kimi-K2.6")
     assert len(announced) == 3 and max(map(abs, announced)) < 0.07

@@ -9,11 +9,17 @@ from trtspec.planning.layout import LONGEST_DRAFT, Layout, refusals
 from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec, gpu_spec
 
-NVFP4, INT4, FP8 = "nvidia/Kimi-K2.6-NVFP4", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2-Instruct-0905"
+NVFP4, INT4, FP8 = (
+    "nvidia/Kimi-K2.6-NVFP4",
+    "moonshotai/Kimi-K2.6",
+    "moonshotai/Kimi-K2-Instruct-0905",
+)
 
 
 def codes(target: str, gpu: str | None = "b200", tp_size: int = 8, **more: object) -> list[str]:
-    found = refusals(load_target(target).spec, gpu=gpu_spec(gpu) if gpu else None, tp_size=tp_size, **more)  # type: ignore[arg-type]
+    found = refusals(
+        load_target(target).spec, gpu=gpu_spec(gpu) if gpu else None, tp_size=tp_size, **more
+    )  # type: ignore[arg-type]
     assert all(problem.severity == "error" and problem.remedy for problem in found)
     return [problem.code for problem in found]
 
@@ -51,7 +57,9 @@ def test_heads_and_experts_must_divide() -> None:
 
 def test_lengths_beyond_the_model_or_any_sense() -> None:
     assert codes(NVFP4, tokens=262144) == [] and codes(NVFP4, tokens=262145) == ["TS-ROUTE-LENGTH"]
-    assert codes(NVFP4, draft_len=LONGEST_DRAFT) == [] and codes(NVFP4, draft_len=99) == ["TS-ROUTE-DRAFT-LENGTH"]
+    assert codes(NVFP4, draft_len=LONGEST_DRAFT) == [] and codes(NVFP4, draft_len=99) == [
+        "TS-ROUTE-DRAFT-LENGTH"
+    ]
     accepted, draft_cost = 0.906, 0.04  # of a plain step; facts as in the constant's comment
     longer = sum(accepted**k for k in range(LONGEST_DRAFT + 1))
     assert accepted ** (LONGEST_DRAFT + 1) / longer < draft_cost

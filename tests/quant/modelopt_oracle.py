@@ -49,13 +49,21 @@ def read_config(name: str) -> dict[str, Any]:
     from modelopt.recipe import load_recipe
 
     plain, _, pinned = name.partition(",")
-    config = load_recipe(plain).quantize.model_dump(exclude_unset=True) if "/" in plain else getattr(mtq, plain)
+    config = (
+        load_recipe(plain).quantize.model_dump(exclude_unset=True)
+        if "/" in plain
+        else getattr(mtq, plain)
+    )
     config = copy.deepcopy(config)
     if pinned:
         for entry in config["quant_cfg"]:
             if entry["quantizer_name"].endswith("input_quantizer") and entry.get("cfg"):
                 entry["cfg"]["constant_amax"] = 2688.0
-        method = config["algorithm"] if isinstance(config["algorithm"], dict) else {"method": config["algorithm"]}
+        method = (
+            config["algorithm"]
+            if isinstance(config["algorithm"], dict)
+            else {"method": config["algorithm"]}
+        )
         config["algorithm"] = {**method, "skip_forward_without_activation_calib": True}
         if method["method"] != "max":  # only `max` knows how to do without
             del config["algorithm"]["skip_forward_without_activation_calib"]
@@ -64,8 +72,12 @@ def read_config(name: str) -> dict[str, Any]:
 
 def quantize(source: Path, config: str, dtype: torch.dtype) -> Any:
     tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize
-    pinned = config.endswith(",pinned")  # then no forward is needed, and one over extreme weights would be NaN
-    return mtq.quantize(load(source, dtype), read_config(config), (lambda model: None) if pinned else calibrate)
+    pinned = config.endswith(
+        ",pinned"
+    )  # then no forward is needed, and one over extreme weights would be NaN
+    return mtq.quantize(
+        load(source, dtype), read_config(config), (lambda model: None) if pinned else calibrate
+    )
 
 
 def export_layers(source: Path, config: str, out: Path) -> None:
@@ -74,26 +86,44 @@ def export_layers(source: Path, config: str, out: Path) -> None:
 
     tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize
     model, settings = load(source, torch.bfloat16), read_config(config)
-    method = settings["algorithm"] if isinstance(settings["algorithm"], dict) else {"method": settings["algorithm"]}
-    layerwise = {"enable": True, "export_dir": str(out), "get_qdq_activations_from_prev_layer": False}
+    method = (
+        settings["algorithm"]
+        if isinstance(settings["algorithm"], dict)
+        else {"method": settings["algorithm"]}
+    )
+    layerwise = {
+        "enable": True,
+        "export_dir": str(out),
+        "get_qdq_activations_from_prev_layer": False,
+    }
     settings["algorithm"] = {**method, "layerwise": layerwise}
     exporter = LayerwiseExporter(model, out, dtype=torch.bfloat16)
     mtq.quantize(model, settings, calibrate)
     exporter.finalize()
 
 
-def dynamic_block_quantize(inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *_: int) -> torch.Tensor:
+def dynamic_block_quantize(
+    inputs: torch.Tensor, block_size: int, amax: torch.Tensor, *_: int
+) -> torch.Tensor:
     """There and back through NVFP4QTensor in float32; ModelOpt has this op for CUDA only."""
     scale_2 = amax.float().amax() / (6.0 * 448.0)
     flat = inputs.float().reshape(-1, inputs.shape[-1])
-    tensor, scale, _ = NVFP4QTensor.quantize(flat.clone(), block_size, weights_scaling_factor_2=scale_2)
-    real = tensor.dequantize(torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: block_size})
+    tensor, scale, _ = NVFP4QTensor.quantize(
+        flat.clone(), block_size, weights_scaling_factor_2=scale_2
+    )
+    real = tensor.dequantize(
+        torch.float32, scale=scale, double_scale=scale_2, block_sizes={-1: block_size}
+    )
     return real.reshape(inputs.shape).to(inputs.dtype)
 
 
-def static_block_quantize(inputs: torch.Tensor, amax: torch.Tensor, global_amax: torch.Tensor, *_: Any) -> torch.Tensor:
+def static_block_quantize(
+    inputs: torch.Tensor, amax: torch.Tensor, global_amax: torch.Tensor, *_: Any
+) -> torch.Tensor:
     """There and back under given maxima of blocks, in float32; ModelOpt has this op in Triton only."""
-    scale = tensor_quant.scaled_e4m3_impl(amax.float() / 6.0, global_amax.float() / 6.0).reshape(-1, 1)
+    scale = tensor_quant.scaled_e4m3_impl(amax.float() / 6.0, global_amax.float() / 6.0).reshape(
+        -1, 1
+    )
     blocks = inputs.float().reshape(amax.numel(), -1)
     divisor = torch.where(scale == 0, 1.0, scale)
     codes = NVFP4QTensor._cast_fp4(blocks / divisor)
@@ -119,7 +149,9 @@ def forward(model: Any, out: Path) -> None:
         if isinstance(module, torch.nn.Linear) and quantizer is not None and quantizer.is_enabled:
             module.register_forward_hook(record(name))
     calibrate(model)
-    save_file({name: tensor.contiguous() for name, tensor in seen.items()}, out / "forward.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in seen.items()}, out / "forward.safetensors"
+    )
 
 
 def main(mode: str, source: str, config: str, out: str) -> None:

@@ -67,13 +67,22 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             continue
         rows, columns = tensor.shape
         codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(117, 125, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(
+            117, 125, (rows, columns // 32), generator=generator, dtype=torch.uint8
+        )
         sign, magnitude = codes // 8, codes % 8
-        value = torch.where(magnitude < 2, magnitude * 0.5, (1 + magnitude % 2 * 0.5) * 2.0 ** (magnitude // 2 - 1.0))
+        value = torch.where(
+            magnitude < 2,
+            magnitude * 0.5,
+            (1 + magnitude % 2 * 0.5) * 2.0 ** (magnitude // 2 - 1.0),
+        )
         factor = 2.0 ** (scales.double() - 127)
         plain[name] = (value * (1 - 2.0 * sign) * factor.repeat_interleave(32, -1)).bfloat16()
         stem = name.removesuffix(".weight")
-        stored[f"{stem}.weight_blocks"], stored[f"{stem}.weight_scales"] = codes[:, ::2] | codes[:, 1::2] << 4, scales
+        stored[f"{stem}.weight_blocks"], stored[f"{stem}.weight_scales"] = (
+            codes[:, ::2] | codes[:, 1::2] << 4,
+            scales,
+        )
     save_file(stored, path, {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
@@ -100,13 +109,21 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
             assert torch.equal(got[name], weight), name
             continue
         leaf = name.split(".")[-2]
-        pair = plain[name.replace(leaf, {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf, leaf))]
-        expected = nvfp4.quantize(weight, torch.maximum(weight.abs().max(), pair.abs().max()).float())
+        pair = plain[
+            name.replace(leaf, {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf, leaf))
+        ]
+        expected = nvfp4.quantize(
+            weight, torch.maximum(weight.abs().max(), pair.abs().max()).float()
+        )
         assert torch.equal(got[name], expected.packed), name
-        assert torch.equal(got[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8)), name
+        assert torch.equal(
+            got[f"{name}_scale"].view(torch.uint8), expected.scale.view(torch.uint8)
+        ), name
         assert torch.equal(got[f"{name}_scale_2"], expected.scale_2), name
     compared = json.loads(
-        run_copy(copied, "-m", "trtspec", "inspect", out, "--against", source, "--sample", "0", "--json")
+        run_copy(
+            copied, "-m", "trtspec", "inspect", out, "--against", source, "--sample", "0", "--json"
+        )
     )
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
@@ -120,4 +137,6 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
     )
     run_copy(copied, "-c", script, source, tmp_path / "decoded.safetensors")
     decoded = load_file(tmp_path / "decoded.safetensors")
-    assert decoded.keys() == plain.keys() and all(torch.equal(decoded[name], plain[name]) for name in plain)
+    assert decoded.keys() == plain.keys() and all(
+        torch.equal(decoded[name], plain[name]) for name in plain
+    )

@@ -43,8 +43,16 @@ def flip(bits: tuple[int, ...], scales: bool = False) -> Damage:
     """One bit of a value of BF16 or F32, counted from the sign (0)."""
 
     def damage(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
-        infos = [info for info in source.tensors.values() if info.dtype in ("BF16", "F32") and info.numel > 1]
-        found = [info for info in infos if info.name.endswith(("_scale", "_scale_inv"))] if scales else []
+        infos = [
+            info
+            for info in source.tensors.values()
+            if info.dtype in ("BF16", "F32") and info.numel > 1
+        ]
+        found = (
+            [info for info in infos if info.name.endswith(("_scale", "_scale_inv"))]
+            if scales
+            else []
+        )
         values = of(draw.choice(found or infos), files)
         index = draw.choice(np.flatnonzero(values << 1))
         values[index] ^= values.dtype.type(1 << 8 * values.itemsize - 1 - draw.choice(bits))
@@ -53,12 +61,16 @@ def flip(bits: tuple[int, ...], scales: bool = False) -> Damage:
 
 
 def of(info: TensorInfo, files: Bytes) -> np.ndarray:
-    return files[info.shard][info.begin : info.end].view({"BF16": "<u2", "F32": "<u4"}.get(info.dtype, "u1"))
+    return files[info.shard][info.begin : info.end].view(
+        {"BF16": "<u2", "F32": "<u4"}.get(info.dtype, "u1")
+    )
 
 
 def vanished(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
     """Scales of a linear that became 0; where the source has none, values that became tiny."""
-    scales = [info for info in source.tensors.values() if info.name.endswith(("_scale", "_scale_inv"))]
+    scales = [
+        info for info in source.tensors.values() if info.name.endswith(("_scale", "_scale_inv"))
+    ]
     if not scales:
         return flip((2,))(draw, source, files)
     values = of(draw.choice(scales), files)
@@ -70,7 +82,9 @@ def repeated(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
     one, other = draw.sample(range(1, 4), 2)
     for name, info in source.tensors.items():
         if f".layers.{one}." in name:
-            of(source.tensors[name.replace(f".layers.{one}.", f".layers.{other}.")], files)[:] = of(info, files)
+            of(source.tensors[name.replace(f".layers.{one}.", f".layers.{other}.")], files)[:] = of(
+                info, files
+            )
 
 
 def random_bytes(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
@@ -83,7 +97,10 @@ def exchanged(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
     """Two experts' tensors change places."""
     names = [name for name in source.tensors if ".experts.0.down_proj." in name]
     for name in names:
-        one, other = of(source.tensors[name], files), of(source.tensors[name.replace("rts.0.", "rts.1.")], files)
+        one, other = (
+            of(source.tensors[name], files),
+            of(source.tensors[name.replace("rts.0.", "rts.1.")], files),
+        )
         one[:], other[:] = other.copy(), one.copy()
 
 
@@ -125,7 +142,10 @@ class Sources:
 
     def record_hashes(self, family: str, known: bool) -> None:
         place = self.path(family) / "provenance.json"
-        shards = {shard: file_sha256(self.clean[family].path / shard) for shard in self.clean[family].shards}
+        shards = {
+            shard: file_sha256(self.clean[family].path / shard)
+            for shard in self.clean[family].shards
+        }
         place.write_text(json.dumps({"shards": shards if known else {}}))
 
     def problems(self, family: str) -> list[Problem]:
@@ -133,7 +153,9 @@ class Sources:
         out = self.room / "out"
         shutil.rmtree(out, ignore_errors=True)
         try:
-            done = quantize_checkpoint(self.path(family), out, load_policy("k2.6"), ConversionOptions(workers=1))
+            done = quantize_checkpoint(
+                self.path(family), out, load_policy("k2.6"), ConversionOptions(workers=1)
+            )
         except TrtspecError as error:
             return [Problem(error.code, "error", "", error.message)]
         assert isinstance(done, Quantized)
@@ -145,7 +167,9 @@ def sources(room: Path) -> Sources:
     return Sources(room)
 
 
-def rates(sources: Sources, kinds: dict[str, Damage], count: int, hashes: bool) -> dict[str, tuple[int, int]]:
+def rates(
+    sources: Sources, kinds: dict[str, Damage], count: int, hashes: bool
+) -> dict[str, tuple[int, int]]:
     """Of `count` damages of each kind, how many quantize names."""
     named: Counter[str] = Counter()
     for number, (kind, damage) in enumerate(kinds.items()):
@@ -168,7 +192,9 @@ def test_a_clean_source_raises_no_alarm(sources: Sources, family: str) -> None:
 def test_some_damages_are_named(sources: Sources) -> None:
     found = rates(sources, NAMED, 4, hashes=False)
     assert found == {kind: (4, 4) for kind in NAMED}
-    assert rates(sources, {"exchanged experts": exchanged}, 2, hashes=True) == {"exchanged experts": (2, 2)}
+    assert rates(sources, {"exchanged experts": exchanged}, 2, hashes=True) == {
+        "exchanged experts": (2, 2)
+    }
 
 
 @pytest.mark.slow
@@ -191,15 +217,24 @@ def test_what_is_found_is_named_again_and_ends_with_3(sources: Sources) -> None:
     out = sources.room / "named"
     done = trtspec("quantize", sources.path("BF16"), "-o", out, "--policy", "k2.6", "--json")
     assert done.status == 3
-    told = {one["code"] for one in json.loads(done.stdout)["problems"] if one["severity"] == "error"}
-    assert told and told == {one["code"] for one in json.loads((out / "provenance.json").read_text())["problems"]}
+    told = {
+        one["code"] for one in json.loads(done.stdout)["problems"] if one["severity"] == "error"
+    }
+    assert told and told == {
+        one["code"] for one in json.loads((out / "provenance.json").read_text())["problems"]
+    }
     again = trtspec("inspect", out, "--json")
-    assert again.status == 3 and told <= {one["code"] for one in json.loads(again.stdout)["problems"]}
+    assert again.status == 3 and told <= {
+        one["code"] for one in json.loads(again.stdout)["problems"]
+    }
     served = trtspec("serve", out, "--backend", "reference", "--dry-run")
     assert served.status != 0 and next(iter(told)) in served.stdout + served.stderr
 
 
 def test_only_whole_experts_may_be_zero() -> None:
-    expert = [("TS-TARGET-ZERO", f"model.layers.1.mlp.experts.7.{part}_proj.weight") for part in ("gate", "up", "down")]
+    expert = [
+        ("TS-TARGET-ZERO", f"model.layers.1.mlp.experts.7.{part}_proj.weight")
+        for part in ("gate", "up", "down")
+    ]
     assert [one.severity for one in content_problems(expert)] == ["warning"]
     assert [one.severity for one in content_problems(expert[:2])] == ["error"]

@@ -23,10 +23,14 @@ PREFIX = "language_model.model.layers.1.mlp"
 def test_int4_equals_compressed_tensors(rows, groups, seed):
     generator = torch.Generator().manual_seed(seed)
     columns = 32 * groups
-    packed = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator, dtype=torch.int64).int()
+    packed = torch.randint(
+        -(2**31), 2**31, (rows, columns // 8), generator=generator, dtype=torch.int64
+    ).int()
     scale = torch.randn(rows, groups, generator=generator).bfloat16()
     codes = unpack_from_int32(packed, 4, torch.Size([rows, columns]))
-    expected = (codes.to(torch.bfloat16).view(rows, groups, 32) * scale.unsqueeze(-1)).view(rows, columns)
+    expected = (codes.to(torch.bfloat16).view(rows, groups, 32) * scale.unsqueeze(-1)).view(
+        rows, columns
+    )
     assert torch.equal(dequantize_int4(packed, scale, torch.tensor([rows, columns])), expected)
 
 
@@ -36,7 +40,9 @@ def test_int4_parts_that_do_not_fit_are_refused():
         dequantize_int4(parts["weight_packed"][:4], parts["weight_scale"], parts["weight_shape"])
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (5, 300), (300, 7), (300, 7168)])
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (256, 384), (130, 200), (5, 300), (300, 7), (300, 7168)]
+)
 def test_fp8_blocks_equal_the_definition(shape):
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
     got = dequantize_fp8_block(parts["weight"], parts["weight_scale_inv"])
@@ -53,7 +59,9 @@ def test_fp8_scales_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block", "nvfp4"])
 def test_a_weight_by_its_plain_name_in_every_format(tmp_path, format):
     plain = LazyTensors(Checkpoint.open(make_target(tmp_path / "bf16", layers=2, shards=3)))
-    stored = LazyTensors(Checkpoint.open(make_target(tmp_path / format, format=format, layers=2, shards=3)))
+    stored = LazyTensors(
+        Checkpoint.open(make_target(tmp_path / format, format=format, layers=2, shards=3))
+    )
     spec = ModelSpec.from_config(stored.checkpoint.config)
     name = f"{PREFIX}.experts.3.down_proj.weight"
     assert stored_format(stored, name.removesuffix(".weight")) == format

@@ -24,7 +24,9 @@ BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 
 @pytest.mark.parametrize(
-    "dtype", [kind for kind in CODES if CODES[kind] in NOT_FINITE_BITS], ids=lambda kind: CODES[kind]
+    "dtype",
+    [kind for kind in CODES if CODES[kind] in NOT_FINITE_BITS],
+    ids=lambda kind: CODES[kind],
 )
 def test_the_bits_of_every_float(dtype):
     """Every pattern of eight and sixteen bits, and the edges of the wider ones, as torch judges them."""
@@ -33,11 +35,18 @@ def test_the_bits_of_every_float(dtype):
         raw = np.arange(2 ** (8 * width), dtype=f"u{width}").view("u1")
     else:
         edge = torch.finfo(dtype)
-        values = torch.tensor([0.0, -0.0, edge.max, edge.min, edge.tiny, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+        values = torch.tensor(
+            [0.0, -0.0, edge.max, edge.min, edge.tiny, torch.inf, -torch.inf, torch.nan],
+            dtype=dtype,
+        )
         raw = values.view(torch.uint8).numpy()
     values = torch.from_numpy(raw.copy()).view(dtype)
     bad = ~torch.isfinite(values.float() if width < 8 else values)
-    for index in range(values.numel()) if width != 2 else (0, 0x7F7F, 0x7F80, 0x7FFF, 0xFF80, 0x7BFF, 0x7C00, 0xFFFF):
+    for index in (
+        range(values.numel())
+        if width != 2
+        else (0, 0x7F7F, 0x7F80, 0x7FFF, 0xFF80, 0x7BFF, 0x7C00, 0xFFFF)
+    ):
         one = raw.view(f"u{width}")[index : index + 1].view("u1")
         assert count_not_finite(one, CODES[dtype]) == ((1, 0) if bad[index] else (0, None)), index
     assert count_not_finite(raw, CODES[dtype]) == (int(bad.sum()), int(bad.nonzero()[0]))
@@ -73,9 +82,17 @@ def test_every_floating_tensor_is_looked_at(tmp_path, format):
             missed.append(name)
         except TrtspecError as error:
             stem = re.sub(r"_(packed|scale|scale_inv|shape)$", "", name)
-            named = error.code == "TS-QUANT-NOT-FINITE" and stem in error.message and "NaN or infinity" in error.message
-            exact = not name.endswith(".weight") or (f"in {shard} " in error.message and str(place) in error.message)
-            if error.code.startswith("TS-TARGET"):  # inspect's checks, which come first, found it in a small tensor
+            named = (
+                error.code == "TS-QUANT-NOT-FINITE"
+                and stem in error.message
+                and "NaN or infinity" in error.message
+            )
+            exact = not name.endswith(".weight") or (
+                f"in {shard} " in error.message and str(place) in error.message
+            )
+            if error.code.startswith(
+                "TS-TARGET"
+            ):  # inspect's checks, which come first, found it in a small tensor
                 named = exact = name in error.message
             if not (named and exact):
                 missed.append(f"{name}: {error.message}")
@@ -89,8 +106,12 @@ def test_every_floating_tensor_is_looked_at(tmp_path, format):
 def test_the_modelopt_engine_looks_too(tmp_path):
     source = make_target(tmp_path / "in", nested=False, layers=2)
     shard, place = spoiled(source, "model.layers.1.self_attn.o_proj.weight", torch.nan)
-    with pytest.raises(TrtspecError, match=re.escape(f"o_proj.weight in {shard} holds NaN or infinity at {place}")):
-        quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(by_modelopt=True))
+    with pytest.raises(
+        TrtspecError, match=re.escape(f"o_proj.weight in {shard} holds NaN or infinity at {place}")
+    ):
+        quantize_checkpoint(
+            source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(by_modelopt=True)
+        )
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 

@@ -52,7 +52,10 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
     for at in steps:
         run = quantize(source, out, LD_PRELOAD=str(shim), FULL_OUTPUT=str(out), FULL_AT=str(at))
         assert run.returncode == 1 and "No space left on device" in run.stderr, (at, run.stderr)
-        assert "free space on that disk, then run the command again" in run.stderr and "unexpected" not in run.stderr
+        assert (
+            "free space on that disk, then run the command again" in run.stderr
+            and "unexpected" not in run.stderr
+        )
         assert not list(out.glob(".*.partial")) and not list(out.glob(".*.tmp")), at
         for path in out.glob("*.safetensors"):  # what has a name is whole
             with safe_open(path, "pt") as shard:
@@ -63,7 +66,9 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
         assert again.returncode == 0, again.stderr
         assert files(out) == files(expected), at
         shutil.rmtree(out)
-    print(f"full at {len(steps)} of {calls} writes: each said, nothing half-written, the same bytes afterwards")
+    print(
+        f"full at {len(steps)} of {calls} writes: each said, nothing half-written, the same bytes afterwards"
+    )
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):

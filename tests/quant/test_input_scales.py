@@ -23,24 +23,38 @@ K26 = load_policy("k2.6")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return make_target(tmp_path_factory.mktemp("in") / "Kimi-K2.6", format="int4", layers=3, shards=2)
+    return make_target(
+        tmp_path_factory.mktemp("in") / "Kimi-K2.6", format="int4", layers=3, shards=2
+    )
 
 
 def entries(source: Path) -> dict[str, torch.Tensor]:
-    stems = {name.rpartition(".")[0] for name in Checkpoint.open(source).tensors if ".mlp.experts." in name}
+    stems = {
+        name.rpartition(".")[0]
+        for name in Checkpoint.open(source).tensors
+        if ".mlp.experts." in name
+    }
     return {f"{stem}.input_scale": torch.tensor(0.5) for stem in stems}
 
 
-def write(path: Path, source: Path, tensors: dict[str, torch.Tensor] | None = None, **about: object) -> Path:
+def write(
+    path: Path, source: Path, tensors: dict[str, torch.Tensor] | None = None, **about: object
+) -> Path:
     about = {"command": "calibrate", "source": source.name, "fingerprint": identity(Checkpoint.open(source)),
              "texts": 3, "tokens": 99, **about}  # fmt: skip
-    save_file(entries(source) if tensors is None else tensors, path, {"format": "pt", "trtspec": json.dumps(about)})
+    save_file(
+        entries(source) if tensors is None else tensors,
+        path,
+        {"format": "pt", "trtspec": json.dumps(about)},
+    )
     return path
 
 
 def plan(source: Path, scales: Path, accept: bool = False) -> QuantizePlan:
     options = ConversionOptions(input_scales=scales, accept_input_scales=accept)
-    return quantize_checkpoint(source, scales.parent / "out", K26, options, OutputOptions(dry_run=True))
+    return quantize_checkpoint(
+        source, scales.parent / "out", K26, options, OutputOptions(dry_run=True)
+    )
 
 
 def changed(source: Path, to: Path, how: str) -> Path:
@@ -62,7 +76,9 @@ def changed(source: Path, to: Path, how: str) -> Path:
     return to / source.name
 
 
-def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_shards(source, tmp_path):
+def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_shards(
+    source, tmp_path
+):
     scales = write(tmp_path / "s.safetensors", source)
     assert "activation scales" not in " ".join(plan(source, scales).deviations)
     again = make_target(tmp_path / "elsewhere", format="int4", layers=3, shards=5)
@@ -73,15 +89,30 @@ def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_sha
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("a weight", "the weights differ"), ("a dtype", "dtypes or shapes differ"), ("the config", "the config differ")],
+    [
+        ("a weight", "the weights differ"),
+        ("a dtype", "dtypes or shapes differ"),
+        ("the config", "the config differ"),
+    ],
 )
 def test_another_source_is_refused_unless_accepted(source, tmp_path, how, message):
-    scales, other = write(tmp_path / "s.safetensors", source), changed(source, tmp_path / "copy", how)
+    scales, other = (
+        write(tmp_path / "s.safetensors", source),
+        changed(source, tmp_path / "copy", how),
+    )
     with pytest.raises(UsageError, match=rf"measured on another source \(Kimi-K2.6\).*{message}"):
         plan(other, scales)
     assert plan(other, scales, accept=True).quantized == 2 * 12
-    quantize_checkpoint(other, tmp_path / "out", K26, ConversionOptions(input_scales=scales, accept_input_scales=True))
-    assert "not bound to this source, accepted with `accept_input_scales`" in (tmp_path / "out/README.md").read_text()
+    quantize_checkpoint(
+        other,
+        tmp_path / "out",
+        K26,
+        ConversionOptions(input_scales=scales, accept_input_scales=True),
+    )
+    assert (
+        "not bound to this source, accepted with `accept_input_scales`"
+        in (tmp_path / "out/README.md").read_text()
+    )
 
 
 def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path):
@@ -96,7 +127,9 @@ def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path
 @pytest.mark.parametrize("accept", [False, True])
 @pytest.mark.parametrize("fault", ["another depth", "one expert more", "one expert less", "nan", "zero", "negative",
                                    "a vector", "infinite"])  # fmt: skip
-def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(source, tmp_path, fault, accept):
+def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(
+    source, tmp_path, fault, accept
+):
     tensors = entries(source)
     name = "language_model.model.layers.1.mlp.experts.2.down_proj.input_scale"
     if fault == "another depth":
@@ -106,7 +139,13 @@ def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(source,
     elif fault == "one expert less":
         del tensors[name]
     else:
-        values = {"nan": torch.nan, "zero": 0.0, "negative": -1.0, "infinite": torch.inf, "a vector": [0.5, 0.5]}
+        values = {
+            "nan": torch.nan,
+            "zero": 0.0,
+            "negative": -1.0,
+            "infinite": torch.inf,
+            "a vector": [0.5, 0.5],
+        }
         tensors[name] = torch.tensor(values[fault])
     with pytest.raises(TrtspecError) as refused:
         plan(source, write(tmp_path / "s.safetensors", source, tensors), accept)
@@ -122,4 +161,7 @@ def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
 
 def test_accepting_without_a_file_is_refused(source, tmp_path):
     done = trtspec("quantize", source, "-o", tmp_path / "out", "--accept-input-scales")
-    assert done.status == 2 and "--accept-input-scales is not used with --input-scales one" in done.stderr
+    assert (
+        done.status == 2
+        and "--accept-input-scales is not used with --input-scales one" in done.stderr
+    )

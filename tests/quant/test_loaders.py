@@ -24,7 +24,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def modules_of(tensors: Tensors) -> list[str]:
-    return [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
+    return [
+        name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")
+    ]
 
 
 def ours(tensors: Tensors, module: str, dtype: torch.dtype) -> torch.Tensor:
@@ -50,14 +52,18 @@ def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(tmp_path,
     modules = modules_of(tensors)
     assert len(modules) > 10
     for module in modules:
-        packed, scale, scale_2 = (tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        packed, scale, scale_2 = (
+            tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2")
+        )
         shape = torch.Size((packed.shape[0], packed.shape[1] * 2))
         for dtype in (torch.bfloat16, torch.float32):
             theirs = NVFP4QTensor(shape, dtype, packed).dequantize(
                 dtype, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
             )
             assert torch.equal(theirs, ours(tensors, module, dtype)), module
-        decoded = NVFP4PackedCompressor.decompress(as_compressed_tensors(tensors, module), scheme)["weight"]
+        decoded = NVFP4PackedCompressor.decompress(as_compressed_tensors(tensors, module), scheme)[
+            "weight"
+        ]
         assert torch.equal(decoded, ours(tensors, module, decoded.dtype)), module
 
 
@@ -66,15 +72,24 @@ def test_transformers_computes_what_the_reference_model_computes(tmp_path):
     from transformers.quantizers import AutoHfQuantizer
 
     source = make_target(tmp_path / "in", format="int4", nested=False, layers=3)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1))
-    tokens, model = prompts(), load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only")
+    quantize_checkpoint(
+        source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1)
+    )
+    tokens, model = (
+        prompts(),
+        load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only"),
+    )
     with torch.no_grad():
         expected = model(tokens).logits
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not AutoHfQuantizer.supports_quant_method(config.pop("quantization_config"))
     tensors = tensors_of(tmp_path / "out")
-    quantized = {f"{module}.weight": ours(tensors, module, torch.float32) for module in modules_of(tensors)}
-    plain = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in SCALES} | quantized
+    quantized = {
+        f"{module}.weight": ours(tensors, module, torch.float32) for module in modules_of(tensors)
+    }
+    plain = {
+        name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in SCALES
+    } | quantized
     write(tmp_path / "decoded", config, plain)
     logits = transformers_logits(tmp_path / "decoded", tokens)
     assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()

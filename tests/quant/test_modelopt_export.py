@@ -21,7 +21,11 @@ from trtspec.quant.run import quantize_checkpoint
 
 OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
 VERSIONS = {"0.47": sys.executable, "0.48": os.environ.get(OTHER, "")}
-K25, K26, K27 = "nvfp4_mlp_only-kv_fp8_cast", "nvfp4_experts_only_mse-kv_fp8_cast", "nvfp4_experts_only_input_scale1"
+K25, K26, K27 = (
+    "nvfp4_mlp_only-kv_fp8_cast",
+    "nvfp4_experts_only_mse-kv_fp8_cast",
+    "nvfp4_experts_only_input_scale1",
+)
 RECIPES = {
     "k2.5": f"general/ptq/{K25}",
     "k2.6": f"general/ptq/{K26}",
@@ -29,20 +33,34 @@ RECIPES = {
 }
 
 
-def modelopt(mode: str, source: Path, config: str, out: Path, version: str = "0.47") -> dict[str, torch.Tensor]:
+def modelopt(
+    mode: str, source: Path, config: str, out: Path, version: str = "0.47"
+) -> dict[str, torch.Tensor]:
     """Runs the oracle on a copy, because it has to rewrite model_type for transformers."""
     if not VERSIONS[version]:
         pytest.skip(f"{OTHER} names no Python with ModelOpt {version}")
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [VERSIONS[version], "-m", "tests.quant.modelopt_oracle", mode, str(copy), config, str(out)]
+    command = [
+        VERSIONS[version],
+        "-m",
+        "tests.quant.modelopt_oracle",
+        mode,
+        str(copy),
+        config,
+        str(out),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return tensors_of(out)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def accepted(scales: Path | None) -> ConversionOptions:
@@ -56,7 +74,9 @@ def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
         name
         for name, tensor in ours.items()
         if tensor.dtype != theirs[name].dtype
-        or not torch.equal(tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
+        or not torch.equal(
+            tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)
+        )
     ]
 
 
@@ -70,13 +90,17 @@ def decoded_copy(source: Path, out: Path) -> Path:
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}_scale_inv")
         if scale is not None:
-            wide = scale.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[:, : tensor.shape[1]]
+            wide = scale.repeat_interleave(128, 0)[: tensor.shape[0]].repeat_interleave(128, 1)[
+                :, : tensor.shape[1]
+            ]
             tensor = (tensor.float() * wide).bfloat16()
         stem, _, suffix = name.rpartition(".")
         if suffix == "weight_packed":
             shape = torch.Size(tensors[f"{stem}.weight_shape"].tolist())
             codes = unpack_from_int32(tensor, 4, shape).to(torch.bfloat16).view(shape[0], -1, 32)
-            plain[f"{stem}.weight"] = (codes * tensors[f"{stem}.weight_scale"].unsqueeze(-1)).view(shape)
+            plain[f"{stem}.weight"] = (codes * tensors[f"{stem}.weight_scale"].unsqueeze(-1)).view(
+                shape
+            )
         elif suffix not in ("weight_scale_inv", "weight_scale", "weight_shape"):
             plain[name] = tensor.contiguous()
     save_file(plain, out / "model.safetensors", {"format": "pt"})
@@ -94,10 +118,18 @@ def cases() -> list:
     for version in VERSIONS:
         for policy in RECIPES:
             for format in ("bf16", "int4", "fp8-block"):
-                for nested in (False, True) if format == "bf16" else (False,):  # ModelOpt loads no packed K2.5
-                    marks = () if version == "0.47" and (format, policy, nested) == quick else (pytest.mark.slow,)
+                for nested in (
+                    (False, True) if format == "bf16" else (False,)
+                ):  # ModelOpt loads no packed K2.5
+                    marks = (
+                        ()
+                        if version == "0.47" and (format, policy, nested) == quick
+                        else (pytest.mark.slow,)
+                    )
                     name = f"{version}-{policy}-{format}{'-nested' if nested else ''}"
-                    found.append(pytest.param(version, policy, format, nested, id=name, marks=marks))
+                    found.append(
+                        pytest.param(version, policy, format, nested, id=name, marks=marks)
+                    )
     return found
 
 
@@ -109,9 +141,13 @@ def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format,
     shown = decoded_copy(source, tmp_path / "plain") if unreadable else source
     theirs = modelopt("export", shown, RECIPES[policy], tmp_path / "modelopt", version)
     if nested:  # transformers adds a random vision tower, which the source does not have
-        theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")}
+        theirs = {
+            name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")
+        }
     scales = tmp_path / "scales.safetensors"
-    save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
+    save_file(
+        {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
+    )
     given = None if policy == "k2.7-code" else scales  # pinned there: 1.0, from ModelOpt as from us
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(given))
     ours = tensors_of(tmp_path / "out")
@@ -119,7 +155,10 @@ def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format,
     quantized = sum(name.endswith("weight_scale_2") for name in ours)
     assert quantized == {"k2.5": 3 + 2 * 15, "k2.6": 2 * 12, "k2.7-code": 2 * 12}[policy]
     assert different(ours, theirs) == []
-    configs = [json.loads((tmp_path / name / "hf_quant_config.json").read_text()) for name in ("out", "modelopt")]
+    configs = [
+        json.loads((tmp_path / name / "hf_quant_config.json").read_text())
+        for name in ("out", "modelopt")
+    ]
     quant, expected = (config["quantization"] | {"exclude_modules": None} for config in configs)
     assert quant == expected
 
@@ -141,18 +180,30 @@ def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales
     tensors[f"{stem}2.gate_proj.weight"][5, 16:32] *= 1e4
     tensors[f"{stem}3.gate_proj.weight"] *= 2.0**-30
     tensors[f"{stem}3.up_proj.weight"] *= 2.0**-30
-    zeros = (version, weight_scales) != ("0.47", "mse")  # it fails to export one: "Changing shape when setting amax"
+    zeros = (version, weight_scales) != (
+        "0.47",
+        "mse",
+    )  # it fails to export one: "Changing shape when setting amax"
     if zeros:
         tensors[f"{stem}3.down_proj.weight"] = torch.zeros(64, 32, dtype=torch.bfloat16)
     save_file(tensors, path, {"format": "pt"})
     recipe = {"max": RECIPES["k2.7-code"], "mse": RECIPES["k2.6"]}[weight_scales]
     theirs = modelopt("export", source, f"{recipe},pinned", tmp_path / "modelopt", version)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales))
+    quantize_checkpoint(
+        source,
+        tmp_path / "out",
+        load_policy("k2.6"),
+        ConversionOptions(weight_scales=weight_scales),
+    )
     ours = tensors_of(tmp_path / "out")
     allowed = {f"{stem}3.down_proj.{part}" for part in ("weight", "weight_scale", "weight_scale_2")}
-    if version == "0.47" and weight_scales == "mse":  # takes maxima below 4e-7 for zero while it searches
+    if (
+        version == "0.47" and weight_scales == "mse"
+    ):  # takes maxima below 4e-7 for zero while it searches
         leaves = ("gate_proj", "up_proj")
-        allowed |= {f"{stem}3.{leaf}.{part}" for leaf in leaves for part in ("weight", "weight_scale")}
+        allowed |= {
+            f"{stem}3.{leaf}.{part}" for leaf in leaves for part in ("weight", "weight_scale")
+        }
     assert set(ours) == set(theirs) and set(different(ours, theirs)) <= allowed
     assert bool(ours[f"{stem}3.down_proj.weight"].any()) != zeros
 
@@ -163,12 +214,17 @@ def test_layerwise_export_holds_the_same_tensors(tmp_path, policy):
     source = make_target(tmp_path / "in", nested=False, layers=3, shards=3)
     theirs = modelopt("layerwise", source, RECIPES[policy], tmp_path / "modelopt", "0.48")
     scales = tmp_path / "scales.safetensors"
-    save_file({name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales)
+    save_file(
+        {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
+    )
     quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(scales))
     ours = tensors_of(tmp_path / "out")
     assert set(ours) == set(theirs) and different(ours, theirs) == []
     shards = sorted(path.name for path in (tmp_path / "modelopt").glob("*.safetensors"))
-    assert shards == [*(f"model-layer-{layer:05d}.safetensors" for layer in range(3)), "model-tail.safetensors"]
+    assert shards == [
+        *(f"model-layer-{layer:05d}.safetensors" for layer in range(3)),
+        "model-tail.safetensors",
+    ]
     for against in (None, str(source)):
         found = inspected(str(tmp_path / "modelopt"), against, sample=0).problems
         assert [problem for problem in found if problem.severity != "info"] == []
@@ -182,7 +238,10 @@ def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
     if not any(name.endswith("weight_packed") for name in theirs):
         pytest.skip("this version of ModelOpt does not")
     scale = theirs["model.layers.1.mlp.experts.0.down_proj.weight_scale"]
-    assert (scale.dtype, scale.shape) == (torch.bfloat16, (64, 1))  # NVFP4's are E4M3, one for 16 values
+    assert (scale.dtype, scale.shape) == (
+        torch.bfloat16,
+        (64, 1),
+    )  # NVFP4's are E4M3, one for 16 values
     found = {problem.code for problem in inspected(str(tmp_path / "modelopt")).problems}
     assert {"TS-TARGET-SIBLING", "TS-TARGET-SCALE-DTYPE"} <= found
 

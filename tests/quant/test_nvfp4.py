@@ -14,13 +14,17 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def modelopt(weight: torch.Tensor, amax: torch.Tensor | None = None) -> nvfp4.NVFP4Tensor:
     scale_2 = None if amax is None else amax.float() / (6.0 * 448.0)
-    tensor, scale, scale_2 = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
+    tensor, scale, scale_2 = NVFP4QTensor.quantize(
+        weight.clone(), 16, weights_scaling_factor_2=scale_2
+    )
     return nvfp4.NVFP4Tensor(tensor._quantized_data, scale, scale_2)
 
 
 def modelopt_dequantize(tensor: nvfp4.NVFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     wrapped = NVFP4QTensor(torch.Size(tensor.shape), dtype, tensor.packed)
-    return wrapped.dequantize(dtype, scale=tensor.scale, double_scale=tensor.scale_2, block_sizes={-1: 16})
+    return wrapped.dequantize(
+        dtype, scale=tensor.scale, double_scale=tensor.scale_2, block_sizes={-1: 16}
+    )
 
 
 def assert_same(got: nvfp4.NVFP4Tensor, expected: nvfp4.NVFP4Tensor) -> None:
@@ -37,7 +41,9 @@ def assert_modelopts(weight: torch.Tensor, amax: torch.Tensor | None = None) -> 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
 def test_random_weights(dtype, spread):
     torch.manual_seed(0)
-    rows = torch.exp2(spread * torch.randn(96, 1))  # rows of very different size reach the clamped block scales
+    rows = torch.exp2(
+        spread * torch.randn(96, 1)
+    )  # rows of very different size reach the clamped block scales
     weight = (torch.randn(96, 1024) * rows).clamp(-6e4, 6e4).to(dtype)
     assert_modelopts(weight)
     assert_modelopts(weight, weight.abs().max().float() * 1.7)
@@ -46,7 +52,9 @@ def test_random_weights(dtype, spread):
 def around_the_bounds(steps: int) -> torch.Tensor:
     """All float32 within `steps` of each rounding bound and code, both signs: [n, 16] with a 6 in each block."""
     points = torch.tensor(sorted({*nvfp4.E2M1_BOUNDS, *nvfp4.E2M1_VALUES[1:], 5.999999, 2.0**-20}))
-    bits = points.view(torch.int32).unsqueeze(1) + torch.arange(-steps, steps + 1, dtype=torch.int32)
+    bits = points.view(torch.int32).unsqueeze(1) + torch.arange(
+        -steps, steps + 1, dtype=torch.int32
+    )
     values = bits.reshape(-1).view(torch.float32).clamp(max=6.0)
     values = torch.cat([values, -values])
     values = torch.cat([values, torch.zeros(-len(values) % 15)]).reshape(-1, 15)
@@ -79,7 +87,9 @@ def test_negative_zero_tiny_negative_and_zero_blocks(dtype):
     assert int(tensor.scale.view(torch.uint8)[0, 0]) == 0x38 and not tensor.packed[0, :8].any()
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-126, 2.0**-115, 2.0**-100, 2.0**-88, 2.0**100, 2.0**127])
+@pytest.mark.parametrize(
+    "magnitude", [2.0**-126, 2.0**-115, 2.0**-100, 2.0**-88, 2.0**100, 2.0**127]
+)
 def test_the_ends_of_the_range(magnitude):
     torch.manual_seed(2)
     for dtype in (torch.bfloat16, torch.float32):
@@ -105,7 +115,9 @@ def test_any_bit_pattern(bits, dtype):
         assert_modelopts(weight)
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32))
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32)
+)
 @settings(max_examples=300, deadline=None)
 def test_any_float32(values):
     weight = torch.tensor(values, dtype=torch.float32).reshape(2, 16)
@@ -151,7 +163,9 @@ def test_codes_times_scale_is_exact_and_splits_off_scale_2():
     weight = torch.randn(32, 256) * torch.exp2(4 * torch.randn(32, 1))
     tensor = nvfp4.quantize(weight)
     split = nvfp4.codes_times_scale(tensor)
-    exact = modelopt_dequantize(nvfp4.NVFP4Tensor(tensor.packed, tensor.scale, torch.tensor(1.0)), torch.float32)
+    exact = modelopt_dequantize(
+        nvfp4.NVFP4Tensor(tensor.packed, tensor.scale, torch.tensor(1.0)), torch.float32
+    )
     assert split.dtype == torch.bfloat16 and torch.equal(split.float(), exact)
 
 
@@ -169,7 +183,9 @@ def test_activations_equal_modelopts_blocks(dtype, calibrated):
     )
     tensor = nvfp4.NVFP4Tensor(expected._quantized_data, block, input_scale)
     assert values.shape == x.shape and values.dtype == torch.bfloat16
-    exact = modelopt_dequantize(nvfp4.NVFP4Tensor(tensor.packed, tensor.scale, torch.tensor(1.0)), torch.float32)
+    exact = modelopt_dequantize(
+        nvfp4.NVFP4Tensor(tensor.packed, tensor.scale, torch.tensor(1.0)), torch.float32
+    )
     assert torch.equal(values.float().reshape(-1, 64), exact)
     assert torch.equal(scale, input_scale)
 

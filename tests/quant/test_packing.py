@@ -20,14 +20,18 @@ from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
 from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, prepared
 
-NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here")
+NEEDS_COMPILER = pytest.mark.skipif(
+    not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here"
+)
 
 
 def kernel_for(march: list[str], directory: Path) -> ctypes.CDLL:
     """The kernel compiled for another processor than this one."""
     compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
     flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
-    subprocess.run([compiler, *flags, *march, "-o", directory / "kernel.so", native.SOURCE], check=True)
+    subprocess.run(
+        [compiler, *flags, *march, "-o", directory / "kernel.so", native.SOURCE], check=True
+    )
     return native._open(directory / "kernel.so")
 
 
@@ -42,7 +46,9 @@ def narrow_mse(tmp_path_factory) -> NativePacker:
     """As a processor with AVX2 and without AVX-512 gets it."""
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("no AVX2 here")
-    return NativePacker(kernel_for(["-mavx2"], tmp_path_factory.mktemp("kernel")), "mse", lambda: TorchPacker("mse"))
+    return NativePacker(
+        kernel_for(["-mavx2"], tmp_path_factory.mktemp("kernel")), "mse", lambda: TorchPacker("mse")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +66,15 @@ def packers(weight_scales: str = "max") -> list[Packer]:
     return [TorchPacker(weight_scales), choose_packer(weight_scales)]
 
 
-def packed(packer: Packer, rows: Rows, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor, int]:
+def packed(
+    packer: Packer, rows: Rows, amax: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     count, columns = rows.shape
     rows = prepared(rows, packer)
-    target = torch.empty(count, columns // 2, dtype=torch.uint8), torch.empty(count, columns // 16, dtype=torch.uint8)
+    target = (
+        torch.empty(count, columns // 2, dtype=torch.uint8),
+        torch.empty(count, columns // 16, dtype=torch.uint8),
+    )
     scaling = Scaling.of(packer.amax(rows) if amax is None else amax)
     zeros = packer.pack(rows, scaling, *(each.numpy() for each in target))
     return *target, zeros
@@ -79,7 +90,9 @@ def assert_modelopts_bytes(rows: Rows, packer: Packer, amax: float | None = None
     scale_2 = nvfp4.scale_2_of(torch.tensor(largest if amax is None else amax))
     tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
     codes, scales, zeros = packed(packer, rows, amax)
-    assert torch.equal(scales, scale.view(torch.uint8)) and torch.equal(codes, tensor._quantized_data)
+    assert torch.equal(scales, scale.view(torch.uint8)) and torch.equal(
+        codes, tensor._quantized_data
+    )
     assert zeros == int((weight.view(-1, 16) == 0).all(-1).sum())
 
 
@@ -108,7 +121,9 @@ def test_any_bf16_bits(portable, bits, more):
 @settings(max_examples=100, deadline=None)
 def test_any_int4_codes_and_scales(portable, codes, bits):
     """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
-    words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(-1)
+    words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(
+        -1
+    )
     values = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     rows = rows_of(WeightFormat.INT4, values, bf16_of(bits[:4]).reshape(2, 2))
     for packer in (*packers(), portable):
@@ -136,13 +151,18 @@ def test_int4_matrices_of_any_group(portable, group, spread):
 def test_fp8_blocks(portable, shape):
     torch.manual_seed(1)
     parts = pack_fp8_block(torch.randn(shape).bfloat16())
-    parts["weight"].view(torch.uint8)[0, :16] = torch.arange(16) * 0x11 % 0x7F  # subnormals among them
+    parts["weight"].view(torch.uint8)[0, :16] = (
+        torch.arange(16) * 0x11 % 0x7F
+    )  # subnormals among them
     rows = rows_of(WeightFormat.FP8_BLOCK, *parts.values())
     assert torch.equal(TorchPacker().decoded(rows), dequantize_fp8_block(*parts.values()))
     for packer in (*packers(), portable):
         assert_modelopts_bytes(rows, packer)
     parts["weight"].view(torch.uint8)[3, 5] = 0x7F
-    assert all(not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer)))) for packer in packers())
+    assert all(
+        not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer))))
+        for packer in packers()
+    )
 
 
 @NEEDS_COMPILER
@@ -169,16 +189,23 @@ def test_errors_are_those_of_the_dequantized_rows():
         weight, scaling = TorchPacker().decoded(rows).double(), Scaling.of(TorchPacker().amax(rows))
         codes, scales, _ = packed(TorchPacker(), rows)
         real = nvfp4.dequantize(
-            nvfp4.NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.tensor(scaling.scale_2)), torch.float32
+            nvfp4.NVFP4Tensor(
+                codes, scales.view(torch.float8_e4m3fn), torch.tensor(scaling.scale_2)
+            ),
+            torch.float32,
         )
         expected = (float((real.double() - weight).square().sum()), float(weight.square().sum()))
         for packer in packers():
-            assert packer.errors(rows, scaling, codes.numpy(), scales.numpy()) == pytest.approx(expected, rel=1e-5)
+            assert packer.errors(rows, scaling, codes.numpy(), scales.numpy()) == pytest.approx(
+                expected, rel=1e-5
+            )
 
 
 @NEEDS_COMPILER
 @given(bits16)
-@example([0] * 63 + [0x1380])  # 2^-88: every error squared is zero, and the smallest scale is as good as any
+@example(
+    [0] * 63 + [0x1380]
+)  # 2^-88: every error squared is zero, and the smallest scale is as good as any
 @example([0] * 47 + [1] + [0] * 15 + [0x4C60])  # and so in a block that vanishes beside a large one
 @settings(max_examples=20, deadline=None)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
@@ -199,7 +226,9 @@ def test_mse_of_int4_is_that_of_its_bf16_values(portable_mse, narrow_mse, seed, 
     codes[3, 4:8] = 8
     values = (codes.to(torch.int64) << (4 * torch.arange(8))).sum(-1)
     values = torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
-    pool = torch.randn(variety, generator=generator) * torch.exp2(spread * torch.randn(variety, generator=generator))
+    pool = torch.randn(variety, generator=generator) * torch.exp2(
+        spread * torch.randn(variety, generator=generator)
+    )
     scale = pool[torch.randint(0, variety, (32, 4), generator=generator)].bfloat16()
     scale[5, 1], scale[6, 2] = 0.0, -0.0
     rows = rows_of(WeightFormat.INT4, values, scale)
@@ -224,7 +253,9 @@ def test_mse_costs_less_than_the_maximum_above_all_from_int4():
             packer = choose_packer(weight_scales)
             codes, scales, _ = packed(packer, rows)
             scaling = Scaling.of(packer.amax(rows))
-            error[weight_scales] = packer.errors(rows, scaling, codes.numpy(), scales.numpy())[0] ** 0.5
+            error[weight_scales] = (
+                packer.errors(rows, scaling, codes.numpy(), scales.numpy())[0] ** 0.5
+            )
         assert error["mse"] < most * error["max"]
 
 
@@ -278,7 +309,9 @@ def test_a_gpu_gives_the_same_bytes(weight_scales):
         rows_of(WeightFormat.INT4, *list(pack_int4(weight).values())[:2]),
         rows_of(WeightFormat.FP8_BLOCK, *pack_fp8_block(weight).values()),
     ):
-        expected, got = (packed(choose_packer(weight_scales, device), rows) for device in ("cpu", "cuda"))
+        expected, got = (
+            packed(choose_packer(weight_scales, device), rows) for device in ("cpu", "cuda")
+        )
         assert all(torch.equal(a, b) for a, b in zip(expected[:2], got[:2], strict=True))
 
 

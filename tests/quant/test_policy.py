@@ -20,7 +20,9 @@ NAMES = ["k2.5", "k2.6", "k2.7-code"]
 
 
 def kimi_spec(layers: int = 61, nested: bool = True) -> ModelSpec:
-    return ModelSpec.from_config(target_config(text_config(layers=layers, hidden=64, experts=4), nested=nested))
+    return ModelSpec.from_config(
+        target_config(text_config(layers=layers, hidden=64, experts=4), nested=nested)
+    )
 
 
 @pytest.mark.parametrize(("name", "count"), zip(NAMES, (64, 124, 125), strict=True))
@@ -31,7 +33,9 @@ def test_counts_of_the_published_lists(name, count):
 
 
 def test_k25_list_is_the_published_one(upstream_data):
-    published = json.loads((upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json").read_text())
+    published = json.loads(
+        (upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json").read_text()
+    )
     spec = ModelSpec.from_config(published)
     assert load_policy("k2.5").exclude_patterns(spec) == published["quantization_config"]["ignore"]
 
@@ -43,7 +47,9 @@ def test_text_only_models_have_no_prefix_and_no_vision():
 
 def test_a_pattern_of_a_dense_layer_never_reaches_another_layer(tmp_path):
     text = text_config(layers=12, hidden=64, experts=4) | {"first_k_dense_replace": 2}
-    patterns = load_policy("k2.6").exclude_patterns(ModelSpec.from_config(target_config(text, nested=True)))
+    patterns = load_policy("k2.6").exclude_patterns(
+        ModelSpec.from_config(target_config(text, nested=True))
+    )
     dense = [pattern for pattern in patterns if pattern.endswith(("layers.0*", "layers.1.*"))]
     assert dense == ["language_model.model.layers.0*", "language_model.model.layers.1.*"]
 
@@ -86,7 +92,9 @@ def test_an_own_policy_file(tmp_path):
         'summary: one\nquantize: ["model.layers.*.mlp.experts.*.down_proj"]\nexclude: ["{prefix}lm_head"]\n'
     )
     policy = load_policy(str(path))
-    assert policy.name == "mine" and policy.quantizes("language_model.model.layers.3.mlp.experts.7.down_proj.weight")
+    assert policy.name == "mine" and policy.quantizes(
+        "language_model.model.layers.3.mlp.experts.7.down_proj.weight"
+    )
     assert not policy.quantizes("language_model.model.layers.3.mlp.experts.7.up_proj.weight")
     path.write_text("quantize: [a]\n")
     with pytest.raises(UsageError, match="is not a policy"):
@@ -114,8 +122,14 @@ def test_a_policy_file_is_refused_by_key(tmp_path, text, message):
 
 def test_the_scales_are_the_publishers():
     """ModelOpt 0.48's recipes of these names: mse with fp8_scale_sweep, and max with input amax pinned to 2688."""
-    chosen = {name: (load_policy(name).weight_scales, load_policy(name).input_scales) for name in NAMES}
-    assert chosen == {"k2.5": ("max", "calibrated"), "k2.6": ("mse", "calibrated"), "k2.7-code": ("max", "one")}
+    chosen = {
+        name: (load_policy(name).weight_scales, load_policy(name).input_scales) for name in NAMES
+    }
+    assert chosen == {
+        "k2.5": ("max", "calibrated"),
+        "k2.6": ("mse", "calibrated"),
+        "k2.7-code": ("max", "one"),
+    }
     assert all(load_policy(name).source and load_policy(name).modelopt for name in NAMES)
 
 
@@ -131,7 +145,9 @@ def test_the_scales_are_the_publishers():
 def test_what_is_done_otherwise_is_honoured_and_named(tmp_path, name, options, named):
     source = make_target(tmp_path / "in", layers=2)
     chosen = ConversionOptions(**options)
-    plan = quantize_checkpoint(source, tmp_path / "out", load_policy(name), chosen, OutputOptions(dry_run=True))
+    plan = quantize_checkpoint(
+        source, tmp_path / "out", load_policy(name), chosen, OutputOptions(dry_run=True)
+    )
     assert plan.weight_scales == options.get("weight_scales", load_policy(name).weight_scales)
     assert [text.partition(":")[0] for text in plan.deviations] == named
     done = quantize_checkpoint(source, tmp_path / "out", load_policy(name), chosen)
@@ -150,8 +166,15 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path):
             '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
         )
     source = make_target(tmp_path / "Kimi-K2.8", layers=2)
-    found = json.loads(run_copy(copy, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json"))
-    assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == ("k2.8", "mse", 4, [])
+    found = json.loads(
+        run_copy(copy, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json")
+    )
+    assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == (
+        "k2.8",
+        "mse",
+        4,
+        [],
+    )
     assert "someone/Kimi-K2.8-NVFP4" in (tmp_path / "out/README.md").read_text()
 
 

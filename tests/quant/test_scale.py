@@ -31,12 +31,16 @@ def decoded(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
         return tensors[f"{module}.weight"]
     shape = torch.Size(tensors[f"{module}.weight_shape"].tolist())
     codes = unpack_from_int32(tensors[f"{module}.weight_packed"], 4, shape).to(torch.bfloat16)
-    return (codes.view(shape[0], -1, 32) * tensors[f"{module}.weight_scale"].unsqueeze(-1)).view(shape)
+    return (codes.view(shape[0], -1, 32) * tensors[f"{module}.weight_scale"].unsqueeze(-1)).view(
+        shape
+    )
 
 
 @pytest.mark.slow
 def test_all_61_layers_equal_modelopts_path(tmp_path):
-    source = make_target(tmp_path / "in", format="int4", layers=61, experts=8, shards=16, vision=True)
+    source = make_target(
+        tmp_path / "in", format="int4", layers=61, experts=8, shards=16, vision=True
+    )
     place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     torn = [name for name in place if name.endswith("gate_proj.weight_packed")]
     torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
@@ -47,10 +51,16 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
     for module in modules:
         weight = decoded(stored, module)
         group = [weight, *(decoded(stored, other) for other in shared_partners(module))]
-        scale_2 = torch.stack([member.abs().amax() for member in group]).amax().float() / (6.0 * 448.0)
-        tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
+        scale_2 = torch.stack([member.abs().amax() for member in group]).amax().float() / (
+            6.0 * 448.0
+        )
+        tensor, scale, _ = NVFP4QTensor.quantize(
+            weight.clone(), 16, weights_scaling_factor_2=scale_2
+        )
         assert torch.equal(got[f"{module}.weight"], tensor._quantized_data), module
-        assert torch.equal(got[f"{module}.weight_scale"].view(torch.uint8), scale.view(torch.uint8)), module
+        assert torch.equal(
+            got[f"{module}.weight_scale"].view(torch.uint8), scale.view(torch.uint8)
+        ), module
         assert torch.equal(got[f"{module}.weight_scale_2"], scale_2), module
         real = NVFP4QTensor(weight.shape, torch.bfloat16, got[f"{module}.weight"]).dequantize(
             torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16}

@@ -38,7 +38,9 @@ def assert_modelopts_choice(weight: torch.Tensor, amax: float | None = None) -> 
         packer.pack(rows, scaling, packed.numpy(), scale.numpy())
         assert torch.equal(scale.reshape(-1), expected), packer.name
         # the values are packed under the chosen scales as under any others
-        divisor = (scale.view(torch.float8_e4m3fn).float() * scaling.scale_2).repeat_interleave(16, -1)
+        divisor = (scale.view(torch.float8_e4m3fn).float() * scaling.scale_2).repeat_interleave(
+            16, -1
+        )
         codes = nvfp4.e2m1_codes(weight.float() / divisor)
         assert torch.equal(packed, codes[:, 0::2] | (codes[:, 1::2] << 4)), packer.name
 
@@ -46,7 +48,10 @@ def assert_modelopts_choice(weight: torch.Tensor, amax: float | None = None) -> 
 def grid(generator: torch.Generator, steps: int, exponents: tuple[int, int]) -> torch.Tensor:
     """Small integers times a power of two for each block: quotients that fall on ties."""
     values = torch.randint(-steps, steps + 1, (16, 128), generator=generator).float()
-    return (values * 2.0 ** torch.randint(*exponents, (16, 8), generator=generator).repeat_interleave(16, 1)).bfloat16()
+    return (
+        values
+        * 2.0 ** torch.randint(*exponents, (16, 8), generator=generator).repeat_interleave(16, 1)
+    ).bfloat16()
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 4.0]))
@@ -54,10 +59,16 @@ def grid(generator: torch.Generator, steps: int, exponents: tuple[int, int]) -> 
 def test_random_weights(seed, tail):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(16, 128, generator=generator)
-    assert_modelopts_choice((weight * torch.exp2(tail * torch.randn(16, 128, generator=generator))).bfloat16())
+    assert_modelopts_choice(
+        (weight * torch.exp2(tail * torch.randn(16, 128, generator=generator))).bfloat16()
+    )
 
 
-@given(st.integers(0, 2**32), st.sampled_from([3, 8, 24]), st.sampled_from([None, 2688.0, 1344.0 * 3, 7.0 * 2**6]))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([3, 8, 24]),
+    st.sampled_from([None, 2688.0, 1344.0 * 3, 7.0 * 2**6]),
+)
 @settings(max_examples=15, deadline=None)
 def test_ties(seed, steps, amax):
     weight = grid(torch.Generator().manual_seed(seed), steps, (-12, 4))
@@ -74,7 +85,9 @@ def test_int4_grids(seed):
     assert_modelopts_choice((codes * scales).reshape(16, 128))
 
 
-@pytest.mark.parametrize("kind", ["sparse", "one hot block", "zero blocks", "huge", "tiny", "denormal beside large"])
+@pytest.mark.parametrize(
+    "kind", ["sparse", "one hot block", "zero blocks", "huge", "tiny", "denormal beside large"]
+)
 def test_extremes(kind):
     generator = torch.Generator().manual_seed(7)
     weight = torch.randn(16, 128, generator=generator)
@@ -111,4 +124,6 @@ def test_the_order_of_the_sum_is_torchs():
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert torch.equal(total, squares.sum(-1))
     else:
-        warnings.warn("PyTorch adds in another order on this processor; near-ties may differ", stacklevel=1)
+        warnings.warn(
+            "PyTorch adds in another order on this processor; near-ties may differ", stacklevel=1
+        )

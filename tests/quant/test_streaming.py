@@ -42,7 +42,9 @@ def weights(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("policy", [K25, K26], ids=["k2.5", "k2.6"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, nested):
-    source = make_target(tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested)
+    source = make_target(
+        tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested
+    )
     result = quantize_checkpoint(source, tmp_path / "out", policy, ConversionOptions(workers=1))
     origin, got = LazyTensors(Checkpoint.open(source)), tensors_of(tmp_path / "out")
     spec, expected = target_spec(origin.checkpoint), {}
@@ -55,7 +57,9 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
         pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(name.split(".")[-2])
         amax = weight.abs().max()
         if pair:
-            amax = torch.maximum(amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max())
+            amax = torch.maximum(
+                amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max()
+            )
         packed = nvfp4.quantize(weight, amax.float(), policy.weight_scales)
         expected[name] = packed.packed
         expected[f"{name}_scale"], expected[f"{name}_scale_2"] = packed.scale, packed.scale_2
@@ -79,13 +83,24 @@ def test_configs_index_and_files(tmp_path, format):
     (source / "LICENSE").write_bytes(b"licence\r\n")
     (source / "tokenization_kimi.py").write_text("print('code')\n")
     quantize_checkpoint(source, tmp_path / "out", K25)
-    out, published = tmp_path / "out", make_target(tmp_path / "nvfp4", format="nvfp4", layers=3, vision=True)
+    out, published = (
+        tmp_path / "out",
+        make_target(tmp_path / "nvfp4", format="nvfp4", layers=3, vision=True),
+    )
     config, expected = (json.loads((path / "config.json").read_text()) for path in (out, published))
     config["quantization_config"].pop("producer"), expected["quantization_config"].pop("producer")
     assert config == expected
-    quant, wanted = (json.loads((path / "hf_quant_config.json").read_text()) for path in (out, published))
+    quant, wanted = (
+        json.loads((path / "hf_quant_config.json").read_text()) for path in (out, published)
+    )
     assert quant["quantization"] == wanted["quantization"]
-    for name in ("LICENSE", "tokenization_kimi.py", "tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):
+    for name in (
+        "LICENSE",
+        "tokenization_kimi.py",
+        "tiktoken.model",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = Checkpoint.open(out)
@@ -99,8 +114,16 @@ def test_configs_index_and_files(tmp_path, format):
 
 
 def test_without_an_fp8_kv_cache(tmp_path):
-    quantize_checkpoint(make_target(tmp_path / "in", layers=2), tmp_path / "out", K26, ConversionOptions(kv_cache=None))
-    assert "kv_cache_scheme" not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    quantize_checkpoint(
+        make_target(tmp_path / "in", layers=2),
+        tmp_path / "out",
+        K26,
+        ConversionOptions(kv_cache=None),
+    )
+    assert (
+        "kv_cache_scheme"
+        not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    )
     assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
 
 
@@ -108,15 +131,23 @@ def test_input_scales_from_a_file(tmp_path):
     source = make_target(tmp_path / "in", layers=2)
     prefix = "model.layers.1.mlp.experts"
     amax = {"gate": 5.0, "up": 7.0, "down": 2.0}
-    values = {f"{prefix}.*.{name}_proj.input_scale": torch.tensor(most) / 2688 for name, most in amax.items()}
+    values = {
+        f"{prefix}.*.{name}_proj.input_scale": torch.tensor(most) / 2688
+        for name, most in amax.items()
+    }
     values |= {f"{prefix}.3.down_proj.input_scale": torch.tensor(0.25)}
     path = tmp_path / "scales.safetensors"
     save_file(values, path)
     quantize_checkpoint(source, tmp_path / "out", K26, accepted(path))
     got = tensors_of(tmp_path / "out")
-    scale = {name: got[f"language_model.{prefix}.{name}.input_scale"] for name in ("0.gate_proj", "1.up_proj")}
+    scale = {
+        name: got[f"language_model.{prefix}.{name}.input_scale"]
+        for name in ("0.gate_proj", "1.up_proj")
+    }
     assert all(torch.equal(value, torch.tensor(7.0) / 2688) for value in scale.values())
-    assert torch.equal(got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688)
+    assert torch.equal(
+        got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688
+    )
     assert float(got[f"language_model.{prefix}.3.down_proj.input_scale"]) == 0.25
     del values[f"{prefix}.*.down_proj.input_scale"]
     save_file(values, path)
@@ -134,9 +165,19 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
     result = quantize_checkpoint(source, tmp_path / "out", K26)
     got = load_file(tmp_path / "out/model.safetensors")
     (found,) = result.problems
-    assert (found.code, found.severity, found.where) == ("TS-TARGET-ZERO", "error", f"{module}.weight")
-    assert result.classes["routed experts down_proj"].zero_blocks == tensors[f"{module}.weight"].numel() // 16
-    assert float(got[f"{module}.weight_scale_2"]) > 0 and (got[f"{module}.weight_scale"].float() == 1).all()
+    assert (found.code, found.severity, found.where) == (
+        "TS-TARGET-ZERO",
+        "error",
+        f"{module}.weight",
+    )
+    assert (
+        result.classes["routed experts down_proj"].zero_blocks
+        == tensors[f"{module}.weight"].numel() // 16
+    )
+    assert (
+        float(got[f"{module}.weight_scale_2"]) > 0
+        and (got[f"{module}.weight_scale"].float() == 1).all()
+    )
     assert module in (tmp_path / "out/README.md").read_text()
 
 
@@ -145,7 +186,16 @@ def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
     plan = quantize_checkpoint(source, tmp_path / "out", K26, again=OutputOptions(dry_run=True))
     assert not (tmp_path / "out").exists()
     done = quantize_checkpoint(source, tmp_path / "out", K26)
-    same = ("policy", "weight_scales", "deviations", "quantized", "decoded", "copied", "bytes_in", "bytes_out")
+    same = (
+        "policy",
+        "weight_scales",
+        "deviations",
+        "quantized",
+        "decoded",
+        "copied",
+        "bytes_in",
+        "bytes_out",
+    )
     assert [getattr(plan, key) for key in same] == [getattr(done, key) for key in same]
     assert done.bytes_out == Checkpoint.open(tmp_path / "out").bytes
 
@@ -153,7 +203,10 @@ def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
 def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
     source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
     quantize_checkpoint(source, out, K26)
-    before, times = weights(out), {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    before, times = (
+        weights(out),
+        {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")},
+    )
     assert quantize_checkpoint(source, out, K26).shards_resumed == 3
     damaged = out / "model-00002-of-00003.safetensors"
     with damaged.open("r+b") as stream:
@@ -163,7 +216,11 @@ def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
         stream.write(bytes([last[0] ^ 1]))
     assert quantize_checkpoint(source, out, K26).shards_resumed == 2
     assert weights(out) == before
-    assert all((out / name).stat().st_mtime_ns == time for name, time in times.items() if name != damaged.name)
+    assert all(
+        (out / name).stat().st_mtime_ns == time
+        for name, time in times.items()
+        if name != damaged.name
+    )
 
 
 def test_changed_options_or_source_are_refused_until_restart(tmp_path):
@@ -173,10 +230,16 @@ def test_changed_options_or_source_are_refused_until_restart(tmp_path):
         quantize_checkpoint(source, out, K25)
     with pytest.raises(UsageError, match='else: options.weight_scales was "mse", now "max"$'):
         quantize_checkpoint(source, out, K26, ConversionOptions(weight_scales="max"))
-    with pytest.raises(UsageError, match='options.kv_cache was "fp8", now null$'):  # a dry run runs the same checks
-        quantize_checkpoint(source, out, K26, ConversionOptions(kv_cache=None), OutputOptions(dry_run=True))
+    with pytest.raises(
+        UsageError, match='options.kv_cache was "fp8", now null$'
+    ):  # a dry run runs the same checks
+        quantize_checkpoint(
+            source, out, K26, ConversionOptions(kv_cache=None), OutputOptions(dry_run=True)
+        )
     assert "`restart`" in caught.value.remedy
-    assert quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True)).shards_resumed == 0
+    assert (
+        quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True)).shards_resumed == 0
+    )
     shard = source / "model-00001-of-00002.safetensors"
     size = shard.stat().st_size
     make_target(source, layers=3)
@@ -198,12 +261,16 @@ def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path):
 
 
 def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
-    source, foreign = make_target(tmp_path / "in", layers=2), make_target(tmp_path / "other", layers=1, shards=3)
+    source, foreign = (
+        make_target(tmp_path / "in", layers=2),
+        make_target(tmp_path / "other", layers=1, shards=3),
+    )
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
     with pytest.raises(UsageError, match="already exists"):
         quantize_checkpoint(source, foreign, K26)
     with pytest.raises(
-        UsageError, match=r"holds .*config.json, .* and \d+ more, which `trtspec quantize` did not write"
+        UsageError,
+        match=r"holds .*config.json, .* and \d+ more, which `trtspec quantize` did not write",
     ):
         quantize_checkpoint(source, foreign, K26, again=OutputOptions(force=True))
     assert before == {path.name: path.read_bytes() for path in foreign.iterdir()}
@@ -212,9 +279,13 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
     (out / JOURNAL_NAME).unlink()
     (out / "adapter.safetensors").write_bytes(b"mine")
     for again in (OutputOptions(force=True), OutputOptions(force=True, dry_run=True)):
-        with pytest.raises(UsageError, match=r"holds adapter.safetensors, which `trtspec quantize` did not write"):
+        with pytest.raises(
+            UsageError, match=r"holds adapter.safetensors, which `trtspec quantize` did not write"
+        ):
             quantize_checkpoint(source, out, K26, again=again)
-    assert (out / "adapter.safetensors").read_bytes() == b"mine" and len(Checkpoint.open(other).shards) == 3
+    assert (out / "adapter.safetensors").read_bytes() == b"mine" and len(
+        Checkpoint.open(other).shards
+    ) == 3
     (out / "adapter.safetensors").unlink()
     quantize_checkpoint(source, out, K26, again=OutputOptions(force=True))
     assert len(Checkpoint.open(out).shards) == 2 and len(list(out.glob("*.safetensors"))) == 2
@@ -240,7 +311,9 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
 @pytest.mark.parametrize("case", ["no blocks", "integers", "nvfp4", "nothing", "same directory"])
 def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
-    source = make_target(tmp_path / "in", format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
+    source = make_target(
+        tmp_path / "in", format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1
+    )
     policy, out = K26, tmp_path / "out"
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
     tensors = load_file(source / "model.safetensors")
@@ -266,17 +339,27 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
     }[case]
     with pytest.raises(TrtspecError, match=message):
         quantize_checkpoint(source, source if case == "same directory" else out, policy)
-    assert not [name for pattern in ("*.safetensors", ".*.partial", "config.json") for name in out.glob(pattern)]
+    assert not [
+        name
+        for pattern in ("*.safetensors", ".*.partial", "config.json")
+        for name in out.glob(pattern)
+    ]
 
 
 def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
     command = [*TRTSPEC, "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
-    return subprocess.Popen([*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
-@pytest.mark.parametrize(("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)]
+)
 def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts):
-    source = make_target(tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12)
+    source = make_target(
+        tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12
+    )
     expected = tmp_path / "expected" / "Kimi"
     quantize_checkpoint(source, expected, K25)
     out, draw, kills = tmp_path / "out" / "Kimi", random.Random(workers), 0

@@ -36,7 +36,11 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 def codes(out: Path, source: Path, sample: int = 0) -> set[str]:
     found = inspected(out, source, sample).problems
-    return {problem.code for problem in found if problem.severity == "error" or problem.code.startswith("TS-QUANT")}
+    return {
+        problem.code
+        for problem in found
+        if problem.severity == "error" or problem.code.startswith("TS-QUANT")
+    }
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
@@ -48,7 +52,9 @@ def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
     assert report.problems == [] and report.compared == report.tensors
     assert not above_info(tmp_path / "out")
     assert describe(resolve(str(tmp_path / "out")), hashes=True).hashes_verified == 2
-    assert all(0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values())
+    assert all(
+        0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values()
+    )
     assert compare(tmp_path / "out", source, 10).compared == 10
 
 
@@ -74,7 +80,9 @@ DAMAGES: list[tuple[str, Changed, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "code"), DAMAGES, ids=[f"{name[-30:]}-{code}" for name, _, code in DAMAGES])
+@pytest.mark.parametrize(
+    ("name", "change", "code"), DAMAGES, ids=[f"{name[-30:]}-{code}" for name, _, code in DAMAGES]
+)
 def test_each_damage_is_found(pair, tmp_path, name, change, code):
     source, good = pair
     for file in ("config.json", "hf_quant_config.json"):
@@ -124,7 +132,9 @@ def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales):
     """Against the source, but for input_scale, which follows from no weight; by the recorded hashes, all."""
     source = make_target(tmp_path / "in", format="int4", layers=2, experts=2, shards=1, vision=True)
     good, draw, unseen = tmp_path / "out", random.Random(0), []
-    quantize_checkpoint(source, good, load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales))
+    quantize_checkpoint(
+        source, good, load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales)
+    )
     assert not codes(good, source)
     for name, info in Checkpoint.open(good).tensors.items():
         bad = flipped(good, tmp_path / "bad", name, draw.randrange(8 * info.nbytes))
@@ -143,7 +153,11 @@ def test_a_wrong_weight_scale_2_is_found_against_the_source(pair, tmp_path, fact
         tensors = load_file(good / "model.safetensors")
         tensors[f"{module}.weight_scale_2"] *= factor
         save_file(tensors, tmp_path / "bad/model.safetensors", {"format": "pt"})
-        found = [problem for problem in compare(tmp_path / "bad", source, 0).problems if "SCALE-2" in problem.code]
+        found = [
+            problem
+            for problem in compare(tmp_path / "bad", source, 0).problems
+            if "SCALE-2" in problem.code
+        ]
         assert [problem.where for problem in found] == [f"{module}.weight_scale_2"]
         assert f"{factor:g}"[:3] in found[0].message
 
@@ -153,7 +167,9 @@ def test_another_exporter_is_not_accused(pair, tmp_path):
     source, good = pair
     shutil.copytree(good, tmp_path / "theirs")
     (tmp_path / "theirs/provenance.json").write_text("{")
-    with pytest.raises(TrtspecError, match="not valid JSON"):  # a broken record makes no other exporter
+    with pytest.raises(
+        TrtspecError, match="not valid JSON"
+    ):  # a broken record makes no other exporter
         compare(tmp_path / "theirs", source)
     (tmp_path / "theirs/provenance.json").unlink()
     tensors = load_file(good / "model.safetensors")

@@ -19,10 +19,15 @@ from trtspec.quant.run import quantize_checkpoint
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_threads_write_the_same_bytes(tmp_path, format, weight_scales):
     """Matrices of different sizes, so that the scratch buffers of a thread grow and are used again."""
-    source, outputs = make_target(tmp_path / "in", format=format, layers=3, hidden=256, shards=4), []
+    source, outputs = (
+        make_target(tmp_path / "in", format=format, layers=3, hidden=256, shards=4),
+        [],
+    )
     for workers in (1, 2, 8):
         out = tmp_path / str(workers) / "out"
-        result = quantize_checkpoint(source, out, K25, ConversionOptions(weight_scales=weight_scales, workers=workers))
+        result = quantize_checkpoint(
+            source, out, K25, ConversionOptions(weight_scales=weight_scales, workers=workers)
+        )
         journal = [json.loads(line) for line in (out / JOURNAL_NAME).read_text().splitlines()]
         outputs.append((weights(out), (out / "README.md").read_text(), journal, result.classes))
     assert outputs[0] == outputs[1] == outputs[2]
@@ -35,7 +40,9 @@ def test_threads_of_torch_write_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("TRTSPEC_KERNEL", "torch")
     try:
         for workers in (1, 8):
-            quantize_checkpoint(source, tmp_path / f"torch-{workers}", K26, ConversionOptions(workers=workers))
+            quantize_checkpoint(
+                source, tmp_path / f"torch-{workers}", K26, ConversionOptions(workers=workers)
+            )
             assert weights(tmp_path / f"torch-{workers}") == weights(tmp_path / "c")
     finally:
         native.load_kernel.cache_clear()
@@ -49,7 +56,9 @@ def test_the_first_bad_tensor_is_the_one_that_is_named(tmp_path):
         tensors[name][0, 0] = float("inf")
     save_file(tensors, shard, {"format": "pt"})
     for workers in (1, 2, 8):
-        with pytest.raises(TrtspecError, match=r"model-00002-of-00003.* NaN or infinity at \[0, 0\]") as caught:
+        with pytest.raises(
+            TrtspecError, match=r"model-00002-of-00003.* NaN or infinity at \[0, 0\]"
+        ) as caught:
             quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(workers=workers))
         messages.add(caught.value.message)
         assert not list((tmp_path / "out").glob(".*.partial"))

@@ -49,8 +49,18 @@ def test_a_meaning_is_inherited_until_a_line_states_another(
 
 def test_what_was_mended_is_gone_and_what_may_be_is_asked_with_its_interval() -> None:
     states = {}
-    for version in ("1.3.0rc5", "1.3.0rc16", "1.3.0rc17", "1.3.0rc18", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"):
-        states[version] = schema_for(version).agreed(lambda one: "rejection_sampling_crashes" in one.rules)
+    for version in (
+        "1.3.0rc5",
+        "1.3.0rc16",
+        "1.3.0rc17",
+        "1.3.0rc18",
+        "1.3.0rc20",
+        "1.3.0rc22",
+        "1.4.0rc1",
+    ):
+        states[version] = schema_for(version).agreed(
+            lambda one: "rejection_sampling_crashes" in one.rules
+        )
     assert states == {
         "1.3.0rc5": False, "1.3.0rc16": None, "1.3.0rc17": True, "1.3.0rc18": True,
         "1.3.0rc20": None, "1.3.0rc22": False, "1.4.0rc1": False,
@@ -62,8 +72,13 @@ def test_every_behaviour_says_how_it_is_known() -> None:
         data = yaml.safe_load((SCHEMAS / f"{line}.yaml").read_text())
         for name, entry in (data["behaviours"] | data["rules"]).items():
             if entry is not None:
-                assert entry["evidence"] in ("verified", "inferred", "unknown") and entry["source"], (line, name)
-                assert set(entry) - {"evidence", "source", "since", "until"} or "until" in entry, (line, name)
+                assert (
+                    entry["evidence"] in ("verified", "inferred", "unknown") and entry["source"]
+                ), (line, name)
+                assert set(entry) - {"evidence", "source", "since", "until"} or "until" in entry, (
+                    line,
+                    name,
+                )
 
 
 @pytest.mark.parametrize(
@@ -76,10 +91,14 @@ def test_every_behaviour_says_how_it_is_known() -> None:
         ("1.4.0rc1", "refuses", "refuses", "takes"),
     ],
 )
-def test_block_reuse_has_the_key_of_its_release(version: str, flat: str, conversation: str, nested: str) -> None:
+def test_block_reuse_has_the_key_of_its_release(
+    version: str, flat: str, conversation: str, nested: str
+) -> None:
     def verdict(text: str) -> str:
         severities = {finding.severity for finding in found(text, version).values()}
-        return "refuses" if "error" in severities else "doubts" if "warning" in severities else "takes"
+        return (
+            "refuses" if "error" in severities else "doubts" if "warning" in severities else "takes"
+        )
 
     assert verdict(reuse(block_reuse_policy="per_request")) == flat
     assert verdict(reuse(block_reuse_policy="per_conversation")) == conversation
@@ -98,9 +117,13 @@ def test_block_reuse_has_the_key_of_its_release(version: str, flat: str, convers
         ("telemetry_config: {disabled: true}\n", "1.3.0rc9", "after 1.3.0rc5, by 1.3.0rc20"),
     ],
 )  # fmt: skip
-def test_a_boundary_inside_a_line_is_a_warning_that_names_it(text: str, version: str, interval: str) -> None:
+def test_a_boundary_inside_a_line_is_a_warning_that_names_it(
+    text: str, version: str, interval: str
+) -> None:
     findings = [finding for finding in found(text, version).values() if finding.severity != "info"]
-    assert [finding.severity for finding in findings] == ["warning"] and interval in findings[0].message
+    assert [finding.severity for finding in findings] == ["warning"] and interval in findings[
+        0
+    ].message
 
 
 def in_doubt(text: str, version: str, key: str) -> list[Any]:
@@ -121,9 +144,17 @@ def test_what_two_changes_decide_is_no_error() -> None:
 
 
 def test_one_warning_names_what_a_value_means_before_and_after() -> None:
-    text = "speculative_config: {decoding_type: NGram, max_draft_len: 3, draft_len_schedule: {1: 3}}\n"
+    text = (
+        "speculative_config: {decoding_type: NGram, max_draft_len: 3, draft_len_schedule: {1: 3}}\n"
+    )
     message = found(text, "1.3.0rc9")["TS-LINT-SCHEDULE-MEANING"].message
-    for part in ("lower bounds", "like 1.3.0rc5", "upper bounds", "like 1.3.0rc20", "after 1.3.0rc5, by 1.3.0rc20"):
+    for part in (
+        "lower bounds",
+        "like 1.3.0rc5",
+        "upper bounds",
+        "like 1.3.0rc20",
+        "after 1.3.0rc5, by 1.3.0rc20",
+    ):
         assert part in message
     assert not any("SCHEDULE" in code for code in found(text, "1.2.1"))
 
@@ -138,18 +169,26 @@ def test_a_key_that_went_is_still_missed_where_it_may_be_needed() -> None:
 
 def test_every_decoding_type_of_every_line_has_one_row() -> None:
     rows = [name for method in methods().values() for name in method.spellings]
-    known = {name for line in LINES for name in line_fields(line, "speculative_config.decoding_type", "allowed")}
+    known = {
+        name
+        for line in LINES
+        for name in line_fields(line, "speculative_config.decoding_type", "allowed")
+    }
     assert known == set(rows) and len(rows) == len(set(rows))
     for method in methods().values():
         keys = [method.capture] if method.capture is not None else []
         fields = set().union(*(line_fields(line) for line in LINES))
         assert {f"speculative_config.{key}" for key in keys} <= fields, method.key
-        assert method.kimi["runs"] in ("yes", "no", "unknown") and method.kimi["why"] and method.source
+        assert (
+            method.kimi["runs"] in ("yes", "no", "unknown") and method.kimi["why"] and method.source
+        )
 
 
 def test_the_spelling_that_is_written_parses_in_every_line() -> None:
     for line in LINES:
-        assert eagle3().spellings[0] in line_fields(line, "speculative_config.decoding_type", "allowed")
+        assert eagle3().spellings[0] in line_fields(
+            line, "speculative_config.decoding_type", "allowed"
+        )
 
 
 @pytest.mark.parametrize(
@@ -163,10 +202,14 @@ def test_the_spelling_that_is_written_parses_in_every_line() -> None:
         ("1.3.0rc27", False, False, "logprobs", "logprobs"),  # inside the interval it may be either
     ],
 )
-def test_request_parameters_by_release(version: str, penalties: bool, end: bool, ignored: str, refused: str) -> None:
+def test_request_parameters_by_release(
+    version: str, penalties: bool, end: bool, ignored: str, refused: str
+) -> None:
     limits = request_limits(schema_for(version), penalties)
     assert ("logprobs" in limits["end_engine"]) == end
-    assert (not ignored or ignored in limits["ignored"]) and (not refused or refused in limits["refused"])
+    assert (not ignored or ignored in limits["ignored"]) and (
+        not refused or refused in limits["refused"]
+    )
 
 
 def test_penalties_are_honoured_where_the_key_allows_them() -> None:
@@ -180,17 +223,24 @@ def test_without_speculation_no_trap_of_it_is_reported(version: str) -> None:
     assert not found(text + "moe_config: {backend: TRTLLM}\n", version)
 
 
-@pytest.mark.parametrize("path", sorted(TRTLLM.rglob("*.py")), ids=lambda path: str(path.relative_to(TRTLLM)))
+@pytest.mark.parametrize(
+    "path", sorted(TRTLLM.rglob("*.py")), ids=lambda path: str(path.relative_to(TRTLLM))
+)
 def test_no_rule_knows_a_release_or_a_way_to_speculate(path: Path) -> None:
     """Outside their owners, no text of the code is the name of a line, a release or a decoding type, and nothing
     compares `line`."""
     if path == TRTLLM / "schema.py":
         return
-    names = {name for row in methods().values() for name in row.spellings} - {"AUTO"}  # also a word of other keys
+    names = {name for row in methods().values() for name in row.spellings} - {
+        "AUTO"
+    }  # also a word of other keys
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert node.value not in names, node.lineno
             assert not RELEASE.fullmatch(node.value), node.lineno
         if isinstance(node, ast.Compare):
             parts = [node.left, *node.comparators]
-            assert not any(isinstance(p, ast.Attribute) and p.attr == "line" and "schema" in ast.dump(p) for p in parts)
+            assert not any(
+                isinstance(p, ast.Attribute) and p.attr == "line" and "schema" in ast.dump(p)
+                for p in parts
+            )

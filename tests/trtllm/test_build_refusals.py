@@ -50,7 +50,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "error", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_run_is_refused(words: list[str], error: type[TrtspecError], message: str) -> None:
+def test_what_cannot_run_is_refused(
+    words: list[str], error: type[TrtspecError], message: str
+) -> None:
     with pytest.raises(error) as refused:
         run(*words)
     assert message in f"{refused.value.message} {refused.value.remedy}"
@@ -94,7 +96,9 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
     as `lint FILE` judges it, which knows no more than the file. Facts (severity info), and what is wrong with a head
     itself, are no finding about the file."""
     accepted, tried, found, specs = 0, 0, [], {}
-    for version, (target, head), goal, role, (gpu, tp), length in list(itertools.product(*PRODUCT.values()))[::step]:
+    for version, (target, head), goal, role, (gpu, tp), length in list(
+        itertools.product(*PRODUCT.values())
+    )[::step]:
         tried += 1
         intent = Intent(
             target=target, version=version, head=head, goal=goal, role=role, gpu=gpu, tp_size=tp, max_seq_len=length,
@@ -108,9 +112,15 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
         except (CheckFailed, UsageError):
             continue
         accepted += 1
-        found += [(intent.command(), item.code, item.message) for item in config.findings if warns(item)]
-        if accepted % 40 == 0:  # `lint` reads the first line of the file, which takes longer than all else
-            judged = lint(config.text, deployment_of(config.text, version=None, target=None, head=None)[0])
+        found += [
+            (intent.command(), item.code, item.message) for item in config.findings if warns(item)
+        ]
+        if (
+            accepted % 40 == 0
+        ):  # `lint` reads the first line of the file, which takes longer than all else
+            judged = lint(
+                config.text, deployment_of(config.text, version=None, target=None, head=None)[0]
+            )
             found += [(intent.command(), item.code, item.message) for item in judged if warns(item)]
     assert not found, found[:3]
     assert accepted > tried // 3
@@ -122,13 +132,22 @@ def warns(finding: Finding) -> bool:
 
 def test_a_head_under_its_other_name_is_the_same_head() -> None:
     """Dynamo's recipes name nvidia/Kimi-K2.5-Eagle3 as it was called at first."""
-    other, text = "nvidia/Kimi-K2.5-Thinking-Eagle3", run("nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3")
-    for head, wanted in ((other, set()), ("lightseekorg/kimi-k2.5-eagle3-mla", {"TS-LINT-HEAD-DIFFERS"})):
+    other, text = (
+        "nvidia/Kimi-K2.5-Thinking-Eagle3",
+        run("nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"),
+    )
+    for head, wanted in (
+        (other, set()),
+        ("lightseekorg/kimi-k2.5-eagle3-mla", {"TS-LINT-HEAD-DIFFERS"}),
+    ):
         found = lint(text, deployment_of(text, version=None, target=None, head=head)[0])
         assert {item.code for item in found if item.code == "TS-LINT-HEAD-DIFFERS"} == wanted
 
 
 def test_json_names_what_is_written(tmp_path: Path) -> None:
     report = json.loads(run(K26, "--head", HEAD, "-o", str(tmp_path / "a.yml"), "--json"))
-    assert report["output"] == str(tmp_path / "a.yml") and report["config"]["speculative_config"]["max_draft_len"] == 3
+    assert (
+        report["output"] == str(tmp_path / "a.yml")
+        and report["config"]["speculative_config"]["max_draft_len"] == 3
+    )
     assert report["argv"][-1] == "a.yml" and (tmp_path / "a.yml").read_text() == report["text"]

@@ -31,7 +31,9 @@ def lint(text: str, folder: Path, *words: str) -> dict[str, Any]:
 
 def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
     return {
-        (item["code"].removeprefix("TS-"), item["line"]) for item in report["problems"] if item["severity"] != "info"
+        (item["code"].removeprefix("TS-"), item["line"])
+        for item in report["problems"]
+        if item["severity"] != "info"
     }
 
 
@@ -48,8 +50,14 @@ def test_our_own_values_and_manifests_are_clean(written: str, tmp_path: Path) ->
 
 
 def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_path: Path) -> None:
-    broken = written.replace("backend: TRTLLM", "backend: trtllm").replace("enable_padding", "enable_paddin")
-    lines = [n for n, line in enumerate(broken.splitlines(), 1) if "trtllm  #" in line or "enable_paddin:" in line]
+    broken = written.replace("backend: TRTLLM", "backend: trtllm").replace(
+        "enable_padding", "enable_paddin"
+    )
+    lines = [
+        n
+        for n, line in enumerate(broken.splitlines(), 1)
+        if "trtllm  #" in line or "enable_paddin:" in line
+    ]
     assert {line for _, line in found(lint(broken, tmp_path))} == set(lines)
     lint(broken, tmp_path, "--fix")
     assert (tmp_path / "file").read_text() == written.replace("enable_padding", "enable_paddin")
@@ -61,10 +69,14 @@ def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> No
     assert ("LINT-STOPS-AT-START", 6) in found(report)
     wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
     assert [(item["line"], item["key"]) for item in wrong] == [(8, "engine.yml: --max_batch_sise")]
-    assert not [item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]]  # the shell decides
+    assert not [
+        item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]
+    ]  # the shell decides
 
 
-def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(tmp_path: Path) -> None:
+def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(
+    tmp_path: Path,
+) -> None:
     report = lint("trtllm-serve M --max_batch_sise 8 --config /made/elsewhere.yml\n", tmp_path)
     codes = {item["code"] for item in report["problems"]}
     assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-UNKNOWN-OPTION", "TS-NAME-ABSENT"}
@@ -89,12 +101,16 @@ def test_what_a_script_carries_is_judged_and_nothing_else(command: str, tmp_path
 
 
 def test_compose_has_a_line_of_a_shell() -> None:
-    (command,) = carried("services:\n  a:\n    command: >\n      trtllm-serve M\n      --tp_size 8\n")
+    (command,) = carried(
+        "services:\n  a:\n    command: >\n      trtllm-serve M\n      --tp_size 8\n"
+    )
     assert (command.target, command.words) == ("M", ("--tp_size", "8"))
 
 
 @pytest.mark.parametrize("text", ["#!/bin/bash\nmake: it\n", "a: {{ .Values.a }}\n"])
-def test_a_script_or_template_without_engine_settings_is_not_judged(text: str, tmp_path: Path) -> None:
+def test_a_script_or_template_without_engine_settings_is_not_judged(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text(text)
     failed = trtspec("lint", tmp_path / "file")
     assert failed.status == 2 and "script or template" in failed.stderr and not failed.stdout
@@ -107,7 +123,9 @@ def test_several_documents_and_a_recipe_with_a_section_for_each_role() -> None:
     assert [(item.place, item.text.strip()) for item in carried(roles)] == [
         ("worker_config.gen", "moe_config: {backend: AUTO}"), ("worker_config.ctx", "kv_cache_config: {dtype: fp8}"),
     ]  # fmt: skip
-    assert not carried("moe_config: {backend: AUTO}\n") and not carried("llm_args:\n  moe_config: {backend: AUTO}\n")
+    assert not carried("moe_config: {backend: AUTO}\n") and not carried(
+        "llm_args:\n  moe_config: {backend: AUTO}\n"
+    )
 
 
 # (name, error in a file, what an argument gets): one verdict for a name, wherever it stands
@@ -115,12 +133,16 @@ NAMES = [
     ("nvidia/Kimi-K2.6-Eagle3", False), ("kimi-nano-eagle3", False), ("/nowhere/head", False),
     ("nvidia/Kimi-K2.6-Eagel3", True), ("<eagle3 checkpoint>", True), ("moonshotai/Kimi-K3", True),
 ]  # fmt: skip
-YAML = "speculative_config: {{decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: {!r}}}\n"
+YAML = (
+    "speculative_config: {{decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: {!r}}}\n"
+)
 PLACES = {
     "yaml": YAML,
     "helm": "image: {{tag: 1.4.0rc1}}\nmodel: {{head: {!r}}}\nengineConfig: |\n  kv_cache_config: {{dtype: fp8}}\n",
     "manifest": "data:\n  engine.yml: |\n    " + YAML,
-    "script": "cat > e.yml <<'EOF'\n" + YAML + "EOF\ntrtllm-serve kimi-nano --config e.yml --trust_remote_code\n",
+    "script": "cat > e.yml <<'EOF'\n"
+    + YAML
+    + "EOF\ntrtllm-serve kimi-nano --config e.yml --trust_remote_code\n",
 }
 
 
@@ -128,7 +150,9 @@ PLACES = {
 def test_a_name_has_one_verdict_wherever_it_stands(place: str, tmp_path: Path) -> None:
     for number, (name, _) in enumerate(NAMES):
         (tmp_path / f"{number}").write_text(PLACES[place].format(name))
-    report = json.loads(trtspec("lint", *(tmp_path / f"{n}" for n in range(len(NAMES))), "--json").stdout)
+    report = json.loads(
+        trtspec("lint", *(tmp_path / f"{n}" for n in range(len(NAMES))), "--json").stdout
+    )
     for (name, wrong), file in zip(NAMES, report["files"], strict=True):
         named = [item for item in file["problems"] if item["code"].startswith("TS-NAME-")]
         assert any(item["severity"] == "error" for item in named) is wrong, (name, named)

@@ -48,7 +48,10 @@ def test_an_option_that_nobody_has_seen_in_this_line_is_a_warning() -> None:
 
 
 def command(
-    passed: list[str], text: str = "", explicit: dict[str, int] | None = None, version: str = "1.3.0rc20"
+    passed: list[str],
+    text: str = "",
+    explicit: dict[str, int] | None = None,
+    version: str = "1.3.0rc20",
 ) -> list[str]:
     return build_command(
         Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, Document.parse(text),
@@ -59,7 +62,10 @@ def command(
 def test_a_passed_option_replaces_ours() -> None:
     argv = command(["--max_seq_len", "100", "--reasoning_parser", "auto"])
     assert argv.count("--max_seq_len") == 1 and argv[argv.index("--max_seq_len") + 1] == "100"
-    assert argv.count("--reasoning_parser") == 1 and argv[argv.index("--reasoning_parser") + 1] == "auto"
+    assert (
+        argv.count("--reasoning_parser") == 1
+        and argv[argv.index("--reasoning_parser") + 1] == "auto"
+    )
 
 
 def test_what_stands_in_the_file_is_not_repeated_unless_typed() -> None:
@@ -117,6 +123,8 @@ except SystemExit:
 sys.stderr.write("loaded " + " ".join(name for name in {SLOW!r} if name in sys.modules))
 """
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert "no errors" in done.stdout
     assert done.stderr.rpartition("loaded ")[2].split() == []

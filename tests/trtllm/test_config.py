@@ -24,7 +24,10 @@ from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yml"))
-CARDS = [("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"), ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3")]
+CARDS = [
+    ("nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"),
+    ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"),
+]
 CARD_COMMAND = (
     "trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 --max_num_tokens 8192 "
     "--max_seq_len 8192 --tp_size 4 --extra_llm_api_options extra-llm-api-config.yml"
@@ -32,7 +35,12 @@ CARD_COMMAND = (
 
 
 def an_intent(
-    target: str, version: str, head: str | None = None, goal: Goal = "latency", tp_size: int = 4, **more: Any
+    target: str,
+    version: str,
+    head: str | None = None,
+    goal: Goal = "latency",
+    tp_size: int = 4,
+    **more: Any,
 ) -> Intent:
     return Intent(target=target, version=version, head=head, goal=goal, tp_size=tp_size, **more)
 
@@ -47,13 +55,19 @@ def argv(intent: Intent, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)
-@pytest.mark.parametrize(("version", "sampling"), [("1.3.0rc21", True), ("1.3.0rc22", False), ("1.4.0rc1", False)])
-def test_the_model_cards_configuration_and_command(target: str, head: str, version: str, sampling: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "sampling"), [("1.3.0rc21", True), ("1.3.0rc22", False), ("1.4.0rc1", False)]
+)
+def test_the_model_cards_configuration_and_command(
+    target: str, head: str, version: str, sampling: bool
+) -> None:
     """Advanced sampling is written exactly where it may decide."""
     intent = an_intent(target, version, head, tp_size=4)
     config = built(intent)
     asked = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": head}
-    assert config.values["speculative_config"] == asked | ({"allow_advanced_sampling": True} if sampling else {})
+    assert config.values["speculative_config"] == asked | (
+        {"allow_advanced_sampling": True} if sampling else {}
+    )
     ours, card = argv(intent, config.text), CARD_COMMAND.format(target=target).split()
     extra = [word for word in ours if word not in card]
     assert [word for word in ours if word in card] == card
@@ -64,29 +78,45 @@ def test_capture_layers_are_written_when_the_head_needs_them() -> None:
     intent = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3")
     target, head = load_target(intent.target).spec, load_head(intent.head or "").spec
     other = replace(head, aux_layers=(2, 30, 57))
-    assert build(intent, target, other).values["speculative_config"]["eagle3_layers_to_capture"] == [2, 30, 57]
-    assert "eagle3_layers_to_capture" not in build(intent, target, head).values["speculative_config"]
+    assert build(intent, target, other).values["speculative_config"][
+        "eagle3_layers_to_capture"
+    ] == [2, 30, 57]
+    assert (
+        "eagle3_layers_to_capture" not in build(intent, target, head).values["speculative_config"]
+    )
 
 
 def test_a_version_that_cannot_run_it_is_refused_with_every_reason() -> None:
     with pytest.raises(CheckFailed) as refused:
         built(an_intent("nvidia/Kimi-K2.6-NVFP4", "1.2.1", "lightseekorg/kimi-k2.6-eagle3.1-mla"))
-    assert "TS-LINT-MODEL-TOO-NEW" in refused.value.message and "TS-LINT-EAGLE31" in refused.value.message
+    assert (
+        "TS-LINT-MODEL-TOO-NEW" in refused.value.message
+        and "TS-LINT-EAGLE31" in refused.value.message
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
     text = path.read_text()
     intent = parse_intent(text)
-    assert intent is not None and (intent.role == "front" or (intent.trust_remote_code and intent.gpu))
+    assert intent is not None and (
+        intent.role == "front" or (intent.trust_remote_code and intent.gpu)
+    )
     assert build_named(intent).text == text
 
 
 def claimed() -> list[tuple[str, str]]:
     """File and version, as the table of configs/README.md claims them."""
-    rows = [line.split("|") for line in (CONFIGS / "README.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split("|")
+        for line in (CONFIGS / "README.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     return [
-        (row[1].strip(" `"), version) for row in rows for version in row[5].strip().split(", ") if version[0] != "("
+        (row[1].strip(" `"), version)
+        for row in rows
+        for version in row[5].strip().split(", ")
+        if version[0] != "("
     ]
 
 
@@ -97,19 +127,29 @@ def test_a_recipe_lints_clean_for_every_version_that_it_claims() -> None:
         deployment = deployment_of(text, version=version, target=None, head=None)[0]
         found = [finding for finding in lint(text, deployment) if finding.severity != "info"]
         assert found == [], (name, version, found)
-    own = {(path.name, intent.version) for path in RECIPES if (intent := parse_intent(path.read_text()))}
+    own = {
+        (path.name, intent.version)
+        for path in RECIPES
+        if (intent := parse_intent(path.read_text()))
+    }
     assert {(name, version) for name, version in own if "front" not in name} <= set(claimed())
 
 
 @pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
 def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
     """configs/, the chart's values, and the table that explains every difference from public recipes."""
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_the_recipes_cover_the_released_pairs() -> None:
-    intents = [intent for path in RECIPES if (intent := parse_intent(path.read_text())) and intent.role is None]
+    intents = [
+        intent
+        for path in RECIPES
+        if (intent := parse_intent(path.read_text())) and intent.role is None
+    ]
     found = {(i.target, i.head, i.goal, i.tp_size, i.gpu) for i in intents}
     for target, head in CARDS:
         for goal, tp in (("latency", 4), ("throughput", 8)):
@@ -118,19 +158,33 @@ def test_the_recipes_cover_the_released_pairs() -> None:
     heads = {head for _, head, *_ in found}
     assert {"lightseekorg/kimi-k2.5-eagle3-mla", "lightseekorg/kimi-k2.6-eagle3-mla"} <= heads
     assert any("eagle3.1" in (head or "") for head in heads)
-    assert {(i.tp_size, i.gpu) for i in intents if i.seq_len == 131072} == {(4, "b200"), (8, "b200"), (4, "gb200")}
+    assert {(i.tp_size, i.gpu) for i in intents if i.seq_len == 131072} == {
+        (4, "b200"),
+        (8, "b200"),
+        (4, "gb200"),
+    }
     assert len(intents) >= 20
 
 
 def test_every_value_carries_its_reason() -> None:
-    config = built(an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8))
-    lines = [line for line in config.text.splitlines() if not line.startswith("#") and not line.endswith(":")]
+    config = built(
+        an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8)
+    )
+    lines = [
+        line
+        for line in config.text.splitlines()
+        if not line.startswith("#") and not line.endswith(":")
+    ]
     assert lines and all("  # " in line for line in lines)
 
 
 def test_own_settings_are_written_and_judged() -> None:
     target = "nvidia/Kimi-K2.6-NVFP4"
-    config = built(an_intent(target, "1.4.0rc1", settings=("kv_cache_config.dtype=fp8", "moe_config.backend=CUTLASS")))
+    config = built(
+        an_intent(
+            target, "1.4.0rc1", settings=("kv_cache_config.dtype=fp8", "moe_config.backend=CUTLASS")
+        )
+    )
     assert config.values["kv_cache_config"] == {"dtype": "fp8"}
     assert config.values["moe_config"] == {"backend": "CUTLASS"}
     with pytest.raises(CheckFailed, match="TS-LINT-UNKNOWN-KEY"):
@@ -144,20 +198,38 @@ def test_own_settings_are_written_and_judged() -> None:
 
 
 def test_helm_values_carry_the_same_file() -> None:
-    intent = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8, gpu="b200")
+    intent = an_intent(
+        "nvidia/Kimi-K2.6-NVFP4",
+        "1.3.0rc20",
+        "nvidia/Kimi-K2.6-Eagle3",
+        "throughput",
+        8,
+        gpu="b200",
+    )
     recipe = build_named(intent)
     values = yaml.safe_load(helm_values(recipe))
     assert values["engineConfig"] == recipe.text == built(intent).text
-    assert values["image"]["tag"] == "1.3.0rc20" and (values["nodes"], values["gpusPerNode"]) == (1, 8)
+    assert values["image"]["tag"] == "1.3.0rc20" and (values["nodes"], values["gpusPerNode"]) == (
+        1,
+        8,
+    )
     assert values["gpuProduct"] == "B200" and values["model"]["sizeGiB"] == 560  # 554.3 + 5.6 GiB
     assert "computeDomain" not in values and "quantize" not in values
 
 
 def test_helm_values_of_several_servers_and_of_a_job_that_makes_the_target() -> None:
     intent = an_intent(
-        "nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8, gpu="gb200", nodes=2
+        "nvidia/Kimi-K2.6-NVFP4",
+        "1.3.0rc20",
+        "nvidia/Kimi-K2.6-Eagle3",
+        "throughput",
+        8,
+        gpu="gb200",
+        nodes=2,
     )
-    context, generation = (build_named(replace(intent, role=role)) for role in ("context", "generation"))
+    context, generation = (
+        build_named(replace(intent, role=role)) for role in ("context", "generation")
+    )
     values = yaml.safe_load(helm_values(context, generation))
     assert values["computeDomain"] == {"enabled": True} and "engineConfig" not in values
     for config in (context, generation):
@@ -173,7 +245,9 @@ def test_helm_values_of_several_servers_and_of_a_job_that_makes_the_target() -> 
 
 
 def test_one_server_over_several_nodes() -> None:
-    intent = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", None, "throughput", 8, gpu="gb200", nodes=2)
+    intent = an_intent(
+        "nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", None, "throughput", 8, gpu="gb200", nodes=2
+    )
     recipe = build_named(intent)
     assert recipe.intent.gpus_per_node == 4
     assert yaml.safe_load(recipe.text)["allreduce_strategy"] == "MNNVL"
@@ -189,7 +263,9 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
         concurrency=128, context_urls=("a:1", "b:1"), generation_urls=("c:2",),
     )  # fmt: skip
     texts = {name: build_named(item).text for name, item in disaggregated(intent).items()}
-    prefill, decode, front = (yaml.safe_load(texts[name]) for name in ("context.yml", "generation.yml", "front.yml"))
+    prefill, decode, front = (
+        yaml.safe_load(texts[name]) for name in ("context.yml", "generation.yml", "front.yml")
+    )
     assert prefill["speculative_config"] == decode["speculative_config"]
     assert prefill["cache_transceiver_config"] == decode["cache_transceiver_config"]
     assert prefill["cuda_graph_config"] is None and prefill["disable_overlap_scheduler"] is True
@@ -199,7 +275,10 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
     for text in texts.values():
         again = parse_intent(text)
         assert again is not None and build_named(again).text == text
-    judged = [lint(text, deployment_of(text, version=None, target=None, head=None)[0]) for text in texts.values()]
+    judged = [
+        lint(text, deployment_of(text, version=None, target=None, head=None)[0])
+        for text in texts.values()
+    ]
     assert {finding.severity for found in judged for finding in found} == {"info"}
     step = parse_intent(texts["generation.yml"])
     assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)
@@ -207,17 +286,36 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
 
 INTENTS = st.builds(
     an_intent,
-    st.sampled_from(["nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2-Thinking-NVFP4", "moonshotai/Kimi-K2-Instruct"]),
     st.sampled_from(
-        ["1.2.0", "1.2.1", "1.3.0rc5", "1.3.0rc12", "1.3.0rc16", "1.3.0rc20", "1.3.0rc21", "1.3.0rc29", "1.4.0rc1"]
+        ["nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2-Thinking-NVFP4", "moonshotai/Kimi-K2-Instruct"]
     ),
     st.sampled_from(
-        [None, "nvidia/Kimi-K2.5-Eagle3", "lightseekorg/kimi-k2.5-eagle3", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
+        [
+            "1.2.0",
+            "1.2.1",
+            "1.3.0rc5",
+            "1.3.0rc12",
+            "1.3.0rc16",
+            "1.3.0rc20",
+            "1.3.0rc21",
+            "1.3.0rc29",
+            "1.4.0rc1",
+        ]
+    ),
+    st.sampled_from(
+        [
+            None,
+            "nvidia/Kimi-K2.5-Eagle3",
+            "lightseekorg/kimi-k2.5-eagle3",
+            "lightseekorg/kimi-k2.6-eagle3.1-mla",
+        ]
     ),
     st.sampled_from(["latency", "throughput"]),
     st.sampled_from([4, 6, 8, 16, 32]),
     draft_len=st.integers(1, 7),
-    settings=st.sampled_from([(), ("stream_interval=10",), ("kv_cache_config.free_gpu_memory_fraction=0.5",)]),
+    settings=st.sampled_from(
+        [(), ("stream_interval=10",), ("kv_cache_config.free_gpu_memory_fraction=0.5",)]
+    ),
     trust_remote_code=st.booleans(),
     gpu=st.sampled_from([None, "b200", "gb200", "b300", "h200"]),
     nodes=st.sampled_from([1, 2, 4]),
@@ -233,11 +331,15 @@ INTENTS = st.builds(
 
 @given(intent=INTENTS)
 @settings(max_examples=100, deadline=None)
-def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(intent: Intent) -> None:
+def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
+    intent: Intent,
+) -> None:
     try:
         recipe = build_named(intent)
     except (UsageError, CheckFailed) as refused:
-        assert refused.message and (refused.remedy or "->" in refused.message or "error" in refused.message)
+        assert refused.message and (
+            refused.remedy or "->" in refused.message or "error" in refused.message
+        )
         return
     again = parse_intent(recipe.text)
     assert again is not None and again.command() == intent.command()
@@ -247,7 +349,10 @@ def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
     assert not [finding for finding in recipe.findings if finding.severity == "error"]
     if intent.role is None:
         values = yaml.safe_load(helm_values(recipe))
-        assert values["engineConfig"] == recipe.text and values["nodes"] * values["gpusPerNode"] == intent.tp_size
+        assert (
+            values["engineConfig"] == recipe.text
+            and values["nodes"] * values["gpusPerNode"] == intent.tp_size
+        )
 
 
 OLD_LINES = [
@@ -284,11 +389,21 @@ def test_sizes_follow_the_workload() -> None:
     intent = an_intent(target, "1.4.0rc1", isl=100_000, osl=4_000, concurrency=20)
     assert (intent.seq_len, intent.batch, intent.tokens) == (104_000, 20, 8192)
     spread = replace(intent, tp_size=8, spread_attention=True)
-    assert (spread.batch, spread.ep_size) == (3, 8) and built(spread).values["enable_attention_dp"] is True
-    assert "enable_attention_dp" not in built(replace(spread, goal="throughput", spread_attention=False)).values
-    own = built(replace(intent, role="context", settings=("cuda_graph_config.max_batch_size=4",))).values
+    assert (spread.batch, spread.ep_size) == (3, 8) and built(spread).values[
+        "enable_attention_dp"
+    ] is True
+    assert (
+        "enable_attention_dp"
+        not in built(replace(spread, goal="throughput", spread_attention=False)).values
+    )
+    own = built(
+        replace(intent, role="context", settings=("cuda_graph_config.max_batch_size=4",))
+    ).values
     assert own["cuda_graph_config"] == {"max_batch_size": 4}
-    assert built(replace(intent, settings=("cuda_graph_config=null",))).values["cuda_graph_config"] is None
+    assert (
+        built(replace(intent, settings=("cuda_graph_config=null",))).values["cuda_graph_config"]
+        is None
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -18,7 +18,15 @@ CODE = ["--trust-remote-code"]
 RELEASE = ["--trtllm-version", "1.3.0rc23"]
 # keys of each level of ai-dynamo/dynamo recipes/kimi-k2.5/trtllm/{agg,agg-eagle-round-robin,disagg-eagle-kv-router,
 # disagg/wide_ep/gb200}/deploy.yaml that a service may have
-SERVICE = {"componentType", "subComponentType", "replicas", "extraPodSpec", "multinode", "resources", "sharedMemory"}
+SERVICE = {
+    "componentType",
+    "subComponentType",
+    "replicas",
+    "extraPodSpec",
+    "multinode",
+    "resources",
+    "sharedMemory",
+}
 CONTAINER = {"image", "workingDir", "command", "args", "env", "startupProbe", "volumeMounts"}
 # options of `python3 -m dynamo.trtllm` in those recipes and in aiconfigurator's cli_args template
 OPTIONS = {
@@ -50,12 +58,20 @@ def options(service: dict[str, Any]) -> dict[str, str]:
 def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
     """The services; every reference between the objects resolves, and nothing is in them that no recipe has."""
     (graph,), (config,) = objects["DynamoGraphDeployment"], objects["ConfigMap"]
-    assert graph["apiVersion"] == "nvidia.com/v1alpha1" and set(graph["spec"]) == {"backendFramework", "services"}
+    assert graph["apiVersion"] == "nvidia.com/v1alpha1" and set(graph["spec"]) == {
+        "backendFramework",
+        "services",
+    }
     services = graph["spec"]["services"]
     assert services["Frontend"]["componentType"] == "frontend"
-    channels = {item["spec"]["channel"]["resourceClaimTemplate"]["name"] for item in objects.get("ComputeDomain", [])}
+    channels = {
+        item["spec"]["channel"]["resourceClaimTemplate"]["name"]
+        for item in objects.get("ComputeDomain", [])
+    }
     for name, service in services.items():
-        assert set(service) <= SERVICE and set(service["extraPodSpec"]["mainContainer"]) <= CONTAINER
+        assert (
+            set(service) <= SERVICE and set(service["extraPodSpec"]["mainContainer"]) <= CONTAINER
+        )
         if name == "Frontend":
             continue
         pod, typed = service["extraPodSpec"], options(service)
@@ -66,7 +82,9 @@ def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
         assert typed["--extra-engine-args"].rpartition("/")[2] in config["data"]
         claims = [item["name"] for item in service["resources"].get("claims", [])]
         assert claims == [item["name"] for item in pod.get("resourceClaims", [])]
-        assert {item["resourceClaimTemplateName"] for item in pod.get("resourceClaims", [])} <= channels
+        assert {
+            item["resourceClaimTemplateName"] for item in pod.get("resourceClaims", [])
+        } <= channels
     return services
 
 
@@ -88,7 +106,10 @@ def test_one_server() -> None:
     typed = options(service)
     sizes = {"--tensor-parallel-size": "8", "--expert-parallel-size": "8", "--max-seq-len": "8192"}
     assert sizes.items() <= typed.items()
-    assert (typed["--dyn-tool-call-parser"], typed["--dyn-reasoning-parser"]) == ("kimi_k2", "kimi_k25")
+    assert (typed["--dyn-tool-call-parser"], typed["--dyn-reasoning-parser"]) == (
+        "kimi_k2",
+        "kimi_k25",
+    )
     assert json.loads(typed["--override-engine-args"]) == {"trust_remote_code": True}
     assert service["resources"] == {"limits": {"gpu": "8"}} and "ComputeDomain" not in objects
     assert service["extraPodSpec"]["mainContainer"]["image"].endswith("tensorrtllm-runtime:1.3.0")
@@ -97,26 +118,73 @@ def test_one_server() -> None:
 
 
 def test_prefill_and_decode_over_trays_of_one_nvlink_domain(tmp_path: Path) -> None:
-    words = [*PAIR, *RELEASE, "--gpu", "gb200", "--tp-size", "8", "--nodes", "2", "--isl", "8192", "--osl", "1024"]
+    words = [
+        *PAIR,
+        *RELEASE,
+        "--gpu",
+        "gb200",
+        "--tp-size",
+        "8",
+        "--nodes",
+        "2",
+        "--isl",
+        "8192",
+        "--osl",
+        "1024",
+    ]
     run(*words, "--disaggregated", str(tmp_path / "d"), "--format", "dynamo")
     run(*words, "--disaggregated", str(tmp_path / "y"))
     objects = by_kind((tmp_path / "d" / "dynamo.yml").read_text())
     services = check_deployment(objects)
     files = {"prefill.yaml": "context.yml", "decode.yaml": "generation.yml"}
-    check_engines(objects, {name: (tmp_path / "y" / file).read_text() for name, file in files.items()})
-    assert [services[name]["subComponentType"] for name in ("prefill", "decode")] == ["prefill", "decode"]
-    assert [options(services[name])["--disaggregation-mode"] for name in ("prefill", "decode")] == ["prefill", "decode"]
+    check_engines(
+        objects, {name: (tmp_path / "y" / file).read_text() for name, file in files.items()}
+    )
+    assert [services[name]["subComponentType"] for name in ("prefill", "decode")] == [
+        "prefill",
+        "decode",
+    ]
+    assert [options(services[name])["--disaggregation-mode"] for name in ("prefill", "decode")] == [
+        "prefill",
+        "decode",
+    ]
     assert all(services[name]["multinode"] == {"nodeCount": 2} for name in ("prefill", "decode"))
-    assert len(objects["ComputeDomain"]) == 2 and services["decode"]["resources"]["limits"] == {"gpu": "4"}
+    assert len(objects["ComputeDomain"]) == 2 and services["decode"]["resources"]["limits"] == {
+        "gpu": "4"
+    }
 
 
 def test_what_dynamo_cannot_run_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"no Dynamo release is known that carries TensorRT-LLM 1.3.0rc20"):
+    with pytest.raises(
+        UsageError, match=r"no Dynamo release is known that carries TensorRT-LLM 1.3.0rc20"
+    ):
         run(*PAIR, "--trtllm-version", "1.3.0rc20", "--format", "dynamo")
     assert "image: registry.example.com/mine:1" in run(
-        *PAIR, "--trtllm-version", "1.3.0rc20", "--format", "dynamo", "--image", "registry.example.com/mine:1"
+        *PAIR,
+        "--trtllm-version",
+        "1.3.0rc20",
+        "--format",
+        "dynamo",
+        "--image",
+        "registry.example.com/mine:1",
     )
     with pytest.raises(UsageError, match="is not on the claim"):
-        run("/models/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, *CODE, "--format", "dynamo")
-    here = run("/model-cache/made", "--like", "nvidia/Kimi-K2.6-NVFP4", *RELEASE, *CODE, "--format", "dynamo")
+        run(
+            "/models/made",
+            "--like",
+            "nvidia/Kimi-K2.6-NVFP4",
+            *RELEASE,
+            *CODE,
+            "--format",
+            "dynamo",
+        )
+    here = run(
+        "/model-cache/made",
+        "--like",
+        "nvidia/Kimi-K2.6-NVFP4",
+        *RELEASE,
+        *CODE,
+        "--format",
+        "dynamo",
+    )
     assert "- /model-cache/made" in here

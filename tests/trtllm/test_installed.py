@@ -23,7 +23,9 @@ speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_d
 
 def run(*words: str, engine: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ENGINE) if engine else ""}
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, env=environment
+    )
 
 
 def lint(text: str, tmp_path: Path, *words: str, engine: bool = True) -> tuple[int, dict[str, Any]]:
@@ -36,9 +38,13 @@ def lint(text: str, tmp_path: Path, *words: str, engine: bool = True) -> tuple[i
 def test_the_engines_own_classes_judge(tmp_path: Path) -> None:
     status, found = lint(GOOD, tmp_path)
     assert (status, found["ok"], found["version"]) == (0, True, "1.4.0rc1")
-    text = GOOD + "stream_interval: 0\nload_format: gms\n"  # the second is fine by our schema, not by this engine
+    text = (
+        GOOD + "stream_interval: 0\nload_format: gms\n"
+    )  # the second is fine by our schema, not by this engine
     status, found = lint(text, tmp_path)
-    refused = {(p["key"], p["line"]) for p in found["problems"] if p["code"] == "TS-LINT-ENGINE-REFUSES"}
+    refused = {
+        (p["key"], p["line"]) for p in found["problems"] if p["code"] == "TS-LINT-ENGINE-REFUSES"
+    }
     assert status == 3
     assert refused == {("stream_interval", 3), ("load_format", 4)}
 
@@ -100,24 +106,43 @@ def test_a_schema_read_from_the_classes_judges_as_they_do(
 
     judged = 0
     for path, entry in read["fields"].items():
-        if path in ("load_format", "speculative_config.speculative_model", "speculative_config.speculative_model_dir"):
+        if path in (
+            "load_format",
+            "speculative_config.speculative_model",
+            "speculative_config.speculative_model_dir",
+        ):
             continue  # decided by a validator
         if "object" in entry["type"] or path == "speculative_config.decoding_type":
             continue  # what is inside decides
         field = Field(
-            path=path, **{k: tuple(v) if isinstance(v, list) and k != "default" else v for k, v in entry.items()}
+            path=path,
+            **{
+                k: tuple(v) if isinstance(v, list) and k != "default" else v
+                for k, v in entry.items()
+            },
         )
         for value in SAMPLES:
             verdict = check_value(field, value)
             judged += 1
-            assert (verdict is None or verdict[0] == "lax") == takes(path, value), (path, value, verdict)
+            assert (verdict is None or verdict[0] == "lax") == takes(path, value), (
+                path,
+                value,
+                verdict,
+            )
     assert judged > 200
 
 
 def test_options_and_status_are_read_too(read: dict[str, Any]) -> None:
-    assert read["fields"]["brand_new_key"] == {"type": "bool", "default": False, "status": "prototype"}
+    assert read["fields"]["brand_new_key"] == {
+        "type": "bool",
+        "default": False,
+        "status": "prototype",
+    }
     assert read["fields"]["speculative_config.max_matching_ngram_size"]["variants"] == ["NGram"]
-    assert read["options"]["tensor_parallel_size"]["flags"] == ["--tensor_parallel_size", "--tp_size"]
+    assert read["options"]["tensor_parallel_size"]["flags"] == [
+        "--tensor_parallel_size",
+        "--tp_size",
+    ]
     assert read["options"]["telemetry"]["flags"] == ["--no-telemetry", "--telemetry"]
     assert read["options"]["reasoning_parser"]["choices"] == ["kimi_k2", "kimi_k25"]
 
@@ -127,10 +152,15 @@ def test_a_new_line_states_only_what_differs(tmp_path: Path) -> None:
     words = ("from-installed", "--inherits", "1.4", "--line", "1.5", "-o", str(path))
     assert run("tools.schema_tools", *words).returncode == 0
     data = yaml.safe_load(path.read_text())
-    assert data["versions"]["begins"] == {"after": "1.4.0rc1", "by": data["versions"]["from"]}  # dates every entry
+    assert data["versions"]["begins"] == {
+        "after": "1.4.0rc1",
+        "by": data["versions"]["from"],
+    }  # dates every entry
     assert data["fields"]["brand_new_key"]["type"] == "bool"
     assert "tensor_parallel_size" not in data["fields"]
-    assert "allowed" not in data["fields"].get("kv_cache_config.dtype", {})  # a validator's list is not forgotten
+    assert "allowed" not in data["fields"].get(
+        "kv_cache_config.dtype", {}
+    )  # a validator's list is not forgotten
     assert "moe_config" in data["removed"] and "host" in data["removed_options"]
     done = run("tools.schema_tools", "diff", "1.4", str(path))
     lines = done.stdout.splitlines()

@@ -24,12 +24,18 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(standin_path: Path, tmp_path: Path, free_port: int, target_dir: Path, tiny_head: Path) -> Iterator[Start]:
+def start(
+    standin_path: Path, tmp_path: Path, free_port: int, target_dir: Path, tiny_head: Path
+) -> Iterator[Start]:
     """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was given."""
     running: list[subprocess.Popen[str]] = []
 
     def run(
-        *words: str, target: Path = target_dir, head: Path | None = tiny_head, log: int = subprocess.PIPE, **env: str
+        *words: str,
+        target: Path = target_dir,
+        head: Path | None = tiny_head,
+        log: int = subprocess.PIPE,
+        **env: str,
     ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "trtspec", "serve", str(target)]
         if "--disaggregated" not in words:
@@ -70,7 +76,9 @@ def nothing_left(tmp_path: Path, port: int) -> None:
         probe.bind(("127.0.0.1", port))
 
 
-def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(start: Start, tmp_path: Path, free_port: int) -> None:
+def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(
+    start: Start, tmp_path: Path, free_port: int
+) -> None:
     process = start()
     log = until_ready(process)
     assert "trtspec: loading weights" in log and "trtspec: warming up" in log
@@ -98,7 +106,13 @@ def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(start: Start, t
     ],
 )
 def test_a_signal_leaves_no_process_behind(
-    start: Start, tmp_path: Path, free_port: int, mode: str, number: int, statuses: tuple[int, ...], says: str
+    start: Start,
+    tmp_path: Path,
+    free_port: int,
+    mode: str,
+    number: int,
+    statuses: tuple[int, ...],
+    says: str,
 ) -> None:
     """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as Open MPI's are."""
     process = start("--stop-grace", "1", STANDIN_MODE=mode)
@@ -122,7 +136,13 @@ def test_a_signal_leaves_no_process_behind(
     ],
 )
 def test_a_failure_passes_its_status_and_cause(
-    start: Start, tmp_path: Path, free_port: int, mode: str, words: tuple[str, ...], status: int, says: str
+    start: Start,
+    tmp_path: Path,
+    free_port: int,
+    mode: str,
+    words: tuple[str, ...],
+    status: int,
+    says: str,
 ) -> None:
     process = start(*words, STANDIN_MODE=mode)
     _, log = process.communicate(timeout=60)
@@ -132,7 +152,9 @@ def test_a_failure_passes_its_status_and_cause(
 
 
 @pytest.mark.parametrize("log", ["a full disk", "a reader that has gone"])
-def test_the_status_does_not_depend_on_the_log(start: Start, tmp_path: Path, free_port: int, log: str) -> None:
+def test_the_status_does_not_depend_on_the_log(
+    start: Start, tmp_path: Path, free_port: int, log: str
+) -> None:
     if log == "a full disk":
         stream = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -144,14 +166,18 @@ def test_the_status_does_not_depend_on_the_log(start: Start, tmp_path: Path, fre
     nothing_left(tmp_path, free_port)
 
 
-def test_an_engine_that_dies_under_load_is_told_and_not_restarted(start: Start, tmp_path: Path, free_port: int) -> None:
+def test_an_engine_that_dies_under_load_is_told_and_not_restarted(
+    start: Start, tmp_path: Path, free_port: int
+) -> None:
     process = start(STANDIN_MODE="die-under-load")
     until_ready(process)
     body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 1}).encode()
 
     def ask() -> None:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://localhost:{free_port}/v1/completions", body, timeout=10).read()
+            urllib.request.urlopen(
+                f"http://localhost:{free_port}/v1/completions", body, timeout=10
+            ).read()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -160,12 +186,16 @@ def test_an_engine_that_dies_under_load_is_told_and_not_restarted(start: Start, 
     for thread in threads:
         thread.join()
     assert process.returncode == 1
-    assert "ended while serving with status 1: a GPU kernel crashed" in log and "Traceback" not in log
+    assert (
+        "ended while serving with status 1: a GPU kernel crashed" in log and "Traceback" not in log
+    )
     nothing_left(tmp_path, free_port)
 
 
 def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: Path) -> None:
-    process = start("--dry-run", "--json", "--trtllm-version", "1.3.0rc20", "--", "--log_level", "debug")
+    process = start(
+        "--dry-run", "--json", "--trtllm-version", "1.3.0rc20", "--", "--log_level", "debug"
+    )
     promised = json.loads(process.communicate(timeout=60)[0])
     process = start("--", "--log_level", "debug", MY_OWN="1")
     until_ready(process)
@@ -175,14 +205,24 @@ def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: 
     assert config != promised["argv"][-1] and promised["env"].items() <= given["env"].items()
     assert given["env"]["MY_OWN"] == "1" and given["config"] == promised["config"]
     added = {"PYTHONUNBUFFERED", "STANDIN_RECORD", "TRTSPEC_PROGRESS", "MY_OWN"}
-    assert set(given["env"]) - set(os.environ) <= added | {"PWD", "SHLVL", "_", "OLDPWD", "LC_CTYPE"}
+    assert set(given["env"]) - set(os.environ) <= added | {
+        "PWD",
+        "SHLVL",
+        "_",
+        "OLDPWD",
+        "LC_CTYPE",
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "installed", "says"),
     [
         ((), "1.2.1", "TS-LINT-MODEL-TOO-NEW"),
-        (("--trtllm-version", "1.4.0rc1"), "1.3.0rc20", "TS-SERVE-OTHER-ENGINE .*1.3.0rc20 is installed"),
+        (
+            ("--trtllm-version", "1.4.0rc1"),
+            "1.3.0rc20",
+            "TS-SERVE-OTHER-ENGINE .*1.3.0rc20 is installed",
+        ),
     ],
 )
 def test_the_installed_version_decides(
@@ -195,7 +235,9 @@ def test_the_installed_version_decides(
     assert not (tmp_path / "record").exists()
 
 
-def test_a_head_with_values_that_are_no_numbers_is_not_launched(start: Start, tmp_path: Path, tiny_head: Path) -> None:
+def test_a_head_with_values_that_are_no_numbers_is_not_launched(
+    start: Start, tmp_path: Path, tiny_head: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     broken = tmp_path / "broken"
@@ -210,7 +252,9 @@ def test_a_head_with_values_that_are_no_numbers_is_not_launched(start: Start, tm
     assert not (tmp_path / "record").exists()
 
 
-def test_code_of_the_target_is_refused_by_name_and_hash(start: Start, tmp_path: Path, coded_target: Path) -> None:
+def test_code_of_the_target_is_refused_by_name_and_hash(
+    start: Start, tmp_path: Path, coded_target: Path
+) -> None:
     import hashlib
 
     digest = hashlib.sha256((coded_target / "configuration_kimi_k25.py").read_bytes()).hexdigest()
@@ -223,7 +267,9 @@ def test_code_of_the_target_is_refused_by_name_and_hash(start: Start, tmp_path: 
     assert "--trust_remote_code" in recorded(tmp_path)["argv"]
 
 
-def test_a_taken_port_and_forced_acceptance_are_refused(start: Start, tmp_path: Path, free_port: int) -> None:
+def test_a_taken_port_and_forced_acceptance_are_refused(
+    start: Start, tmp_path: Path, free_port: int
+) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", free_port))
         holder.listen()
@@ -235,7 +281,9 @@ def test_a_taken_port_and_forced_acceptance_are_refused(start: Start, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_hundred_starts_and_stops_leak_nothing(start: Start, tmp_path: Path, free_port: int) -> None:
+def test_a_hundred_starts_and_stops_leak_nothing(
+    start: Start, tmp_path: Path, free_port: int
+) -> None:
     """Counted over the whole machine's processes by a mark in their environment, and over the temporary directory."""
     mark = f"{os.getpid()}-{tmp_path.name}"
 
@@ -259,7 +307,9 @@ def test_a_hundred_starts_and_stops_leak_nothing(start: Start, tmp_path: Path, f
         process.communicate()
         assert not list(temporary.iterdir()) and (cycle % 10 or not marked())
     left = marked()
-    print(f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; port {free_port} is free")
+    print(
+        f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; port {free_port} is free"
+    )
     assert not left
 
 
@@ -283,7 +333,9 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
     with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=10) as response:
         body = body.replace('"m"', json.dumps(json.load(response)["data"][0]["id"]))
     request = urllib.request.Request(
-        f"http://localhost:{free_port}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        f"http://localhost:{free_port}/v1/completions",
+        body.encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         choice = json.load(response)["choices"][0]
@@ -293,7 +345,9 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
-def test_two_ranks_under_open_mpi_start_and_end_together(start: Start, tmp_path: Path, free_port: int) -> None:
+def test_two_ranks_under_open_mpi_start_and_end_together(
+    start: Start, tmp_path: Path, free_port: int
+) -> None:
     config = tmp_path / "config.yml"
     config.write_text("print_iter_log: true\n")
     more = {
@@ -324,7 +378,15 @@ def test_the_front_of_a_disaggregated_pair(start: Start, tmp_path: Path, free_po
     assert recorded(tmp_path)["argv"][-4:-2] == ["--server_role", "CONTEXT"]
     process = start("--disaggregated", str(front), "--startup-timeout", "60", head=None)
     until_ready(process)
-    assert recorded(tmp_path)["argv"] == ["disaggregated", "-c", str(front), "-t", "60", "-r", "3600"]
+    assert recorded(tmp_path)["argv"] == [
+        "disaggregated",
+        "-c",
+        str(front),
+        "-t",
+        "60",
+        "-r",
+        "3600",
+    ]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
     nothing_left(tmp_path, other)

@@ -31,9 +31,13 @@ def head(**changes: Any) -> HeadSpec:
 
 
 def test_a_clean_file_has_no_errors_and_no_warnings() -> None:
-    decided = GOOD + "kv_cache_config: {enable_block_reuse: false}\n"  # on by default, at the cost of acceptance
+    decided = (
+        GOOD + "kv_cache_config: {enable_block_reuse: false}\n"
+    )  # on by default, at the cost of acceptance
     for version in (NEW, "1.3.0rc22"):
-        findings = lint(decided, Deployment(schema_for(version), k26(), "nvidia/Kimi-K2.6-NVFP4", head(), ""))
+        findings = lint(
+            decided, Deployment(schema_for(version), k26(), "nvidia/Kimi-K2.6-NVFP4", head(), "")
+        )
         assert [f for f in findings if f.severity != "info"] == []
 
 
@@ -53,7 +57,9 @@ BUFFER = "cache_transceiver_config: {{backend: NIXL, max_tokens_in_buffer: {}{}}
 def test_a_transfer_buffer_holds_whole_blocks(text: str, whole: int | None) -> None:
     """cacheTransBuffer.cpp asserts it; the Python transceiver has no such buffer."""
     deployment = Deployment(schema_for(NEW))
-    assert ("TS-LINT-TRANSFER-BLOCKS" in {finding.code for finding in lint(text, deployment)}) == (whole is not None)
+    assert ("TS-LINT-TRANSFER-BLOCKS" in {finding.code for finding in lint(text, deployment)}) == (
+        whole is not None
+    )
     better, _ = fix(text, deployment)
     written = yaml.safe_load(better.text)["cache_transceiver_config"]["max_tokens_in_buffer"]
     assert whole is None or written == whole
@@ -93,7 +99,11 @@ cuda_graph_config: {batch_sizes: [1, 2, 64], max_batch_size: 8}
 """
     deployment = Deployment(schema_for(NEW))
     fixed, corrected = fix(text, deployment)
-    assert {f.code for f in corrected} >= {"TS-LINT-RENAMED-KEY", "TS-LINT-GRAPH-SIZES", "TS-LINT-NO-EFFECT"}
+    assert {f.code for f in corrected} >= {
+        "TS-LINT-RENAMED-KEY",
+        "TS-LINT-GRAPH-SIZES",
+        "TS-LINT-NO-EFFECT",
+    }
     assert (
         fixed.text
         == """\
@@ -112,7 +122,9 @@ kv_cache_config:
 """
     )
     left = [(f.key, f.remedy, f.fix) for f in lint(fixed, deployment) if f.severity == "error"]
-    assert left == [("max_batch_sise", "did you mean max_batch_size?", None)]  # what was meant is a guess
+    assert left == [
+        ("max_batch_sise", "did you mean max_batch_size?", None)
+    ]  # what was meant is a guess
     assert fix(fixed, deployment) == (fixed, [])
 
 
@@ -139,10 +151,15 @@ def test_every_code_is_documented() -> None:
     used = {code for path in sources for code in code_of.findall(path.read_text())}
     fragments = [yaml.safe_load(path.read_text()) for path in (DATA / "problems").glob("*.yaml")]
     documented = {
-        code: entry for part in fragments for code, entry in part.items() if code[:8] in ("TS-LINT-", "TS-SERVE")
+        code: entry
+        for part in fragments
+        for code, entry in part.items()
+        if code[:8] in ("TS-LINT-", "TS-SERVE")
     }
     assert used == set(documented)
-    assert all(set(entry) == {"summary", "remedy"} and all(entry.values()) for entry in documented.values())
+    assert all(
+        set(entry) == {"summary", "remedy"} and all(entry.values()) for entry in documented.values()
+    )
 
 
 # ai-dynamo's aggregated Kimi-K2.5 recipe with an Eagle head on 8 B200, restated
@@ -197,7 +214,9 @@ moe_config: {backend: CUTLASS}
 """
 
 
-CARD = "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /eagle3}\n"
+CARD = (
+    "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /eagle3}\n"
+)
 VERSIONS = ["1.3.0rc5", "1.3.0rc9", "1.3.0rc16", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"]
 
 

@@ -42,19 +42,32 @@ def mistakes(group: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 def severity(group: dict[str, Any], text: str, words: list[str], file: Path) -> str:
     """The worst that lint says of one mistake."""
     file.write_text(text)
-    served = {"trtllm_version": group.get("release", "1.4.0rc1"), "target": group.get("target", TARGET)}
+    served = {
+        "trtllm_version": group.get("release", "1.4.0rc1"),
+        "target": group.get("target", TARGET),
+    }
     served = {} if "text" in group else served  # a whole file says it itself
     report = lint(LintOptions(files=(str(file), *words), gpu=group.get("gpu", "b200"), **served))
-    said = {problem["severity"] for problem in report["problems"]} | ({"error"} if "error" in report.values else set())
+    said = {problem["severity"] for problem in report["problems"]} | (
+        {"error"} if "error" in report.values else set()
+    )
     return next((one for one in SEVERITIES if one in said), "nothing")
 
 
-@pytest.mark.parametrize(("truth", "least", "most"), [("refuses", 0.96, 1), ("wrong", 0.96, 1), ("harmless", 0, 0)])
-def test_mistakes_are_judged_as_the_engine_takes_them(truth: str, least: float, most: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("truth", "least", "most"), [("refuses", 0.96, 1), ("wrong", 0.96, 1), ("harmless", 0, 0)]
+)
+def test_mistakes_are_judged_as_the_engine_takes_them(
+    truth: str, least: float, most: float, tmp_path: Path
+) -> None:
     """Of what is served wrongly, a warning is enough."""
     enough = SEVERITIES[: 2 if truth == "wrong" else 1]
     made = [(group, *one) for group in CATALOGUE[truth] for one in mistakes(group)]
     found = [severity(*one, tmp_path / "file") in enough for one in made]
     print(f"\n{truth}: {sum(found)} of {len(made)} reported as {' or '.join(enough)}")
-    odd = [(group["why"], text, words) for (group, text, words), hit in zip(made, found, strict=True) if hit != most]
+    odd = [
+        (group["why"], text, words)
+        for (group, text, words), hit in zip(made, found, strict=True)
+        if hit != most
+    ]
     assert least * len(made) <= sum(found) <= most * len(made), odd

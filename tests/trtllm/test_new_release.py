@@ -70,7 +70,12 @@ def codes(findings: list[list[str]]) -> set[str]:
 
 
 def eagle(**changes: Any) -> dict[str, Any]:
-    return {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/head", **changes}
+    return {
+        "decoding_type": "Eagle",
+        "max_draft_len": 3,
+        "speculative_model_dir": "/head",
+        **changes,
+    }
 
 
 def in_new_words(text: str, names: dict[str, str]) -> str:
@@ -83,14 +88,23 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
     (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
     assert touched(copy) == ["trtllm/schemas/1.5.yaml"]  # of three data files that it may take
     recipes = [path.read_text() for path in sorted(CONFIGS.glob("*.yml"))]
-    schedules = [yaml.safe_dump({"speculative_config": eagle(draft_len_schedule=s)}) for s in ({1: 3, 64: 1}, {4: 3})]
+    schedules = [
+        yaml.safe_dump({"speculative_config": eagle(draft_len_schedule=s)})
+        for s in ({1: 3, 64: 1}, {4: 3})
+    ]
     bad = ["moe_config: {backend: WIDEEP}\n", "max_batch_sise: 1\n", "sampler_type: auto\n", "max_seq_len: x\n",
            "max_batch_size: 64\nmax_num_tokens: 64\n" + schedules[0],
            yaml.safe_dump({"speculative_config": eagle(max_draft_len=0, eagle3_one_model=False)})]  # fmt: skip
-    changed = ["stream_interval: 4\n", *schedules, "enable_chunked_prefill: true\nsleep_config: {}\n"]
+    changed = [
+        "stream_interval: 4\n",
+        *schedules,
+        "enable_chunked_prefill: true\nsleep_config: {}\n",
+    ]
     asked = [(text, "1.4.0rc1") for text in changed + recipes + bad]
     new_names = {"max_draft_len": "draft_tokens", "stream_interval": "response_interval"}
-    asked += [(in_new_words(text, {"max_draft_len": "draft_tokens"}), "1.5.0rc0") for text in changed]
+    asked += [
+        (in_new_words(text, {"max_draft_len": "draft_tokens"}), "1.5.0rc0") for text in changed
+    ]
     asked += [(in_new_words(text, new_names), "1.5.0rc0") for text in recipes + bad]
     found = judged(copy, [*asked, (recipes[0], "1.5.0rc0")])
     before, after = found[: len(asked) // 2], found[len(asked) // 2 : -1]
@@ -101,8 +115,14 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
         (2, {ends}, {wrong}),
         (3, set(), {"TS-LINT-COMBINATION"}),
     ):
-        assert codes(before[at]) - codes(after[at]) == gone and codes(after[at]) - codes(before[at]) == new, at
-    assert any("enable_chunked_prefill and sleep_config exclude each other" in finding[3] for finding in after[3])
+        assert (
+            codes(before[at]) - codes(after[at]) == gone
+            and codes(after[at]) - codes(before[at]) == new
+        ), at
+    assert any(
+        "enable_chunked_prefill and sleep_config exclude each other" in finding[3]
+        for finding in after[3]
+    )
     assert "TS-LINT-RENAMED-KEY" in codes(found[-1])
     for old, new in zip(before[len(changed) :], after[len(changed) :], strict=True):
         renamed = [[*finding[:2], in_new_words(finding[2], new_names)] for finding in old]
@@ -113,24 +133,51 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
 
 def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
     (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
-    words = ["nvidia/Kimi-K2.6-NVFP4", "--head", "nvidia/Kimi-K2.6-Eagle3", "--trtllm-version", "1.5.0rc0"]
+    words = [
+        "nvidia/Kimi-K2.6-NVFP4",
+        "--head",
+        "nvidia/Kimi-K2.6-Eagle3",
+        "--trtllm-version",
+        "1.5.0rc0",
+    ]
     words += ["--tp-size", "8", "--role", "generation", "--goal", "throughput"]
     text = run_copy(copy, "-m", "trtspec", "build-config", *words)
     written = yaml.safe_load(text)
-    assert written["speculative_config"]["draft_tokens"] == 3 and written["response_interval"] == 100
+    assert (
+        written["speculative_config"]["draft_tokens"] == 3 and written["response_interval"] == 100
+    )
     assert "max_draft_len" not in written["speculative_config"] and "stream_interval" not in written
-    assert [finding for finding in judged(copy, [(text, "1.5.0rc0")])[0] if finding[1] == "error"] == []
+    assert [
+        finding for finding in judged(copy, [(text, "1.5.0rc0")])[0] if finding[1] == "error"
+    ] == []
 
 
 def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:
     rows, schema = copy / "trtllm" / "speculation.yaml", copy / "trtllm" / "schemas" / "1.4.yaml"
     rows.write_text(rows.read_text() + NEW_METHOD)
-    schema.write_text(schema.read_text().replace("AUTO, DFlash, DSpark,", "AUTO, Weaver, DFlash, DSpark,"))
-    assert touched(copy) == ["trtllm/schemas/1.4.yaml", "trtllm/speculation.yaml"]  # data, and no code at all
-    whole = {"speculative_config": eagle(decoding_type="Weaver"), "max_batch_size": 8, "max_num_tokens": 40}
-    whole["kv_cache_config"] = {"use_kv_cache_manager_v2": False}  # the manager in which a reused prefix is hidden
+    schema.write_text(
+        schema.read_text().replace("AUTO, DFlash, DSpark,", "AUTO, Weaver, DFlash, DSpark,")
+    )
+    assert touched(copy) == [
+        "trtllm/schemas/1.4.yaml",
+        "trtllm/speculation.yaml",
+    ]  # data, and no code at all
+    whole = {
+        "speculative_config": eagle(decoding_type="Weaver"),
+        "max_batch_size": 8,
+        "max_num_tokens": 40,
+    }
+    whole["kv_cache_config"] = {
+        "use_kv_cache_manager_v2": False
+    }  # the manager in which a reused prefix is hidden
     nothing = {"speculative_config": {"decoding_type": "Weaver"}}
     good, empty = judged(copy, [(yaml.safe_dump(text), "1.4.0rc1") for text in (whole, nothing)])
-    assert not {"TS-LINT-BAD-VALUE", "TS-LINT-NO-DRAFT-MODEL", "TS-LINT-CAPTURE-LAYERS-MISSING"} & codes(good)
-    assert {"TS-LINT-UNTESTED", "TS-LINT-PREFIX-REUSE", "TS-LINT-TOKEN-BUDGET"} <= codes(good)  # 8 x 2 x 3 tokens
+    assert not {
+        "TS-LINT-BAD-VALUE",
+        "TS-LINT-NO-DRAFT-MODEL",
+        "TS-LINT-CAPTURE-LAYERS-MISSING",
+    } & codes(good)
+    assert {"TS-LINT-UNTESTED", "TS-LINT-PREFIX-REUSE", "TS-LINT-TOKEN-BUDGET"} <= codes(
+        good
+    )  # 8 x 2 x 3 tokens
     assert {"TS-LINT-NO-DRAFT-MODEL", "TS-LINT-NO-DRAFT-LENGTH"} <= codes(empty)

@@ -102,7 +102,10 @@ def test_mutated_texts_agree_with_safe_load() -> None:
             assert repr(load_text(text)) == repr(wanted), text
             agreed += 1
         except YamlError as error:
-            assert "inside the value" in error.message or "defined twice" in error.message, (text, error.message)
+            assert "inside the value" in error.message or "defined twice" in error.message, (
+                text,
+                error.message,
+            )
     assert agreed > 200
     with pytest.raises(YamlError, match="surrogate"):
         load_text('a: "\\ud800"')

@@ -41,17 +41,24 @@ def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [problem.code for problem in check_gpus(8, None)] == ["TS-SERVE-GPUS-UNSEEN"]
 
 
-def seen(count: int, name: str = "NVIDIA B200", mib: int = 183359, capability: str = "10.0") -> list[InstalledGpu]:
+def seen(
+    count: int, name: str = "NVIDIA B200", mib: int = 183359, capability: str = "10.0"
+) -> list[InstalledGpu]:
     return [InstalledGpu(name, mib * 2**20, "580.95.05", capability)] * count
 
 
-def kimi(tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int) -> Deployment:
+def kimi(
+    tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int
+) -> Deployment:
     settings = {"tensor_parallel_size": tp_size, "max_seq_len": 8192, **argv}
     return Deployment(schema_for(version), load_target(target).spec, target, argv=settings)
 
 
 def codes(
-    gpus: list[InstalledGpu], deployment: Deployment, needed: int, environ: dict[str, str] | None = None
+    gpus: list[InstalledGpu],
+    deployment: Deployment,
+    needed: int,
+    environ: dict[str, str] | None = None,
 ) -> set[str]:
     found = [
         *check_gpus(needed, gpus, environ or {}),
@@ -60,7 +67,9 @@ def codes(
     return {problem.code for problem in found}
 
 
-def test_gpus_are_read_with_memory_driver_and_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_with_memory_driver_and_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     smi(tmp_path, 2)
     assert read_gpus() == seen(2)
@@ -68,7 +77,9 @@ def test_gpus_are_read_with_memory_driver_and_capability(tmp_path: Path, monkeyp
     script.write_text("#!/bin/sh\necho 'NVIDIA GB10, [N/A], 580.95.05, 12.1'\n")
     assert read_gpus() == [InstalledGpu("NVIDIA GB10", 0, "580.95.05", "12.1")]
     assert codes(read_gpus() or [], kimi(1), 1) == set()  # nobody knows whether it fits
-    script.write_text("#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\nexit 2\n")
+    script.write_text(
+        "#!/bin/sh\necho 'Field \"compute_cap\" is not a valid field to query.'\nexit 2\n"
+    )
     assert read_gpus() is None
 
 
@@ -91,7 +102,9 @@ def test_hidden_gpus_are_told() -> None:
 
 def test_host_limits(tmp_path: Path) -> None:
     assert list(check_modules_cache({"HF_MODULES_CACHE": str(tmp_path / "modules")})) == []
-    assert [p.code for p in check_modules_cache({"HF_MODULES_CACHE": "/proc/modules-cache"})] == ["TS-SERVE-CACHE"]
+    assert [p.code for p in check_modules_cache({"HF_MODULES_CACHE": "/proc/modules-cache"})] == [
+        "TS-SERVE-CACHE"
+    ]
     assert [p.code for p in check_shared_memory(tmp_path)] in ([], ["TS-SERVE-SHARED-MEMORY"])
 
 
@@ -128,7 +141,9 @@ def test_a_free_port_is_free(free_port: int) -> None:
         assert list(check_port(host, free_port)) == []
 
 
-def test_the_executable_tells_its_version(standin_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_executable_tells_its_version(
+    standin_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STANDIN_VERSION", "1.4.0rc1")
     assert engine_version() == "1.4.0rc1"
 
@@ -136,9 +151,15 @@ def test_the_executable_tells_its_version(standin_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("speculative_config.Eagle.foo\n  Extra inputs are not permitted [type=extra_forbidden]", "refused a key"),
+        (
+            "speculative_config.Eagle.foo\n  Extra inputs are not permitted [type=extra_forbidden]",
+            "refused a key",
+        ),
         ("RuntimeError: Unknown architecture for AutoModelForCausalLM: X", "two-model"),
-        ("AttributeError: 'KimiK25Config' object has no attribute 'vocab_size_padded'", "guided decoding"),
+        (
+            "AttributeError: 'KimiK25Config' object has no attribute 'vocab_size_padded'",
+            "guided decoding",
+        ),
         ("ERROR: [Errno 98] Address already in use", "port"),
         ("Bus error (core dumped)", "shared memory"),
     ],
@@ -149,4 +170,7 @@ def test_known_failures_are_explained(line: str, says: str) -> None:
 
 
 def test_an_unknown_failure_is_not_guessed_at() -> None:
-    assert PATTERNS.explain(["INFO engine with trust_remote_code=False", "ValueError: something else"]) is None
+    assert (
+        PATTERNS.explain(["INFO engine with trust_remote_code=False", "ValueError: something else"])
+        is None
+    )

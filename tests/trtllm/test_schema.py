@@ -33,30 +33,41 @@ def test_a_version_belongs_to_one_line(version: str, line: str, doubted: str | N
     schema = schema_for(version)
     assert schema.line == line
     intervals = {change.interval for change in schema.doubts}
-    assert [name for name, begins in BEGINS.items() if begins in intervals] == [doubted] * (doubted is not None)
+    assert [name for name, begins in BEGINS.items() if begins in intervals] == [doubted] * (
+        doubted is not None
+    )
 
 
 def test_between_two_sources_a_version_has_two_schemas() -> None:
     before, after = schema_for("1.3.0rc25").possibilities
     assert "speculative_config.enable_penalty" in after.fields and "sampler_type" in before.fields
-    assert "speculative_config.enable_penalty" not in before.fields and "sampler_type" not in after.fields
+    assert (
+        "speculative_config.enable_penalty" not in before.fields
+        and "sampler_type" not in after.fields
+    )
     (change,) = (one for one in after.doubts if one.interval == "after 1.3.0rc24, by 1.3.0rc26")
     alone = after.assuming(change)
     assert "speculative_config.enable_penalty" in alone.fields and "sampler_type" in alone.fields
     assert after.agreed(lambda one: "sampler_type" in one.fields) is None
 
 
-@pytest.mark.parametrize("version", ["1.3.0rc5.post1", *(f"1.3.0rc{number}" for number in range(30))])
+@pytest.mark.parametrize(
+    "version", ["1.3.0rc5.post1", *(f"1.3.0rc{number}" for number in range(30))]
+)
 def test_each_change_in_doubt_may_have_happened_alone(version: str) -> None:
     """1.3.0rc5.post1 lies between a refinement of a key and the release that brought the key."""
     schema = schema_for(version)
-    assert all(field.type for change in schema.doubts for field in schema.assuming(change).fields.values())
+    assert all(
+        field.type for change in schema.doubts for field in schema.assuming(change).fields.values()
+    )
 
 
 @pytest.mark.parametrize("row", ["{when: {a: 1}, message: m, remedy: r, evidence: verified}",
                                  "{when: {a: 1}, message: m, remedy: r, evidence: verified, source: s, othewise: 1}",
                                  "{when: [a], message: m, remedy: r, evidence: verified, source: s}"])  # fmt: skip
-def test_a_row_that_is_no_rule_is_refused(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_is_no_rule_is_refused(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "schemas"
     shutil.copytree(schema.SCHEMAS, folder)
     text = (folder / "1.4.yaml").read_text()
@@ -72,7 +83,9 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_version(text)
     if text[:1].isdigit() and "x" not in text:
-        assert text in refused.value.message and "1.2.0 to 1.4.0rc1 are known" in refused.value.message
+        assert (
+            text in refused.value.message and "1.2.0 to 1.4.0rc1 are known" in refused.value.message
+        )
         assert "`trtllm_version` 1.4.0rc1" in refused.value.remedy
 
 
@@ -90,7 +103,9 @@ def test_every_field_has_a_type_and_every_object_its_parent() -> None:
             assert option.flags and option.type in ("int", "float", "bool", "str"), option
 
 
-def test_what_was_parsed_once_is_kept_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_parsed_once_is_kept_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "schemas"
     shutil.copytree(schema.SCHEMAS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(schema, "SCHEMAS", folder)
@@ -109,7 +124,11 @@ def test_what_was_parsed_once_is_kept_until_a_file_changes(tmp_path: Path, monke
 def test_the_newest_line_states_everything() -> None:
     """Read from the classes of one commit: a default or "required" for every field, and no object left half known."""
     schema = schema_for("1.4.0rc1")
-    silent = [path for path, field in schema.fields.items() if field.default is UNKNOWN and not field.required]
+    silent = [
+        path
+        for path, field in schema.fields.items()
+        if field.default is UNKNOWN and not field.required
+    ]
     # taken out before validation; a mapping whose default depends on the machine
     assert set(silent) == {"disagg_cluster", "sleep_config.restore_modes"}
     assert {path for path, field in schema.fields.items() if field.open} <= {
@@ -131,8 +150,16 @@ def test_variants_follow_the_classes() -> None:
 
 
 def test_a_dated_rule_holds_or_not_or_nobody_knows() -> None:
-    wanted = {"1.2.1": True, "1.3.0rc5": True, "1.3.0rc6": None, "1.3.0rc7": False, "1.4.0rc1": False}
-    assert {v: schema_for(v).agreed(lambda one: "kimi_k25_does_not_load" in one.rules) for v in wanted} == wanted
+    wanted = {
+        "1.2.1": True,
+        "1.3.0rc5": True,
+        "1.3.0rc6": None,
+        "1.3.0rc7": False,
+        "1.4.0rc1": False,
+    }
+    assert {
+        v: schema_for(v).agreed(lambda one: "kimi_k25_does_not_load" in one.rules) for v in wanted
+    } == wanted
 
 
 def test_the_default_version_is_the_newest_known_and_said_to_be_assumed() -> None:

@@ -51,10 +51,15 @@ def test_dry_run_json_has_the_contracts_keys() -> None:
 
 def test_a_recipe_brings_its_sizes(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
-    written = trtspec("build-config", *K25, "--tp-size", "8", "--max-batch-size", "16", "-o", str(file))
+    written = trtspec(
+        "build-config", *K25, "--tp-size", "8", "--max-batch-size", "16", "-o", str(file)
+    )
     assert written.status == 0, written.stderr
     argv = dry(K25[0], "--config", str(file))["argv"]
-    assert argv[argv.index("--tp_size") + 1] == "8" and argv[argv.index("--max_batch_size") + 1] == "16"
+    assert (
+        argv[argv.index("--tp_size") + 1] == "8"
+        and argv[argv.index("--max_batch_size") + 1] == "16"
+    )
     assert argv[-1] == str(file)
     typed = dry(K25[0], "--config", str(file), "--tp-size", "4")["argv"]
     assert typed[typed.index("--tp_size") + 1] == "4"
@@ -77,20 +82,28 @@ def test_a_head_that_only_the_file_names_is_looked_up(
         "decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": head}}))  # fmt: skip
     options = ServeOptions(target=K25[0], config=file)
     for launching, severity in ((False, dry_run), (True, launch)):
-        found = [p for p in plan_engine(options, launching=launching).problems if p.code.startswith("TS-NAME-")]
+        found = [
+            p
+            for p in plan_engine(options, launching=launching).problems
+            if p.code.startswith("TS-NAME-")
+        ]
         assert [problem.severity for problem in found] == ([severity] if severity else []), found
 
 
 def test_a_shipped_model_is_its_directory_for_an_engine() -> None:
     for backend in ("trtllm", "vllm"):
-        argv = dry("kimi-nano", "--head", "kimi-nano-eagle3", "--backend", backend, "--tp-size", "1")
+        argv = dry(
+            "kimi-nano", "--head", "kimi-nano-eagle3", "--backend", backend, "--tp-size", "1"
+        )
         words = json.dumps(argv)
         assert str(kimi_nano_dir()) in words and str(DATA / "kimi-nano-eagle3") in words
         assert '"kimi-nano"' not in json.dumps([*argv["argv"][:3], argv["config"]])
 
 
 def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
-    answer = dry(*K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
+    answer = dry(
+        *K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2"
+    )
     codes = {problem["code"] for problem in answer["problems"]}
     assert answer["status"] == 3
     assert {"TS-SERVE-UNKNOWN-OPTION", "TS-LINT-FORCED-ACCEPTANCE"} <= codes
@@ -99,8 +112,12 @@ def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
 def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     file.write_text("max_batch_size: 8\n")
-    answer = dry(K25[0], "--config", str(file), "--max-batch-size", "32", "--trtllm-version", "1.4.0rc1")
-    assert answer["status"] == 3 and "TS-LINT-SET-TWICE" in {problem["code"] for problem in answer["problems"]}
+    answer = dry(
+        K25[0], "--config", str(file), "--max-batch-size", "32", "--trtllm-version", "1.4.0rc1"
+    )
+    assert answer["status"] == 3 and "TS-LINT-SET-TWICE" in {
+        problem["code"] for problem in answer["problems"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,16 +126,28 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", K25[0]], 4, "trtllm-serve is not on PATH"),
         (["serve", K25[2], "--dry-run"], 2, "draft head"),
         (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
-        (["serve", K25[0], "--backend", "reference", "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
+        (
+            ["serve", K25[0], "--backend", "reference", "--head", K25[0], "--dry-run"],
+            2,
+            "TS-HEAD-FULL-MODEL",
+        ),
         (["lint", RECIPE, "--head", K25[0]], 2, "TS-HEAD-FULL-MODEL"),
-        (["serve", K25[0], "--trtllm-version", "new", "--dry-run"], 2, "not a TensorRT-LLM version"),
+        (
+            ["serve", K25[0], "--trtllm-version", "new", "--dry-run"],
+            2,
+            "not a TensorRT-LLM version",
+        ),
         (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
         (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
         (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
         (["lint", "/nowhere.yml"], 2, "cannot be read"),
         (["build-config", K25[0], "--set", "max_batch_size=3"], 2, "--max-batch-size"),
-        (["build-config", "nvidia/Kimi-K2.6-NVFP4", "--trtllm-version", "1.2.1"], 3, "TS-LINT-MODEL-TOO-NEW"),
+        (
+            ["build-config", "nvidia/Kimi-K2.6-NVFP4", "--trtllm-version", "1.2.1"],
+            3,
+            "TS-LINT-MODEL-TOO-NEW",
+        ),
     ],
 )
 def test_errors_are_one_message_with_their_status(words: list[str], status: int, says: str) -> None:
@@ -129,7 +158,9 @@ def test_errors_are_one_message_with_their_status(words: list[str], status: int,
 
 
 def test_reference_dry_run_names_every_choice() -> None:
-    answer = dry(*K25, "--backend", "reference", "--port", "9", "--draft-len", "2", "--dtype", "float32")
+    answer = dry(
+        *K25, "--backend", "reference", "--port", "9", "--draft-len", "2", "--dtype", "float32"
+    )
     assert answer["status"] == 0
     words = " ".join(answer["argv"])
     assert "--head nvidia/Kimi-K2.5-Eagle3 --backend reference" in words
@@ -138,7 +169,10 @@ def test_reference_dry_run_names_every_choice() -> None:
 
 def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
-    assert trtspec("build-config", *K25, "-o", str(file), "--dry-run").status == 0 and not file.exists()
+    assert (
+        trtspec("build-config", *K25, "-o", str(file), "--dry-run").status == 0
+        and not file.exists()
+    )
     file.write_text("mine\n")
     refused = trtspec("build-config", *K25, "-o", str(file))
     assert refused.status == 2 and file.read_text() == "mine\n"
@@ -158,12 +192,41 @@ WORLD = ["--tp-size", "8", "--trust-remote-code"]
 
 
 def test_a_leader_pod_names_its_group_and_starts_one_rank_per_gpu() -> None:
-    group = {"LWS_LEADER_ADDRESS": "kimi-0.kimi.ns", "LWS_GROUP_SIZE": "2", "TRITON_CACHE_DIR": "/mine"}
-    answer = dry(*K25, *WORLD, "--launcher", "lws", "--nodes", "2", "--launcher-args", "--bind-to 'a b'", **group)
+    group = {
+        "LWS_LEADER_ADDRESS": "kimi-0.kimi.ns",
+        "LWS_GROUP_SIZE": "2",
+        "TRITON_CACHE_DIR": "/mine",
+    }
+    answer = dry(
+        *K25,
+        *WORLD,
+        "--launcher",
+        "lws",
+        "--nodes",
+        "2",
+        "--launcher-args",
+        "--bind-to 'a b'",
+        **group,
+    )
     argv = answer["argv"]
-    assert argv[:7] == ["mpirun", "-np", "8", "-N", "4", "--host", "kimi-0.kimi.ns:4,kimi-0-1.kimi.ns:4"]
+    assert argv[:7] == [
+        "mpirun",
+        "-np",
+        "8",
+        "-N",
+        "4",
+        "--host",
+        "kimi-0.kimi.ns:4,kimi-0-1.kimi.ns:4",
+    ]
     engine = argv.index("trtllm-llmapi-launch")
-    assert argv[engine - 4 : engine + 2] == ["-x", argv[engine - 3], "--bind-to", "a b", argv[engine], "trtllm-serve"]
+    assert argv[engine - 4 : engine + 2] == [
+        "-x",
+        argv[engine - 3],
+        "--bind-to",
+        "a b",
+        argv[engine],
+        "trtllm-serve",
+    ]
     assert answer["status"] == 0 and answer["env"]["TRITON_CACHE_DIR"] == "/mine"
     assert "-x TRITON_CACHE_DIR -x FLASHINFER_WORKSPACE_BASE" in " ".join(argv)
 
@@ -173,7 +236,10 @@ def test_a_leader_pod_names_its_group_and_starts_one_rank_per_gpu() -> None:
     [
         (["--nodes", "2"], "TS-SERVE-LAUNCHER"),
         (["--nodes", "2", "--gpus-per-node", "8", "--launcher", "lws"], "TS-SERVE-WORLD"),
-        (["--nodes", "2", "--launcher", "lws", "--", "--chat_template", "a b.jinja"], "TS-SERVE-SPLIT-WORD"),
+        (
+            ["--nodes", "2", "--launcher", "lws", "--", "--chat_template", "a b.jinja"],
+            "TS-SERVE-SPLIT-WORD",
+        ),
     ],
 )
 def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> None:
@@ -196,7 +262,10 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
         (["--", "--host", "1.2.3.4"], "--host is not used after --"),
         (["--", "--config", "other.yml"], "is not used after --: --config decides it"),
         (["--", "--served_model_name", "kimi"], "--served_model_name is not used after --"),
-        (["--max-batch-size", "4", "--", "--max_batch_size", "8"], "--max_batch_size is given before -- and after it"),
+        (
+            ["--max-batch-size", "4", "--", "--max_batch_size", "8"],
+            "--max_batch_size is given before -- and after it",
+        ),
         (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),
         (["--config", "WRITTEN", "--goal", "throughput"], "--goal is not used with --config"),
         (["--config", "-"], "--config - : the engine reads its configuration from a file"),
@@ -206,10 +275,14 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
         (["--disaggregated", "CUT"], "CUT:1 cannot be used"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
+def test_options_that_contradict_each_other_are_refused(
+    tmp_path: Path, words: list[str], says: str
+) -> None:
     file, written = tmp_path / "c.yml", tmp_path / "w.yml"
     file.write_text("print_iter_log: true\n")
-    written.write_text(f"# TensorRT-LLM 1.3.0rc20: trtspec build-config {K25[0]}\nprint_iter_log: true\n")
+    written.write_text(
+        f"# TensorRT-LLM 1.3.0rc20: trtspec build-config {K25[0]}\nprint_iter_log: true\n"
+    )
     pipe, cut = tmp_path / "PIPE", tmp_path / "CUT"
     os.mkfifo(pipe)
     cut.write_text("a: [")
@@ -219,7 +292,10 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path, words: l
 
 
 def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
-    for words, code in ((["--dtype", "float32"], "TS-ERROR-USAGE"), (["--config", str(tmp_path)], "TS-ERROR-FILE")):
+    for words, code in (
+        (["--dtype", "float32"], "TS-ERROR-USAGE"),
+        (["--config", str(tmp_path)], "TS-ERROR-FILE"),
+    ):
         answer = trtspec("serve", K25[0], "--json", *words)
         assert answer.status == 2 and json.loads(answer.stdout)["error"]["code"] == code
     launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")
@@ -233,13 +309,19 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
     ("text", "says"),
     [
         (CONTEXT, "generation_servers: Field required"),
-        ("context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION, "is 2 and there are 1 urls"),
+        (
+            "context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION,
+            "is 2 and there are 1 urls",
+        ),
         ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
         ("context_servers: {urls: ['a:70000']}\n" + GENERATION, "'a:70000' is not host:port"),
         (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
         ("port: high\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
         ("port: true\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
-        ("context_servers: {urls: []}\n" + GENERATION, "context_servers.urls: List should have at least 1 item"),
+        (
+            "context_servers: {urls: []}\n" + GENERATION,
+            "context_servers.urls: List should have at least 1 item",
+        ),
         ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname: Input should be a valid string"),
         ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
     ],
@@ -249,7 +331,11 @@ def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
 
     with pytest.raises(CheckFailed) as refused:
         read_front(text, Path("front.yml"))
-    assert says in refused.value.message and refused.value.code == "TS-SERVE-FRONT" and refused.value.remedy
+    assert (
+        says in refused.value.message
+        and refused.value.code == "TS-SERVE-FRONT"
+        and refused.value.remedy
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,7 +349,9 @@ def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
         (K25[2], CONTEXT + GENERATION, 2, "is a draft head, not a target"),
     ],
 )
-def test_a_front_as_a_command(tmp_path: Path, target: str, text: str, status: int, says: str) -> None:
+def test_a_front_as_a_command(
+    tmp_path: Path, target: str, text: str, status: int, says: str
+) -> None:
     file = tmp_path / "front.yml"
     file.write_text(text)
     answer = trtspec("serve", target, "--disaggregated", str(file), "--dry-run")

@@ -33,10 +33,18 @@ def errors(row: dict[str, Any], rng: random.Random) -> tuple[set[str], str]:
             del place[name]
     version = rng.choice(row.get("releases", ["1.3.0rc20", "1.4.0rc1"]))
     deployment = Deployment(
-        schema_for(version), load_target(TARGET).spec, TARGET, load_head(HEAD).spec, HEAD, gpu="10.0", here=True
+        schema_for(version),
+        load_target(TARGET).spec,
+        TARGET,
+        load_head(HEAD).spec,
+        HEAD,
+        gpu="10.0",
+        here=True,
     )
     text = yaml.safe_dump(values)
-    return {finding.code for finding in lint(text, deployment) if finding.severity == "error"}, f"{version}\n{text}"
+    return {
+        finding.code for finding in lint(text, deployment) if finding.severity == "error"
+    }, f"{version}\n{text}"
 
 
 @pytest.mark.parametrize("row", DECIDED, ids=lambda row: row["site"][:40])
@@ -50,6 +58,10 @@ def test_two_hundred_seeded_faults() -> None:
     rng = random.Random(34)
     rows = [rng.choice(ROWS) for _ in range(200)]
     refused = sum(bool(errors(row, rng)[0]) for row in rows)
-    print(f"\n{len(DECIDED)} of {len(ROWS)} sites decidable; {refused} of {len(rows)} seeded faults refused")
+    print(
+        f"\n{len(DECIDED)} of {len(ROWS)} sites decidable; {refused} of {len(rows)} seeded faults refused"
+    )
     assert all(row.get("undecidable") for row in ROWS if row not in DECIDED)
-    assert refused >= 0.95 * len(rows) and all(errors(row, rng)[0] for row in rows if row in DECIDED)
+    assert refused >= 0.95 * len(rows) and all(
+        errors(row, rng)[0] for row in rows if row in DECIDED
+    )

@@ -35,7 +35,10 @@ def found(text: str, version: str, context: Context) -> dict[str, Finding]:
         algorithm, group, exclude, cache = changed["quant"]
         changed = {"quant": QuantSpec(algorithm, group, tuple(exclude), cache)}
     if target:
-        more |= {"target": replace(load_target(target).spec, **changed), "target_name": "" if changed else target}
+        more |= {
+            "target": replace(load_target(target).spec, **changed),
+            "target_name": "" if changed else target,
+        }
     if head is not None:
         more["head"] = replace(load_head("nvidia/Kimi-K2.6-Eagle3").spec, **head)
     if text.startswith("+"):
@@ -97,4 +100,6 @@ def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
     )
     assert [problem.code for problem in problems] == ["TS-SERVE-UNKNOWN-OPTION"]
     assert deployment.argv["max_batch_size"] == 32
-    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {finding.code for finding in lint(text, deployment)}
+    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {
+        finding.code for finding in lint(text, deployment)
+    }

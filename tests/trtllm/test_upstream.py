@@ -35,12 +35,24 @@ KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY"
 NOT_LISTED = ("kv_cache_config.mamba_state_cache_interval", "moe_config.load_balancer")
 # Keys for which the serve reference's `Choice(...)` counts beside the manifest's values, with what the manifest says of
 # them: TorchLlmArgs is the class of the PyTorch backend alone, and an allowlist is what telemetry may report of a text
-SERVED_CHOICES = {"backend": ("Literal['pytorch']", ""), "reasoning_parser": ("Optional[str]", "allowlist")}
-LISTED_TYPES = {"int", "float", "bool", "int|null", "float|null", "bool|null"}  # free text is never listed
+SERVED_CHOICES = {
+    "backend": ("Literal['pytorch']", ""),
+    "reasoning_parser": ("Optional[str]", "allowlist"),
+}
+LISTED_TYPES = {
+    "int",
+    "float",
+    "bool",
+    "int|null",
+    "float|null",
+    "bool|null",
+}  # free text is never listed
 
 
 def leaves(manifests: Path) -> list[dict[str, Any]]:
-    return json.loads((manifests / "main" / "llm_args_golden_manifest.json").read_text())["TorchLlmArgs"]
+    return json.loads((manifests / "main" / "llm_args_golden_manifest.json").read_text())[
+        "TorchLlmArgs"
+    ]
 
 
 def serve_options(manifests: Path, which: str) -> dict[str, Any]:
@@ -54,11 +66,21 @@ def adapter(leaf: dict[str, Any]) -> TypeAdapter[Any]:
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "None")
     listed = leaf["allowed_values"]
     choices = f"Literal[{', '.join(map(repr, listed))}]" if listed else ""
-    if choices and ("enum" in text or "tensorrt_llm" in text or text == "str" or "Optional[str]" in text):
+    if choices and (
+        "enum" in text or "tensorrt_llm" in text or text == "str" or "Optional[str]" in text
+    ):
         text = f"Optional[{choices}]" if "Optional" in text else choices
     elif choices and text.startswith(("Literal", "Optional[Literal")):
         text = f"Union[{text}, {choices}]"
-    names = {**vars(typing), "Gt": Gt, "Ge": Ge, "int": int, "float": float, "bool": bool, "str": str}
+    names = {
+        **vars(typing),
+        "Gt": Gt,
+        "Ge": Ge,
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "str": str,
+    }
     return TypeAdapter(eval(text, {"__builtins__": {}}, names))
 
 
@@ -84,7 +106,11 @@ def test_values_are_judged_as_pydantic_judges_them(manifests: Path) -> None:
     for leaf in leaves(manifests):
         field, judge = schema.fields[leaf["path"]], adapter(leaf)
         limited = "Gt(" in leaf["annotation"] or "Ge(" in leaf["annotation"]
-        for value in [*SAMPLES, *leaf["allowed_values"], *((-(2**31), -3, 2**40) if limited else ())]:
+        for value in [
+            *SAMPLES,
+            *leaf["allowed_values"],
+            *((-(2**31), -3, 2**40) if limited else ()),
+        ]:
             verdict = check_value(field, value)
             if verdict is not None and verdict[0] == "range" and (not limited or value == []):
                 continue
@@ -116,7 +142,10 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 def taken(values: dict[str, Any], path: str) -> bool:
     """Whether lint lets the key at `path` pass."""
     found = lint(yaml.safe_dump(values), Deployment(schema_for(NEWEST)))
-    return not any(f.severity == "error" and f.code in KEY_CODES and f"{path}.".startswith(f"{f.key}.") for f in found)
+    return not any(
+        f.severity == "error" and f.code in KEY_CODES and f"{path}.".startswith(f"{f.key}.")
+        for f in found
+    )
 
 
 def with_its_variant(field: Field, value: Any) -> dict[str, Any]:
@@ -144,18 +173,24 @@ def test_every_key_is_taken_and_its_misspelling_is_not(manifests: Path) -> None:
         assert not taken(values, f"{field.path}x"), field.path
 
 
-def test_keys_and_values_of_other_lines_are_judged_as_the_manifest_judges_them(manifests: Path) -> None:
+def test_keys_and_values_of_other_lines_are_judged_as_the_manifest_judges_them(
+    manifests: Path,
+) -> None:
     """Numbers, flags and listed words only, which a manifest would list. Each of them beside upstream's own recipe."""
     judges = {leaf["path"]: adapter(leaf) for leaf in leaves(manifests)}
     served = serve_options(manifests, "main")
-    recipe = yaml.safe_load((manifests / "recipes" / "trtllm-curated-kimi-k2-thinking.yaml").read_text())
+    recipe = yaml.safe_load(
+        (manifests / "recipes" / "trtllm-curated-kimi-k2-thinking.yaml").read_text()
+    )
     asked: list[tuple[str, Any]] = []
     for line in LINES:
         for path in sorted(line_fields(line)):
             kind, top = line_fields(line, path, "type"), path.partition(".")[0]
             if not_listed(path) or DISCRIMINATORS.get(top) == path.partition(".")[2]:
                 continue
-            asked += [(path, value) for value in line_fields(line, path, "allowed") if path in judges]
+            asked += [
+                (path, value) for value in line_fields(line, path, "allowed") if path in judges
+            ]
             if kind in LISTED_TYPES and path not in judges:
                 asked.append((path, True if "bool" in kind else 1))
     wrong = []
@@ -178,9 +213,14 @@ def not_listed(path: str) -> bool:
 
 def test_the_exceptions_are_upstreams_own(manifests: Path) -> None:
     """What of their grounds stands in the manifests and the recipe; the class's text is quoted above."""
-    found, served = {leaf["path"]: leaf for leaf in leaves(manifests)}, serve_options(manifests, "main")
+    found, served = (
+        {leaf["path"]: leaf for leaf in leaves(manifests)},
+        serve_options(manifests, "main"),
+    )
     assert not [path for path in found if not_listed(path)]
-    wide = yaml.safe_load((manifests / "recipes" / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())
+    wide = yaml.safe_load(
+        (manifests / "recipes" / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text()
+    )
     balancer = wide["worker_config"]["gen"]["moe_config"]["load_balancer"]
     assert set(balancer) == {"num_slots", "layer_updates_per_iter"}
     for path, (annotation, converter) in SERVED_CHOICES.items():
@@ -195,9 +235,13 @@ def test_options_that_are_passed_are_judged_as_the_reference_lists_them(
     """Every option with a value of either release, right and misspelt, with words and numbers for values."""
     known, schema = serve_options(manifests, which), schema_for(version)
     flags = {flag: option for option in known.values() for flag in option["flags"]}
-    for option in [one for name, _ in OPTION_LISTS for one in serve_options(manifests, name).values()]:
+    for option in [
+        one for name, _ in OPTION_LISTS for one in serve_options(manifests, name).values()
+    ]:
         for flag in () if option["is_flag"] else option["flags"]:
-            for word, text in itertools.product((flag, f"{flag}x"), ("8", "0.5", "nothing-of-it", *choices(option))):
+            for word, text in itertools.product(
+                (flag, f"{flag}x"), ("8", "0.5", "nothing-of-it", *choices(option))
+            ):
                 problems = parse_passed(schema, [word, text])[1]
                 ours = not any(problem.severity == "error" for problem in problems)
                 assert ours == (word in flags and takes(flags[word], text)), (word, text)
@@ -214,7 +258,9 @@ def takes(option: dict[str, Any], text: str) -> bool:
 
 
 @pytest.mark.parametrize(("which", "version"), OPTION_LISTS)
-def test_every_serve_option_with_its_type_default_and_flags(manifests: Path, which: str, version: str) -> None:
+def test_every_serve_option_with_its_type_default_and_flags(
+    manifests: Path, which: str, version: str
+) -> None:
     schema, options = schema_for(version), serve_options(manifests, which)
     assert set(schema.options) == set(options)
     for name, theirs in options.items():
@@ -231,7 +277,9 @@ def test_every_serve_option_with_its_type_default_and_flags(manifests: Path, whi
 def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
     recipes = manifests / "recipes"
     curated = (recipes / "trtllm-curated-kimi-k2-thinking.yaml").read_text()
-    wide = yaml.safe_load((recipes / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())["worker_config"]
+    wide = yaml.safe_load((recipes / "trtllm-wide-ep-kimi-k2-thinking.yaml").read_text())[
+        "worker_config"
+    ]
     for version in (OLDER, NEWEST):
         deployment = Deployment(schema_for(version))
         for text in (curated, yaml.safe_dump(wide["gen"]), yaml.safe_dump(wide["ctx"])):
@@ -243,8 +291,12 @@ def test_the_list_of_differences_is_up_to_date(manifests: Path) -> None:
     import importlib.util
 
     root = Path(__file__).parents[2]
-    found = importlib.util.spec_from_file_location("schema_differences", root / "tools" / "schema_differences.py")
+    found = importlib.util.spec_from_file_location(
+        "schema_differences", root / "tools" / "schema_differences.py"
+    )
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    assert (root / "docs" / "schema-differences.md").read_text(encoding="utf-8") == module.page(manifests)
+    assert (root / "docs" / "schema-differences.md").read_text(encoding="utf-8") == module.page(
+        manifests
+    )

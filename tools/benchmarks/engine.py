@@ -36,7 +36,9 @@ CONTEXT_STEPS = 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, help="default: prompts_heldout.jsonl of the target")
@@ -44,7 +46,9 @@ def main() -> None:
     parser.add_argument("--draft-len", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--draft-sampling", nargs="+", choices=["argmax", "probabilistic"], default=["argmax"])
+    parser.add_argument(
+        "--draft-sampling", nargs="+", choices=["argmax", "probabilistic"], default=["argmax"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--no-transformers", action="store_true")
@@ -56,7 +60,9 @@ def main() -> None:
     print(f"{dtype}, {torch.get_num_threads()} threads, draft length {options.draft_len}, "
           f"{options.new_tokens} new tokens at most, {options.rounds} turns")  # fmt: skip
 
-    def engine(drafting: Eagle3Head | None, concurrency: int, draft_sampling: DraftSampling = "argmax") -> Engine:
+    def engine(
+        drafting: Eagle3Head | None, concurrency: int, draft_sampling: DraftSampling = "argmax"
+    ) -> Engine:
         return Engine(
             target,
             drafting,
@@ -95,7 +101,10 @@ def read_requests(options: argparse.Namespace, temperature: float) -> list[Gener
 
 
 def compare(
-    engines: dict[str, Callable[[], Engine]], requests: list[GenerationRequest], concurrency: int, rounds: int
+    engines: dict[str, Callable[[], Engine]],
+    requests: list[GenerationRequest],
+    concurrency: int,
+    rounds: int,
 ) -> None:
     """Runs every variant in turn, in rotating order; a turn has 2 or more waves of fresh requests."""
     wave = max(4, 2 * concurrency)
@@ -108,8 +117,13 @@ def compare(
             if turn:  # the first one warms up
                 runs[name].append(run)
     for name, ours in runs.items():
-        wall = [run.wall_speed / plain.wall_speed for run, plain in zip(ours, runs["plain"], strict=True)]
-        cpu = [run.cpu_speed / plain.cpu_speed for run, plain in zip(ours, runs["plain"], strict=True)]
+        wall = [
+            run.wall_speed / plain.wall_speed
+            for run, plain in zip(ours, runs["plain"], strict=True)
+        ]
+        cpu = [
+            run.cpu_speed / plain.cpu_speed for run, plain in zip(ours, runs["plain"], strict=True)
+        ]
         print(
             f"  {name:14} {statistics.median(run.wall_speed for run in ours):8.1f} tok/s   "
             f"{statistics.median(wall):5.2f}x plain ({min(wall):.2f}-{max(wall):.2f})   "
@@ -135,7 +149,12 @@ def timed(engine: Engine, requests: list[GenerationRequest]) -> Run:
     engine.generate(requests)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     totals = engine.totals
-    return Run(totals.tokens / wall, totals.tokens / cpu, 1 + totals.accepted / max(totals.steps, 1), totals.steps)
+    return Run(
+        totals.tokens / wall,
+        totals.tokens / cpu,
+        1 + totals.accepted / max(totals.steps, 1),
+        totals.steps,
+    )
 
 
 @torch.inference_mode()
@@ -143,13 +162,19 @@ def draft_cost(target: KimiModel, head_dir: Path, rows: int) -> None:
     """Median CPU time of a draft step and of verifying 4 tokens, over one target step (128 of context)."""
     head = load_head(head_dir, target, dtype=target.dtype)
     prepare_for_decoding(head)
-    cache, draft_cache, start = target.new_cache(rows, 160), head.new_cache(rows, 160), torch.full((rows,), 128)
+    cache, draft_cache, start = (
+        target.new_cache(rows, 160),
+        head.new_cache(rows, 160),
+        torch.full((rows,), 128),
+    )
     one, four = (torch.randint(300, (rows, width)) for width in (1, 4))
     state = torch.zeros(rows, 1, target.spec.hidden_size, dtype=target.dtype)
     steps: dict[str, Callable[[], Any]] = {
         "target step": lambda: target(one, start, cache, length=129),
         "verify 4": lambda: target(four, start, cache, length=132),
-        "draft step": lambda: head.logits(head(state, one, start, draft_cache, length=129)[1]).argmax(-1),
+        "draft step": lambda: head.logits(
+            head(state, one, start, draft_cache, length=129)[1]
+        ).argmax(-1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(CONTEXT_STEPS):
@@ -160,18 +185,27 @@ def draft_cost(target: KimiModel, head_dir: Path, rows: int) -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"\n{rows} rows")
     for name, value in medians.items():
-        print(f"  {name:14} {1000 * value:6.2f} ms   {value / medians['target step']:.3f} target steps")
+        print(
+            f"  {name:14} {1000 * value:6.2f} ms   {value / medians['target step']:.3f} target steps"
+        )
 
 
 def transformers_speed(
-    options: argparse.Namespace, head: Eagle3Head, target: KimiModel, requests: list[GenerationRequest]
+    options: argparse.Namespace,
+    head: Eagle3Head,
+    target: KimiModel,
+    requests: list[GenerationRequest],
 ) -> None:
     """transformers' own greedy generate and both engines, in turn on the same prompts, batch 1."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = json.loads((options.target / "config.json").read_text())
-    kind = transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForImageTextToText
+        if "text_config" in config
+        else transformers.AutoModelForCausalLM
+    )
     model = kind.from_pretrained(options.target, dtype=target.dtype).eval()
     ends = list(KimiTokenizer(options.target).eos_ids)
 
@@ -189,7 +223,9 @@ def transformers_speed(
         return made.shape[1] - prompt.shape[1]
 
     def ours(request: GenerationRequest, drafting: Eagle3Head | None) -> int:
-        engine = Engine(target, drafting, EngineOptions(draft_len=options.draft_len, max_batch_size=1))
+        engine = Engine(
+            target, drafting, EngineOptions(draft_len=options.draft_len, max_batch_size=1)
+        )
         return len(engine.generate([request])[request.id].token_ids)
 
     variants: dict[str, Callable[[GenerationRequest], int]] = {
@@ -207,7 +243,9 @@ def transformers_speed(
     print(f"\ntransformers, batch 1, {2 * options.rounds} prompts")
     for name, values in speeds.items():
         ratios = [value / theirs for value, theirs in zip(values, speeds["generate"], strict=True)]
-        print(f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x generate")
+        print(
+            f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x generate"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ from urllib.request import urlopen
 
 PACKAGE = Path(os.environ.get("TRTSPEC_PACKAGE", Path.cwd() / "trtspec"))
 CONVERSATION = {
-    "messages": [{"role": "user", "content": "Name a prime."}, {"role": "assistant", "content": "Seven is a prime."}]
+    "messages": [
+        {"role": "user", "content": "Name a prime."},
+        {"role": "assistant", "content": "Seven is a prime."},
+    ]
 }
 COMMANDS = {
     "lint": "lint engine.yml --trtllm-version 1.3.0rc20 --target {k26} --head {eagle}",
@@ -96,7 +99,9 @@ def serving() -> Iterator[None]:
                 break
             time.sleep(1)
         else:
-            sys.exit("the server did not start: run `trtspec serve kimi-nano --backend reference` to see why")
+            sys.exit(
+                "the server did not start: run `trtspec serve kimi-nano --backend reference` to see why"
+            )
         yield
     finally:
         process.terminate()
@@ -107,7 +112,9 @@ def visited(name: str) -> tuple[int, list[tuple[str, list[str]]]]:
     """The exit status of a command, and its stays: a file, and the functions that are taken up there."""
     with tempfile.TemporaryDirectory() as room:
         (Path(room) / "engine.yml").write_bytes(ENGINE_YAML.read_bytes())
-        (Path(room) / "data.jsonl").write_text(f"{json.dumps(CONVERSATION)}\n" * 4, encoding="utf-8")
+        (Path(room) / "data.jsonl").write_text(
+            f"{json.dumps(CONVERSATION)}\n" * 4, encoding="utf-8"
+        )
         environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "HF_HUB_OFFLINE": "1"}
         environment["TRTSPEC_PACKAGE"] = str(PACKAGE)
         script = [sys.executable, str(Path(__file__).resolve()), "--only", name]
@@ -148,7 +155,10 @@ def visits(name: str) -> None:
             frame = frame.f_back
         return False
 
-    sys.argv = ["trtspec", *COMMANDS[name].format(**{key: str(value) for key, value in NAMES.items()}).split()]
+    sys.argv = [
+        "trtspec",
+        *COMMANDS[name].format(**{key: str(value) for key, value in NAMES.items()}).split(),
+    ]
     threading.setprofile(seen)
     sys.setprofile(seen)
     status = 0

@@ -50,7 +50,8 @@ def shapes(prefix: str, embedding: bool) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"fc": (H, 3 * H), "norm": (H,), "lm_head": (V, H)}
     found |= {f"{prefix}{name}": shape for name, shape in LAYER.items()}
     return {
-        f"{name}.weight": shape for name, shape in (found | ({"embed_tokens": (V, H)} if embedding else {})).items()
+        f"{name}.weight": shape
+        for name, shape in (found | ({"embed_tokens": (V, H)} if embedding else {})).items()
     }
 
 
@@ -65,7 +66,9 @@ def write_head(directory: Path, tensors: dict[str, tuple[int, ...]], eagle: dict
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    noise = np.random.default_rng(0).normal(0, 0.02, 1 << 25).astype(np.float32).view(np.uint32) >> 16
+    noise = (
+        np.random.default_rng(0).normal(0, 0.02, 1 << 25).astype(np.float32).view(np.uint32) >> 16
+    )
     raw = memoryview(noise.astype("<u2").tobytes())
     with (directory / "model.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
@@ -91,7 +94,9 @@ def measured(*words: object) -> tuple[float, float, int, subprocess.CompletedPro
         "sys.exit(done.returncode)\n"
     )
     begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True
+    )
     seconds = time.monotonic() - begun
     peak, processor = done.stderr.split("USED")[1].split()
     return seconds, float(processor), int(peak) * 1024, done
@@ -100,7 +105,10 @@ def measured(*words: object) -> tuple[float, float, int, subprocess.CompletedPro
 def report(label: str, *words: object, status: int = 0) -> dict[str, Any]:
     seconds, processor, peak, done = measured(sys.executable, "-m", "trtspec", *words, "--json")
     assert done.returncode == status, done.stdout[-3000:] + done.stderr[-2000:]
-    print(f"{label:44} {seconds:7.1f} s, processor {processor:6.1f} s, peak {peak / 1e6:5.0f} MB", flush=True)
+    print(
+        f"{label:44} {seconds:7.1f} s, processor {processor:6.1f} s, peak {peak / 1e6:5.0f} MB",
+        flush=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -113,17 +121,37 @@ def copied(source: Path, room: Path) -> None:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--room", type=Path, required=True)
-    arguments.add_argument("--target", default="nvidia/Kimi-K2.5-NVFP4", help="a directory or a known hub id")
-    arguments.add_argument("--back", action="store_true", help="convert back too; takes another copy's time and space")
-    arguments.add_argument("--only", choices=("modelopt", "torchspec"), help="one of the two layouts")
+    arguments.add_argument(
+        "--target", default="nvidia/Kimi-K2.5-NVFP4", help="a directory or a known hub id"
+    )
+    arguments.add_argument(
+        "--back", action="store_true", help="convert back too; takes another copy's time and space"
+    )
+    arguments.add_argument(
+        "--only", choices=("modelopt", "torchspec"), help="one of the two layouts"
+    )
     given = arguments.parse_args()
     room: Path = given.room / "full-size-heads"
     shutil.rmtree(room, ignore_errors=True)
-    modelopt = {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
+    modelopt = {
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
+    }
     cases = (
-        ("NVIDIA's layout", "layers.0.", False, EAGLE | modelopt, "modelopt", "vllm", 1_841_199_104),
+        (
+            "NVIDIA's layout",
+            "layers.0.",
+            False,
+            EAGLE | modelopt,
+            "modelopt",
+            "vllm",
+            1_841_199_104,
+        ),
         ("lightseek's layout", "midlayer.", True, EAGLE, "torchspec", "trtllm", 3_015_604_224),
     )
     try:
@@ -132,20 +160,50 @@ def main() -> None:
                 continue
             source, output, back = room / dialect, room / "out", room / "back"
             assert write_head(source, shapes(prefix, embedding), eagle) == parameters
-            print(f"\n{name}: {parameters:,} parameters, {len(shapes(prefix, embedding))} tensors, BF16", flush=True)
-            facts = report("inspect --against the target", "inspect", source, "--against", given.target)
+            print(
+                f"\n{name}: {parameters:,} parameters, {len(shapes(prefix, embedding))} tensors, BF16",
+                flush=True,
+            )
+            facts = report(
+                "inspect --against the target", "inspect", source, "--against", given.target
+            )
             assert (facts["dialect"], facts["parameters"]) == (dialect, parameters)
             report("inspect, every value", "inspect", source, "--sample", 0)
             copied(source, room)
-            report(f"convert to {to}", "convert", source, "-o", output, "--to", to, "--target", given.target)
-            same = report("inspect OUT --against SOURCE, every byte", "inspect", output, "--against", source)
+            report(
+                f"convert to {to}",
+                "convert",
+                source,
+                "-o",
+                output,
+                "--to",
+                to,
+                "--target",
+                given.target,
+            )
+            same = report(
+                "inspect OUT --against SOURCE, every byte", "inspect", output, "--against", source
+            )
             assert same["comparison"]["identical"] == len(shapes(prefix, embedding))
             if not given.back:
                 shutil.rmtree(room)
                 continue
-            report("convert back", "convert", output, "-o", back, "--to", dialect.replace("modelopt", "trtllm"))
-            begun, again = (json.loads((path / "provenance.json").read_text())["tensors"] for path in (output, back))
-            assert {tensor["sha256"] for tensor in begun.values()} == {tensor["sha256"] for tensor in again.values()}
+            report(
+                "convert back",
+                "convert",
+                output,
+                "-o",
+                back,
+                "--to",
+                dialect.replace("modelopt", "trtllm"),
+            )
+            begun, again = (
+                json.loads((path / "provenance.json").read_text())["tensors"]
+                for path in (output, back)
+            )
+            assert {tensor["sha256"] for tensor in begun.values()} == {
+                tensor["sha256"] for tensor in again.values()
+            }
             shutil.rmtree(room)
     finally:
         shutil.rmtree(room, ignore_errors=True)

@@ -27,7 +27,9 @@ KIMI_BYTES = 595e9
 SHAPES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
 
 
-def stored(format: str, shape: tuple[int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def stored(
+    format: str, shape: tuple[int, int], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """One matrix as the published checkpoints of `format` store it."""
     weight = (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
     if format == "int4":
@@ -35,7 +37,10 @@ def stored(format: str, shape: tuple[int, int], generator: torch.Generator) -> d
     if format == "fp8-block":
         blocks = -(-shape[0] // 128), -(-shape[1] // 128)
         codes = (weight.float() * 4000).to(torch.float8_e4m3fn)
-        return {"weight": codes, "weight_scale_inv": torch.rand(blocks, generator=generator) * 2e-4 + 2e-4}
+        return {
+            "weight": codes,
+            "weight_scale_inv": torch.rand(blocks, generator=generator) * 2e-4 + 2e-4,
+        }
     return {"weight": weight}
 
 
@@ -52,7 +57,9 @@ def _rest(text: dict[str, Any], format: str) -> dict[str, torch.Tensor]:
     for name in [name for name in tensors if name.endswith("_proj.weight") or "_with_mqa" in name]:
         if format == "fp8-block":
             packed = pack_fp8_block(tensors.pop(name))
-            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
+            tensors |= {
+                f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()
+            }
     return tensors
 
 
@@ -73,7 +80,11 @@ def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         mine = range(experts)[shard * experts // shards : (shard + 1) * experts // shards]
-        names = {f"language_model.model.layers.1.mlp.experts.{e}.{leaf}": (e, leaf) for e in mine for leaf in SHAPES}
+        names = {
+            f"language_model.model.layers.1.mlp.experts.{e}.{leaf}": (e, leaf)
+            for e in mine
+            for leaf in SHAPES
+        }
         layout = {
             f"{module}.{name}": entry
             for module, (_, leaf) in names.items()
@@ -96,7 +107,9 @@ def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     for name, default in (("experts", 384), ("workers", 2), ("shards", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -116,7 +129,12 @@ def main() -> None:
         print(f"generated in {time.monotonic() - begin:.0f} s", flush=True)
         words = ["quantize", str(source), "-o", str(root / "out"), "--policy", "k2.5", "--json"]
         words += ["--workers", str(arguments.workers)]
-        command = [sys.executable, "-m", "trtspec", *words]  # a process of its own, whose peak it is
+        command = [
+            sys.executable,
+            "-m",
+            "trtspec",
+            *words,
+        ]  # a process of its own, whose peak it is
         result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         rate = result["bytes_in"] / result["seconds"]
         print(

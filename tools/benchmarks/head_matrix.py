@@ -26,7 +26,12 @@ from typing import Any
 
 import torch
 
-from tests.heads.training.test_exported_equals_trained import ROWS, TTT, drafted_logits, record_logits
+from tests.heads.training.test_exported_equals_trained import (
+    ROWS,
+    TTT,
+    drafted_logits,
+    record_logits,
+)
 from tools.benchmarks.small_heads import Workshop, held_out_messages, kept, last_agreement
 from trtspec import data_files
 from trtspec.heads.training import module as train
@@ -43,10 +48,14 @@ LONGER = 4
 def main() -> None:
     arguments = parsed()
     torch.set_num_threads(1)
-    settings = {k: v for k, v in vars(arguments).items() if k not in ("only", "output", "answers", "target")}
+    settings = {
+        k: v for k, v in vars(arguments).items() if k not in ("only", "output", "answers", "target")
+    }
     found = kept(arguments.output / "settings.json", lambda: settings)
     if found != json.loads(json.dumps(settings)):
-        raise SystemExit(f"{arguments.output} was made with {found}: pass those, or another directory")
+        raise SystemExit(
+            f"{arguments.output} was made with {found}: pass those, or another directory"
+        )
     shop = Workshop.open(arguments.target, arguments.answers, arguments.seq_len)
     contexts = prompt_sets(shop, arguments)
     rows = []
@@ -56,16 +65,25 @@ def main() -> None:
             rows.append(one_kind(shop, contexts, arguments, directory, *kind))
     print_matrix(rows, arguments)
     print_robustness(rows, contexts, arguments)
-    seconds = sum(row["cpu_seconds"] + sum(one["cpu_seconds"] for one in row["acceptance"].values()) for row in rows)
-    print(f"{len(shop.features.samples)} answers; {len(rows)} heads took {seconds:.0f} s of processor time")
+    seconds = sum(
+        row["cpu_seconds"] + sum(one["cpu_seconds"] for one in row["acceptance"].values())
+        for row in rows
+    )
+    print(
+        f"{len(shop.features.samples)} answers; {len(rows)} heads took {seconds:.0f} s of processor time"
+    )
 
 
 def parsed() -> argparse.Namespace:
     every = [name_of(*kind) for kind in kinds(1)]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="HEAD", help=" ".join(every))
+    parser.add_argument(
+        "--only", nargs="+", choices=every, default=every, metavar="HEAD", help=" ".join(every)
+    )
     parser.add_argument("--target", type=Path, default=data_files.kimi_nano_dir())
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=4)
@@ -96,8 +114,12 @@ def prompt_sets(shop: Workshop, arguments: argparse.Namespace) -> dict[str, list
     plain = [PLAIN.format(question=row["messages"][-1]["content"]) for row in rows]
     return {
         "as trained": [chat(row["messages"]) for row in rows],
-        f"{LONGER}x longer": [long_context(shop, rows, i, LONGER * longest) for i in range(len(rows))],
-        "system prompt": [chat([{"role": "system", "content": SYSTEM}, *row["messages"]]) for row in rows],
+        f"{LONGER}x longer": [
+            long_context(shop, rows, i, LONGER * longest) for i in range(len(rows))
+        ],
+        "system prompt": [
+            chat([{"role": "system", "content": SYSTEM}, *row["messages"]]) for row in rows
+        ],
         "plain template": [shop.tokenizer.encode(text) for text in plain],
     }
 
@@ -108,7 +130,11 @@ def long_context(shop: Workshop, rows: list[dict[str, Any]], index: int, length:
     ids: list[int] = []
     for distance in range(1, len(rows)):
         other = rows[(index + distance) % len(rows)]
-        messages = [*other["messages"], {"role": "assistant", "content": other["reference"]}, *messages]
+        messages = [
+            *other["messages"],
+            {"role": "assistant", "content": other["reference"]},
+            *messages,
+        ]
         ids = shop.tokenizer.apply_chat_template(messages)
         if len(ids) >= length:
             break
@@ -125,16 +151,26 @@ def one_kind(
         batch_size=arguments.batch_size, seq_len=arguments.seq_len, ttt_steps=arguments.ttt_steps, lr=arguments.lr,
         seed=arguments.seed, precision="fp32",
     ).checked()  # fmt: skip
-    row = kept(directory / "trained.json", lambda: trained(shop, options, directory)) | {"acceptance": {}}
+    row = kept(directory / "trained.json", lambda: trained(shop, options, directory)) | {
+        "acceptance": {}
+    }
     head = load_head(directory / "head", shop.target, dtype=torch.float32)
     names = list(contexts) if draft_vocab is None else ["as trained"]
     for name, draft_len, temperature in itertools.product(names, (3, 7), arguments.temperatures):
         if draft_len == 7 or name == "as trained":
             key = f"{name}/{draft_len}/{temperature:g}"
             measured = partial(
-                timed, shop.acceptance, head, contexts[name], draft_len, temperature, arguments.max_tokens
+                timed,
+                shop.acceptance,
+                head,
+                contexts[name],
+                draft_len,
+                temperature,
+                arguments.max_tokens,
             )
-            row["acceptance"][key] = kept(directory / f"{key.replace('/', '_').replace(' ', '-')}.json", measured)
+            row["acceptance"][key] = kept(
+                directory / f"{key.replace('/', '_').replace(' ', '-')}.json", measured
+            )
             print(f"{directory.name}: {key} {cell(row['acceptance'][key])}", flush=True)
     return kept(directory / "done.json", lambda: row)
 
@@ -177,7 +213,9 @@ def difference(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -
     trained = record_logits(module, tokens, output.hidden, output.aux)
     worst = 0.0
     for context in (1, 7, ROWS - len(trained) - 1):
-        for step, logits in enumerate(drafted_logits(head, tokens, output.aux, context, len(trained))):
+        for step, logits in enumerate(
+            drafted_logits(head, tokens, output.aux, context, len(trained))
+        ):
             worst = max(worst, float((logits - trained[step][:, context - 1 + step]).abs().max()))
     return worst
 
@@ -185,13 +223,21 @@ def difference(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -
 def print_matrix(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     columns = list(itertools.product((3, 7), arguments.temperatures))
     titles = [f"length {length}, T={temperature:g}" for length, temperature in columns]
-    print(f"\n{'head':28} {'max diff':>9} {'agreement by step':>20}  " + "  ".join(f"{title:>20}" for title in titles))
+    print(
+        f"\n{'head':28} {'max diff':>9} {'agreement by step':>20}  "
+        + "  ".join(f"{title:>20}" for title in titles)
+    )
     for row in rows:
         cells = [cell(row["acceptance"][f"as trained/{length}/{t:g}"]) for length, t in columns]
         name = f"{row['attention'].upper()} EAGLE-{row['eagle']}, {row['draft_vocab']} tokens"
         shares = " ".join(f"{value:.3f}" for value in row["agreement"][:3])
-        print(f"{name:28} {row['difference']:9.1e} {shares:>20}  " + "  ".join(f"{text:>20}" for text in cells))
-    print(f"acceptance length, {arguments.prompts} held-out prompts, at most {arguments.max_tokens} new tokens")
+        print(
+            f"{name:28} {row['difference']:9.1e} {shares:>20}  "
+            + "  ".join(f"{text:>20}" for text in cells)
+        )
+    print(
+        f"acceptance length, {arguments.prompts} held-out prompts, at most {arguments.max_tokens} new tokens"
+    )
 
 
 def print_robustness(

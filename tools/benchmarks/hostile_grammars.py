@@ -32,7 +32,10 @@ def in_vllm(draw: random.Random) -> dict[str, Any]:
     form = body["response_format"]
     if form["type"] == "regex":
         return {**body, "response_format": None, "structured_outputs": {"regex": form["regex"]}}
-    return {**body, "response_format": {**form, "json_schema": {"name": "x", **form["json_schema"]}}}
+    return {
+        **body,
+        "response_format": {**form, "json_schema": {"name": "x", **form["json_schema"]}},
+    }
 
 
 def memory(process: psutil.Process) -> int:
@@ -50,11 +53,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         if options.backend == "vllm":
             flood.attack, behind = in_vllm, ("--tp-size", "1", *IN_VLLM)
-            environment = vllm_environment(Path(os.environ["TRTSPEC_VLLM_PYTHON"]), Path(place), environment)
-        words = ["serve", "kimi-nano", "--backend", options.backend, "--dtype", "float32", "--port", str(port)]
+            environment = vllm_environment(
+                Path(os.environ["TRTSPEC_VLLM_PYTHON"]), Path(place), environment
+            )
+        words = [
+            "serve",
+            "kimi-nano",
+            "--backend",
+            options.backend,
+            "--dtype",
+            "float32",
+            "--port",
+            str(port),
+        ]
         words += ["--max-batch-size", "16", "--max-seq-len", "256", *behind]
         command = [sys.executable, "-m", "trtspec", *words]
-        served = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace")
+        served = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
         assert served.stderr is not None
         for line in served.stderr:
             print(line, end="", file=sys.stderr)

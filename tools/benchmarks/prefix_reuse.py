@@ -30,7 +30,9 @@ SYSTEM = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -66,7 +68,9 @@ def converse(engine: Engine, options: argparse.Namespace) -> list[float]:
     for turn in range(options.turns):
         requests = []
         for number, talk in enumerate(talks):
-            talk.append({"role": "user", "content": says[(number * options.turns + turn) % len(says)]})
+            talk.append(
+                {"role": "user", "content": says[(number * options.turns + turn) % len(says)]}
+            )
             prompt = tokenizer.apply_chat_template(talk)
             fields = {"temperature": options.temperature, "seed": number, "ignore_eos": True}
             requests.append(GenerationRequest(str(number), prompt, options.new_tokens, **fields))

@@ -48,17 +48,30 @@ Text = tuple[list[int], list[int], int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=24, help="held-out answers for perplexity and KL")
-    parser.add_argument("--prompts", type=int, default=12, help="held-out prompts for acceptance; 0 leaves it out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--texts", type=int, default=24, help="held-out answers for perplexity and KL"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=12, help="held-out prompts for acceptance; 0 leaves it out"
+    )
     parser.add_argument("--tokens", type=int, default=48, help="tokens generated for each")
     parser.add_argument("--samples", type=int, default=128, help="calibration texts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    texts = [(p[-256:], a[:160], n) for p, a, n in held_out(KimiTokenizer(kimi_nano_dir()), options.texts)]
-    print(f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; {options.prompts} prompts\n")
-    print("| source | weight scales | activations | perplexity | KL to the source | acceptance length |")
+    texts = [
+        (p[-256:], a[:160], n)
+        for p, a, n in held_out(KimiTokenizer(kimi_nano_dir()), options.texts)
+    ]
+    print(
+        f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; {options.prompts} prompts\n"
+    )
+    print(
+        "| source | weight scales | activations | perplexity | KL to the source | acceptance length |"
+    )
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in ("BF16", "INT4"):
@@ -67,19 +80,27 @@ def main() -> None:
     print(f"\n{time.monotonic() - began:.0f} s")
 
 
-def measure_source(name: str, source: Path, folder: Path, texts: list[Text], options: argparse.Namespace) -> None:
+def measure_source(
+    name: str, source: Path, folder: Path, texts: list[Text], options: argparse.Namespace
+) -> None:
     folder.mkdir()
     reference = load_target(source, dtype=torch.float32)
     logits = [answer_logits(reference, text) for text in texts]
 
     def show(weights: str, activations: str, model: KimiModel) -> None:
         rows = [
-            compare(answer_logits(model, text), text, expected) for text, expected in zip(texts, logits, strict=True)
+            compare(answer_logits(model, text), text, expected)
+            for text, expected in zip(texts, logits, strict=True)
         ]
         tokens = sum(len(text[1]) for text in texts)
         perplexity = math.exp(sum(loss for loss, _ in rows) / tokens)
-        each = [divergence / len(text[1]) for (_, divergence), text in zip(rows, texts, strict=True)]
-        mean, error = sum(d for _, d in rows) / tokens, statistics.stdev(each) / math.sqrt(len(each))
+        each = [
+            divergence / len(text[1]) for (_, divergence), text in zip(rows, texts, strict=True)
+        ]
+        mean, error = (
+            sum(d for _, d in rows) / tokens,
+            statistics.stdev(each) / math.sqrt(len(each)),
+        )
         length = f"{acceptance(model, texts, options):.2f}" if options.prompts else "-"
         print(
             f"| {name} | {weights} | {activations} | {perplexity:.3f} | {mean:.4f} ± {error:.4f} | {length} |",
@@ -100,15 +121,21 @@ def activation_errors(name: str, model: KimiModel, texts: list[Text]) -> None:
     inputs: dict[int, list[torch.Tensor]] = {}
 
     def keep(linear: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        inputs.setdefault(id(linear), []).append(arguments[0].detach().reshape(-1, arguments[0].shape[-1]))
+        inputs.setdefault(id(linear), []).append(
+            arguments[0].detach().reshape(-1, arguments[0].shape[-1])
+        )
 
     for linear in linears:
         linear.register_forward_pre_hook(keep)
     for text in texts:
         answer_logits(model, text)
     reached = {id(linear): linear for linear in linears if id(linear) in inputs}
-    print(f"\n{name}: inputs of {len(reached)} linears; relative error, and block scales at the ends of E4M3\n")
-    print("| input scale | median error | worst linear | saturated (448) | subnormal (below 2^-6) |")
+    print(
+        f"\n{name}: inputs of {len(reached)} linears; relative error, and block scales at the ends of E4M3\n"
+    )
+    print(
+        "| input scale | median error | worst linear | saturated (448) | subnormal (below 2^-6) |"
+    )
     print("|---|---|---|---|---|")
     for base in ("calibrated", "one"):
         for factor in (1 / 256, 1 / 16, 1, 16, 256, 4096, 65536):
@@ -134,7 +161,9 @@ def activation_error(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[float,
     return float((values.float() * input_scale - x).norm() / x.norm().clamp(min=1e-30)), counts
 
 
-def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator[tuple[str, KimiModel]]:
+def variants(
+    source: Path, folder: Path, weights: str, samples: int
+) -> Iterator[tuple[str, KimiModel]]:
     """Every way of computing one quantized checkpoint; the same weights in all of them."""
     scales = folder.with_name("scales.safetensors")
     if not scales.exists():
@@ -148,7 +177,11 @@ def variants(source: Path, folder: Path, weights: str, samples: int) -> Iterator
             out,
             POLICY,
             ConversionOptions(
-                kv_cache=None, input_scales=file, accept_input_scales=file is not None, weight_scales=weights, workers=1
+                kv_cache=None,
+                input_scales=file,
+                accept_input_scales=file is not None,
+                weight_scales=weights,
+                workers=1,
             ),
         )
         model = load_target(out, dtype=torch.float32)
@@ -196,7 +229,8 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
     sizes = {"max_batch_size": 8, "max_seq_len": 256 + options.tokens + DRAFTS + 8}
     engine = Engine(model, head, EngineOptions(draft_len=DRAFTS, **sizes))  # type: ignore[arg-type]
     requests = [
-        GenerationRequest(str(i), prompt, options.tokens) for i, (prompt, _, _) in enumerate(texts[: options.prompts])
+        GenerationRequest(str(i), prompt, options.tokens)
+        for i, (prompt, _, _) in enumerate(texts[: options.prompts])
     ]
     stats = [completion.stats for completion in engine.generate(requests).values()]
     return 1 + sum(one.accepted for one in stats) / max(1, sum(one.steps for one in stats))
@@ -233,7 +267,11 @@ def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     packed = (codes << (4 * torch.arange(8))).sum(-1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     shape = torch.tensor([rows, columns], dtype=torch.int64)
-    return {"weight_packed": packed, "weight_scale": scale.squeeze(-1).contiguous(), "weight_shape": shape}
+    return {
+        "weight_packed": packed,
+        "weight_scale": scale.squeeze(-1).contiguous(),
+        "weight_shape": shape,
+    }
 
 
 if __name__ == "__main__":

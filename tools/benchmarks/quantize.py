@@ -38,7 +38,9 @@ from trtspec.quant.native import Packer, Rows, Scaling
 Contest = dict[str, Callable[[], object]]
 
 
-def medians(contest: Contest, rounds: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def medians(
+    contest: Contest, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Median seconds of each contestant, run in turn `rounds` times after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in contest}
     for number in range(rounds + 1):
@@ -62,14 +64,20 @@ def kernels(rounds: int) -> None:
     }
 
     def modelopt_from_int4() -> None:
-        codes = unpack_from_int32(parts["weight_packed"], 4, shape).to(torch.bfloat16).view(2048, -1, 32)
+        codes = (
+            unpack_from_int32(parts["weight_packed"], 4, shape)
+            .to(torch.bfloat16)
+            .view(2048, -1, 32)
+        )
         NVFP4QTensor.quantize((codes * parts["weight_scale"].unsqueeze(-1)).view(shape), 16)
 
     def ours(packer: Packer, rows: Rows) -> Callable[[], object]:
         return lambda: packer.pack(rows, Scaling.of(packer.amax(rows)), *target)
 
     theirs = {"BF16": lambda: NVFP4QTensor.quantize(weight.clone(), 16), "INT4": modelopt_from_int4}
-    print("packing 2048 x 7168 in memory, 1 thread, CPU seconds   ours  ModelOpt   ratio   GB/s of source")
+    print(
+        "packing 2048 x 7168 in memory, 1 thread, CPU seconds   ours  ModelOpt   ratio   GB/s of source"
+    )
     for name, rows in sources.items():
         packers = {"C": choose_packer(), "torch": TorchPacker(), "C, mse": choose_packer("mse")}
         contest: Contest = {kind: ours(packer, rows) for kind, packer in packers.items()}
@@ -78,7 +86,10 @@ def kernels(rounds: int) -> None:
         for kind in contest:
             ratio, rate = times["ModelOpt"] / times[kind], size / times[kind] / 1e9
             label = f"{name} -> NVFP4, {kind}"
-            print(f"{label:<52}{times[kind]:7.4f}{times['ModelOpt']:10.3f}{ratio:8.1f}{rate:12.2f}", flush=True)
+            print(
+                f"{label:<52}{times[kind]:7.4f}{times['ModelOpt']:10.3f}{ratio:8.1f}{rate:12.2f}",
+                flush=True,
+            )
 
 
 def copy(source: Path, target: Path) -> None:
@@ -95,11 +106,24 @@ def copy(source: Path, target: Path) -> None:
 def command(source: Path, target: Path, weight_scales: str, workers: int) -> dict[str, object]:
     """The JSON object of the whole command."""
     shutil.rmtree(target, ignore_errors=True)
-    words = ["quantize", str(source), "-o", str(target), "--policy", "k2.5", "--weight-scales", weight_scales]
+    words = [
+        "quantize",
+        str(source),
+        "-o",
+        str(target),
+        "--policy",
+        "k2.5",
+        "--weight-scales",
+        weight_scales,
+    ]
     words += ["--workers", str(workers), "--json"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"
+    }
     environment |= {"PYTHONPYCACHEPREFIX": str(target.parent / "bytecode")}
-    done = subprocess.run([sys.executable, "-m", "trtspec", *words], capture_output=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "trtspec", *words], capture_output=True, env=environment, check=True
+    )
     found: dict[str, object] = json.loads(done.stdout)
     return found
 
@@ -116,7 +140,9 @@ def whole_job(source: Path, arguments: argparse.Namespace, title: str) -> None:
 
     def run(weight_scales: str) -> Callable[[], object]:
         def once() -> None:
-            rss[weight_scales] = float(str(command(source, target, weight_scales, arguments.workers)["peak_rss_bytes"]))
+            rss[weight_scales] = float(
+                str(command(source, target, weight_scales, arguments.workers)["peak_rss_bytes"])
+            )
 
         return once
 
@@ -146,15 +172,22 @@ def whole_job(source: Path, arguments: argparse.Namespace, title: str) -> None:
 
 
 def speed(root: Path, arguments: argparse.Namespace) -> None:
-    print("\nthe command from start to end; seconds, ratio to cp, CPU seconds, CPU seconds per GB of source, MiB")
+    print(
+        "\nthe command from start to end; seconds, ratio to cp, CPU seconds, CPU seconds per GB of source, MiB"
+    )
     print(
         f"{'source':<30}{'':<5}{'GB':>7}{'cp':>9}{'quantize':>9}{'ratio':>8}{'CPU':>9}{'CPU/GB':>10}{'GB/s':>8}{'RSS':>9}"
     )
     shape, full = full_size_layer.SHAPES, (full_size_layer.HIDDEN, full_size_layer.INNER)
     per_weight = {"int4": 0.5625, "fp8-block": 1.0, "bf16": 2.0}
-    for title, hidden, inner, gigabytes in (("Kimi", *full, arguments.gb), ("small", 2048, 1024, arguments.small_gb)):
+    for title, hidden, inner, gigabytes in (
+        ("Kimi", *full, arguments.gb),
+        ("small", 2048, 1024, arguments.small_gb),
+    ):
         full_size_layer.HIDDEN, full_size_layer.INNER = hidden, inner
-        full_size_layer.SHAPES = {leaf: (inner, hidden) if leaf != "down_proj" else (hidden, inner) for leaf in shape}
+        full_size_layer.SHAPES = {
+            leaf: (inner, hidden) if leaf != "down_proj" else (hidden, inner) for leaf in shape
+        }
         for format in arguments.formats if gigabytes else ():
             experts = max(4, round(gigabytes * 1e9 / (3 * hidden * inner * per_weight[format])))
             source = full_size_layer.make_layer(root / "in", format, experts, arguments.shards)
@@ -171,19 +204,31 @@ def memory(root: Path, formats: list[str]) -> None:
         for weight_scales in ("max", "mse"):
             peaks = []
             for gigabytes in (0.5, 1, 2, 4):
-                source = full_size_layer.make_layer(root / "in", format, round(gigabytes * 1e9 / per_expert), 1)
-                peaks.append(float(str(command(source, root / "out", weight_scales, 1)["peak_rss_bytes"])) / 2**20)
+                source = full_size_layer.make_layer(
+                    root / "in", format, round(gigabytes * 1e9 / per_expert), 1
+                )
+                peaks.append(
+                    float(str(command(source, root / "out", weight_scales, 1)["peak_rss_bytes"]))
+                    / 2**20
+                )
                 for directory in (source, root / "out"):
                     shutil.rmtree(directory)
-            print(f"{format:<12}{weight_scales:<28}" + "".join(f"{peak:8.0f}" for peak in peaks), flush=True)
+            print(
+                f"{format:<12}{weight_scales:<28}" + "".join(f"{peak:8.0f}" for peak in peaks),
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("rounds", 5), ("shards", 4), ("workers", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gb", type=float, default=3.5, help="of each source with Kimi's matrices")
-    parser.add_argument("--small-gb", type=float, default=0.7, help="of each source with 1024 x 2048; 0 for none")
+    parser.add_argument(
+        "--small-gb", type=float, default=0.7, help="of each source with 1024 x 2048; 0 for none"
+    )
     parser.add_argument("--formats", nargs="+", default=["bf16", "int4", "fp8-block"])
     parser.add_argument("--weight-scales", nargs="+", default=["max", "mse"])
     parser.add_argument("--directory", type=Path, help="where the files lie; default: the system's")

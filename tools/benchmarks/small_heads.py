@@ -58,7 +58,9 @@ class Workshop:
         spec = self.spec(options)
         ids = None
         if spec.has_d2t:
-            ids = torch.tensor(draft_vocabulary(self.features.samples, spec.draft_vocab_size, spec.vocab_size))
+            ids = torch.tensor(
+                draft_vocabulary(self.features.samples, spec.draft_vocab_size, spec.vocab_size)
+            )
         torch.manual_seed(options.seed)
         weights = self.target.embed.weight, self.target.lm_head.weight
         return train.build(spec, self.target.spec, *weights, target_ids=ids)
@@ -73,7 +75,12 @@ class Workshop:
         return train_head(module, self.features, options, run, fingerprint, on_step=on_step)
 
     def acceptance(
-        self, head: Eagle3Head, prompts: list[list[int]], draft_len: int, temperature: float, max_tokens: int
+        self,
+        head: Eagle3Head,
+        prompts: list[list[int]],
+        draft_len: int,
+        temperature: float,
+        max_tokens: int,
     ) -> dict[str, Any]:
         """Free-running generation; 95 % interval over prompts and the distinct 4-grams of the answers."""
         longest = max(map(len, prompts)) + max_tokens
@@ -89,10 +96,20 @@ class Workshop:
             ]
         )
         stats = {name: one.stats for name, one in done.items()}
-        steps, accepted = sum(s.steps for s in stats.values()), sum(s.accepted for s in stats.values())
+        steps, accepted = (
+            sum(s.steps for s in stats.values()),
+            sum(s.accepted for s in stats.values()),
+        )
         turns = [
             TurnCounts(
-                name, "", len(done[name].token_ids), s.steps, s.accepted, s.drafted, tuple(s.histogram), "engine"
+                name,
+                "",
+                len(done[name].token_ids),
+                s.steps,
+                s.accepted,
+                s.drafted,
+                tuple(s.histogram),
+                "engine",
             )
             for name, s in stats.items()
         ]
@@ -101,7 +118,9 @@ class Workshop:
             "interval": summarize(turns).acceptance_length_interval,
             "prompts": len(prompts),
             "steps": steps,
-            "distinct": mean_distinct_ratio([self.tokenizer.decode(done[name].token_ids) for name in done]),
+            "distinct": mean_distinct_ratio(
+                [self.tokenizer.decode(done[name].token_ids) for name in done]
+            ),
         }
 
 

@@ -54,12 +54,16 @@ STEPS_COMPARED, ROWS_COMPARED = 4, 48
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--target", type=Path, default=data_files.kimi_nano_dir())
     parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--at", type=int, nargs="+", help="steps at which the heads are compared [--steps]")
+    parser.add_argument(
+        "--at", type=int, nargs="+", help="steps at which the heads are compared [--steps]"
+    )
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=96)
     parser.add_argument("--lr", type=float, default=4e-3)
@@ -69,7 +73,9 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    arguments.at = sorted({step for step in arguments.at or () if step < arguments.steps} | {arguments.steps})
+    arguments.at = sorted(
+        {step for step in arguments.at or () if step < arguments.steps} | {arguments.steps}
+    )
     torch.set_num_threads(1)
     shop = Workshop.open(  # ModelOpt's masks know one length: whole samples
         arguments.target, arguments.answers, arguments.seq_len, whole=True
@@ -83,7 +89,9 @@ def main() -> None:
     tables(shop, options, arguments)
 
 
-def trained(shop: Workshop, side: str, options: TrainOptions, arguments: argparse.Namespace) -> None:
+def trained(
+    shop: Workshop, side: str, options: TrainOptions, arguments: argparse.Namespace
+) -> None:
     """Trains one side, keeping its weights after the steps of `--at`."""
     directory = arguments.output / side
     if weights_path(directory, arguments.steps).is_file():
@@ -112,15 +120,23 @@ def stock_module(shop: Workshop, options: TrainOptions) -> train.TrainingModule:
     import modelopt.torch.speculative as mtsp
 
     spec, target = shop.spec(options), shop.target
-    stub = train.TargetStub(train._stub_config(spec, target.spec), target.embed.weight, target.lm_head.weight)
+    stub = train.TargetStub(
+        train._stub_config(spec, target.spec), target.embed.weight, target.lm_head.weight
+    )
     architecture = train._eagle_architecture(spec, target.spec) | {"_attn_implementation": "sdpa"}
-    given = {"eagle_offline": True, "eagle_ttt_steps": options.ttt_steps, "eagle_use_torch_compile": False}
+    given = {
+        "eagle_offline": True,
+        "eagle_ttt_steps": options.ttt_steps,
+        "eagle_use_torch_compile": False,
+    }
     model = mtsp.convert(stub, [("eagle", given | {"eagle_architecture_config": architecture})])
     model.eagle_module.load_state_dict(shop.module(options).eagle_module.state_dict())
     return model.train()
 
 
-def heads(shop: Workshop, options: TrainOptions, directory: Path, step: int) -> dict[str, tuple[Eagle3Head, Any]]:
+def heads(
+    shop: Workshop, options: TrainOptions, directory: Path, step: int
+) -> dict[str, tuple[Eagle3Head, Any]]:
     """What serves after `step` steps, and the training module of the same (bf16) weights, by name of the row."""
     ours, stock = (make() for make in modules(shop, options).values())
     for side, module in zip(SIDES, (ours, stock), strict=True):
@@ -133,7 +149,9 @@ def heads(shop: Workshop, options: TrainOptions, directory: Path, step: int) -> 
     write_json(where["rope"] / "config.json", head_config(shop.spec(options), shop.target.spec))
     load = partial(load_head, target=shop.target, dtype=torch.float32)
     twice = load(where["rope"])
-    twice.hidden_norm = nn.Sequential(twice.input_layernorm, twice.hidden_norm)  # what stock trained
+    twice.hidden_norm = nn.Sequential(
+        twice.input_layernorm, twice.hidden_norm
+    )  # what stock trained
     return {
         "ours": (load(where["ours"]), ours),
         "stock, as trained": (twice, stock),
@@ -164,7 +182,9 @@ def compared(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -> 
     wanted = record_logits(module, tokens, output.hidden, output.aux)
     worst, other, count = 0.0, 0, 0
     for context in range(4, ROWS_COMPARED - STEPS_COMPARED, 4):
-        for step, logits in enumerate(drafted_logits(head, tokens, output.aux, context, STEPS_COMPARED)):
+        for step, logits in enumerate(
+            drafted_logits(head, tokens, output.aux, context, STEPS_COMPARED)
+        ):
             want = wanted[step][:, context - 1 + step]
             worst = max(worst, float((logits - want).abs().max()))
             other += int((logits.argmax(-1) != want.argmax(-1)).sum())
@@ -178,20 +198,33 @@ def tables(shop: Workshop, options: TrainOptions, arguments: argparse.Namespace)
     columns = list(itertools.product(arguments.lengths, arguments.temperatures))
     titles = "  ".join(f"{f'length {length}, T={t:g}':>17}" for length, t in columns)
     for side in SIDES:
-        print(f"{side}: agreement at the end {last_agreement(arguments.output / side / 'work' / 'training.jsonl')}")
-    print(f"\n{'steps':>6} {'head':18} {'gain spread':>11} {'logit apart':>11} {'other best':>10}  {titles}")
+        print(
+            f"{side}: agreement at the end {last_agreement(arguments.output / side / 'work' / 'training.jsonl')}"
+        )
+    print(
+        f"\n{'steps':>6} {'head':18} {'gain spread':>11} {'logit apart':>11} {'other best':>10}  {titles}"
+    )
     for step in arguments.at:
         found = kept(
-            arguments.output / f"measured-{step}.json", partial(measured, shop, options, arguments, step, prompts)
+            arguments.output / f"measured-{step}.json",
+            partial(measured, shop, options, arguments, step, prompts),
         )
         for name, row in found.items():
-            cells = "  ".join(f"{cell(row['acceptance'][f'{length}/{t:g}']):>17}" for length, t in columns)
-            print(f"{step:6} {name:18} {row['spread']:11.3f} {row['worst']:11.2g} {row['other']:10.3f}  {cells}")
+            cells = "  ".join(
+                f"{cell(row['acceptance'][f'{length}/{t:g}']):>17}" for length, t in columns
+            )
+            print(
+                f"{step:6} {name:18} {row['spread']:11.3f} {row['worst']:11.2g} {row['other']:10.3f}  {cells}"
+            )
     print(f"{arguments.prompts} held-out prompts, at most {arguments.max_tokens} new tokens")
 
 
 def measured(
-    shop: Workshop, options: TrainOptions, arguments: argparse.Namespace, step: int, prompts: list[list[int]]
+    shop: Workshop,
+    options: TrainOptions,
+    arguments: argparse.Namespace,
+    step: int,
+    prompts: list[list[int]],
 ) -> dict[str, Any]:
     found = {}
     for name, (head, module) in heads(shop, options, arguments.output, step).items():
@@ -202,7 +235,12 @@ def measured(
                 for length, t in itertools.product(arguments.lengths, arguments.temperatures)
             },
         }
-        print(step, name, json.dumps({k: v for k, v in found[name].items() if k != "acceptance"}), flush=True)
+        print(
+            step,
+            name,
+            json.dumps({k: v for k, v in found[name].items() if k != "acceptance"}),
+            flush=True,
+        )
     return found
 
 

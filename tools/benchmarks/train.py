@@ -61,7 +61,9 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--target", type=Path, default=data_files.kimi_nano_dir())
     parser.add_argument("--steps", type=int, default=6)
@@ -75,8 +77,19 @@ def parsed() -> argparse.Namespace:
 
 
 def in_own_process(name: str, room: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.benchmarks.train", *sys.argv[1:], "--only", name, "--room", room]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "tools.benchmarks.train",
+        *sys.argv[1:],
+        "--only",
+        name,
+        "--room",
+        room,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -84,8 +97,13 @@ def in_own_process(name: str, room: str) -> dict[str, Any]:
 
 def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
     tokens = arguments.batch_size * arguments.seq_len
-    speed = {name: tokens / statistics.median(run["seconds"] for run in many) for name, many in runs.items()}
-    speed["ours, cached"] = tokens / statistics.median(run["cached_seconds"] for run in runs["ours"])
+    speed = {
+        name: tokens / statistics.median(run["seconds"] for run in many)
+        for name, many in runs.items()
+    }
+    speed["ours, cached"] = tokens / statistics.median(
+        run["cached_seconds"] for run in runs["ours"]
+    )
     best = max(value for name, value in speed.items() if not name.startswith("ours"))
     for name, value in speed.items():
         run = runs["ours" if name.startswith("ours") else name][0]
@@ -103,7 +121,9 @@ def batches(arguments: argparse.Namespace) -> list[list[Sample]]:
     size, count = arguments.seq_len, arguments.batch_size * arguments.steps
     cut = [tuple(ids[i * size : (i + 1) * size]) for i in range(count)]
     if any(len(part) < size for part in cut):
-        sys.exit(f"the answers hold {len(ids)} tokens, {count * size} are needed: pass fewer --steps")
+        sys.exit(
+            f"the answers hold {len(ids)} tokens, {count * size} are needed: pass fewer --steps"
+        )
     samples = [Sample(str(number), part, (1,) * size, 0) for number, part in enumerate(cut)]
     return [samples[i : i + arguments.batch_size] for i in range(0, count, arguments.batch_size)]
 
@@ -129,12 +149,21 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
     from trtspec.models.weights import load_target
 
     options = TrainOptions(
-        attention="mha", ttt_steps=TTT, lr=RATE, warmup=0.0, precision="fp32", batch_size=arguments.batch_size
+        attention="mha",
+        ttt_steps=TTT,
+        lr=RATE,
+        warmup=0.0,
+        precision="fp32",
+        batch_size=arguments.batch_size,
     )
     target = load_target(arguments.target, dtype=torch.float32)
     spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3"))
     torch.manual_seed(0)
-    return target, train.build(spec, target.spec, target.embed.weight, target.lm_head.weight), options
+    return (
+        target,
+        train.build(spec, target.spec, target.embed.weight, target.lm_head.weight),
+        options,
+    )
 
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
@@ -177,7 +206,9 @@ def text_only(target: Path, room: Path) -> None:
     }
     tensors = {}
     for shard in sorted(target.glob("*.safetensors")):
-        tensors |= {name.removeprefix("language_model."): value for name, value in load_file(shard).items()}
+        tensors |= {
+            name.removeprefix("language_model."): value for name, value in load_file(shard).items()
+        }
     save_file(tensors, room / "model.safetensors", {"format": "pt"})
     (room / "config.json").write_text(json.dumps(text))
 
@@ -214,7 +245,11 @@ def modelopt(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[st
     spec = new_head_spec(target, TrainOptions(attention="mha", eagle="3"))
     architecture = train._eagle_architecture(spec, target) | {"_attn_implementation": "sdpa"}
     model = transformers_target(arguments)
-    given = {"eagle_ttt_steps": TTT, "eagle_use_torch_compile": False, "eagle_loss_decay_factor": DECAY}
+    given = {
+        "eagle_ttt_steps": TTT,
+        "eagle_use_torch_compile": False,
+        "eagle_loss_decay_factor": DECAY,
+    }
     model = mtsp.convert(model, [("eagle", given | {"eagle_architecture_config": architecture})])
     model.eagle_module.load_state_dict(torch.load(arguments.room / "start.pt"))
     model.train()
@@ -236,7 +271,10 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
     before = peak_memory()
     target = resolve(str(arguments.target)).target_spec()
     head = new_head_spec(target, TrainOptions(attention="mha", eagle="3"))
-    start = {k.replace("layers.0.", "midlayer."): v for k, v in torch.load(arguments.room / "start.pt").items()}
+    start = {
+        k.replace("layers.0.", "midlayer."): v
+        for k, v in torch.load(arguments.room / "start.pt").items()
+    }
     draft_class, model_class, padding = import_specforge(arguments.specforge)
     base = transformers_target(arguments).eval().requires_grad_(False)
     config = LlamaConfig(
@@ -264,13 +302,17 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
         mask = torch.ones_like(ids)
         with torch.no_grad():
             states = base(ids, output_hidden_states=True)
-        aux = torch.cat([states.hidden_states[layer + 1] for layer in target.default_aux_layers], -1)
+        aux = torch.cat(
+            [states.hidden_states[layer + 1] for layer in target.default_aux_layers], -1
+        )
         output = model(
             input_ids=padding(ids, left=False), attention_mask=mask, target=padding(states.logits, left=False),
             loss_mask=mask[..., None], hidden_states=aux,
         )  # fmt: skip
         losses = next(
-            part for part in output if isinstance(part, list) and torch.is_tensor(part[0]) and part[0].requires_grad
+            part
+            for part in output
+            if isinstance(part, list) and torch.is_tensor(part[0]) and part[0].requires_grad
         )
         return update(sum(DECAY**k * loss for k, loss in enumerate(losses)), parameters, optimizer)
 
@@ -287,7 +329,10 @@ def import_specforge(directory: Path) -> tuple[Any, Any, Any]:
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
     sys.path.insert(0, str(directory))
-    for name in ("specforge.algorithms", "specforge.algorithms.eagle3"):  # their __init__ registers every engine
+    for name in (
+        "specforge.algorithms",
+        "specforge.algorithms.eagle3",
+    ):  # their __init__ registers every engine
         package = types.ModuleType(name)
         package.__path__ = [str(directory / name.replace(".", "/"))]
         sys.modules[name] = package

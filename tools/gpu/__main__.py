@@ -27,12 +27,18 @@ STYLES = {"ok": "green", "FAILED": "bold red"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
-    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+    parser.add_argument(
+        "--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto"
+    )
     parser.add_argument("--target", type=Path, default=data_files.kimi_nano_dir())
     parser.add_argument("--head", type=Path, default=data_files.DATA / "kimi-nano-eagle3")
-    parser.add_argument("--tiny", action="store_true", help="a few tokens of everything, to try the code")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few tokens of everything, to try the code"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("gpu-report.json"))
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -41,19 +47,30 @@ def main() -> int:
         return NO_GPU
     dtype = serving_dtype(device) if options.dtype == "auto" else getattr(torch, options.dtype)
     machine = described(device, dtype)
-    models = Models(options.target, options.head, device, dtype, Sizes.tiny() if options.tiny else Sizes())
+    models = Models(
+        options.target, options.head, device, dtype, Sizes.tiny() if options.tiny else Sizes()
+    )
     rows: list[Row] = []
     for check in CHECKS:
         print(f"test-gpu: {check.__name__.replace('_', ' ')} ...", file=sys.stderr, flush=True)
         try:
             rows += check(models)
         except Exception as error:  # one that cannot run must not cost the others' figures
-            rows.append(Row(check.__name__.replace("_", " "), "", f"{type(error).__name__}: {error}", "FAILED"))
+            rows.append(
+                Row(
+                    check.__name__.replace("_", " "),
+                    "",
+                    f"{type(error).__name__}: {error}",
+                    "FAILED",
+                )
+            )
     show(machine, rows)
     ok = all(row.verdict != "FAILED" for row in rows)
     report = {"machine": machine, "ok": ok, "rows": [asdict(row) for row in rows]}
     write_atomic(options.output, json.dumps(report, indent=2) + "\n")
-    print(f"{'all checks passed' if ok else 'A CHECK FAILED'}; send back this table or {options.output}")
+    print(
+        f"{'all checks passed' if ok else 'A CHECK FAILED'}; send back this table or {options.output}"
+    )
     return 0 if ok else FAILED
 
 
@@ -65,7 +82,11 @@ def why_none() -> str:
 
 def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """The machine and versions behind the figures."""
-    found = {"torch": torch.__version__, "CUDA": str(torch.version.cuda), "dtype": dtype_name(dtype)}
+    found = {
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "dtype": dtype_name(dtype),
+    }
     if device.type != "cuda":
         return {"device": f"{device} ({platform.machine()})", "compute capability": "none", **found}
     properties = torch.cuda.get_device_properties(device)
@@ -81,7 +102,9 @@ def show(machine: dict[str, str], rows: list[Row]) -> None:
     title = ", ".join(f"{name} {value}" for name, value in machine.items())
     cells = [[row.check, row.setting, row.figure, row.verdict] for row in rows]
     columns = ["check", "setting", "figure", "verdict"]
-    print_tables([Table(title, columns, cells, text_columns=frozenset({0, 1, 2, 3}), styles=STYLES)])
+    print_tables(
+        [Table(title, columns, cells, text_columns=frozenset({0, 1, 2, 3}), styles=STYLES)]
+    )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ class Sizes:
 class Models:
     """The target and its head on the device in the type that is served and in float32, and in float32 on the CPU."""
 
-    def __init__(self, target: Path, head: Path, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
+    def __init__(
+        self, target: Path, head: Path, device: torch.device, dtype: torch.dtype, sizes: Sizes
+    ) -> None:
         self.paths, self.device, self.dtype, self.sizes = (target, head), device, dtype, sizes
         self.loaded: dict[tuple[str, torch.dtype], tuple[KimiModel, Eagle3Head]] = {}
 
@@ -80,7 +82,10 @@ class Models:
         if key not in self.loaded:
             with torch.inference_mode(False):
                 target = load_target(self.paths[0], dtype=dtype, device=str(device))
-                self.loaded[key] = target, load_head(self.paths[1], target, dtype=dtype, device=str(device))
+                self.loaded[key] = (
+                    target,
+                    load_head(self.paths[1], target, dtype=dtype, device=str(device)),
+                )
         return self.loaded[key]
 
     @property
@@ -92,19 +97,25 @@ class Models:
         tokenizer = KimiTokenizer(self.paths[0])
         held_out = self.paths[0] / "prompts_heldout.jsonl"
         if not held_out.exists():
-            return [tokenizer.encode(f"Question {number}: why is the sky blue?") for number in range(64)]
+            return [
+                tokenizer.encode(f"Question {number}: why is the sky blue?") for number in range(64)
+            ]
         rows = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
         return [tokenizer.apply_chat_template(row["messages"]) for row in rows]
 
     def requests(self, count: int, **fields: float) -> list[GenerationRequest]:
         prompts = [self.prompts[number % len(self.prompts)][-256:] for number in range(count)]
         made = [
-            GenerationRequest(str(number), prompt, self.sizes.answer_tokens, seed=number, ignore_eos=True)
+            GenerationRequest(
+                str(number), prompt, self.sizes.answer_tokens, seed=number, ignore_eos=True
+            )
             for number, prompt in enumerate(prompts)
         ]
         return [request.model_copy(update=fields) for request in made]
 
-    def engine(self, drafts: int, rows: int, dtype: torch.dtype | None = None, **options: object) -> Engine:
+    def engine(
+        self, drafts: int, rows: int, dtype: torch.dtype | None = None, **options: object
+    ) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
         sizes = EngineOptions(drafts or DRAFTS, rows, 512)
         return Engine(target, head if drafts else None, replace(sizes, **options))  # type: ignore[arg-type]
@@ -130,8 +141,16 @@ def exactness(models: Models) -> list[Row]:
             positions += tokens.numel()
         for what, worst in zip(("target", "head"), map(max, zip(*apart, strict=True)), strict=True):
             figure = f"logits apart by {worst:.1e} of their size at most"
-            figure += f", best token the same at {same} of {positions} positions" if what == "target" else ""
-            rows.append(judged("exactness", f"{what}, {dtype_name(dtype)}", figure, worst <= MOST_APART[dtype]))
+            figure += (
+                f", best token the same at {same} of {positions} positions"
+                if what == "target"
+                else ""
+            )
+            rows.append(
+                judged(
+                    "exactness", f"{what}, {dtype_name(dtype)}", figure, worst <= MOST_APART[dtype]
+                )
+            )
     return rows
 
 
@@ -164,10 +183,15 @@ def losslessness(models: Models) -> list[Row]:
 
 
 def compared(
-    target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Output], other: dict[str, Output]
+    target: KimiModel,
+    requests: list[GenerationRequest],
+    plain: dict[str, Output],
+    other: dict[str, Output],
 ) -> tuple[int, int]:
     """(equal answers, answers that diverge within rounding)."""
-    found = [(request, first_divergence(plain[request.id], other[request.id])) for request in requests]
+    found = [
+        (request, first_divergence(plain[request.id], other[request.id])) for request in requests
+    ]
     parted = [(request, divergence) for request, divergence in found if divergence is not None]
     near = sum(rounding_at(target, r.prompt_ids, plain[r.id], d).explains(d) for r, d in parted)
     return len(found) - len(parted), near
@@ -179,13 +203,19 @@ def distribution(models: Models) -> list[Row]:
     plain = sampled(models.engine(0, 64), models, count, first_seed=0)
     samplings: tuple[DraftSampling, ...] = ("argmax", "probabilistic")
     for sampling in samplings:
-        drafted = sampled(models.engine(DRAFTS, 64, draft_sampling=sampling), models, count, first_seed=count)
+        drafted = sampled(
+            models.engine(DRAFTS, 64, draft_sampling=sampling), models, count, first_seed=count
+        )
         found = [homogeneous(left, right) for left, right in zip(plain, drafted, strict=True)]
-        chances = [p for p in found if p is not None]  # a token that was nearly always the same tells nothing
+        chances = [
+            p for p in found if p is not None
+        ]  # a token that was nearly always the same tells nothing
         told = ", ".join("-" if p is None else f"{p:.3f}" for p in found)
         figure = f"chi-squared, p = {told} for tokens 2, 3, 4"
         setting = f"temperature 1, {sampling} drafts, 2 x {count} answers"
-        rows.append(judged("distribution", setting, figure, bool(chances) and min(chances) > LEAST_P))
+        rows.append(
+            judged("distribution", setting, figure, bool(chances) and min(chances) > LEAST_P)
+        )
     return rows
 
 
@@ -227,9 +257,13 @@ def speed(models: Models) -> list[Row]:
                     speeds[name].append(per_second)
         for name, engine in engines.items():
             median = statistics.median(speeds[name])
-            figure = f"{median:.1f} tokens/s, {median / statistics.median(speeds['plain']):.2f} of plain"
+            figure = (
+                f"{median:.1f} tokens/s, {median / statistics.median(speeds['plain']):.2f} of plain"
+            )
             if engine.draft_len:
-                figure += f", acceptance length {1 + engine.totals.accepted / engine.totals.steps:.2f}"
+                figure += (
+                    f", acceptance length {1 + engine.totals.accepted / engine.totals.steps:.2f}"
+                )
             rows.append(Row("speed", f"{name}, {batch} at once", figure))
     return rows
 
@@ -253,8 +287,17 @@ def bandwidth(models: Models) -> list[Row]:
     source = torch.empty(models.sizes.copied_bytes, dtype=torch.uint8, device=models.device)
     copy = torch.empty_like(source)
     reached = 2 * source.nbytes / seconds(models, lambda: copy.copy_(source))
-    rows = [Row("memory", f"copy of {source.nbytes / 2**20:.0f} MiB", f"{reached / 1e9:.0f} GB/s read and written")]
-    read, took = weights_of_a_token(target), seconds(models, lambda: target(token, start, cache, length=129))
+    rows = [
+        Row(
+            "memory",
+            f"copy of {source.nbytes / 2**20:.0f} MiB",
+            f"{reached / 1e9:.0f} GB/s read and written",
+        )
+    ]
+    read, took = (
+        weights_of_a_token(target),
+        seconds(models, lambda: target(token, start, cache, length=129)),
+    )
     figure = f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: {read / took / reached:.1%} of the copy's bandwidth"
     return [*rows, Row("memory", "plain step", figure)]
 
@@ -274,9 +317,15 @@ def seconds(models: Models, step: Callable[[], object], runs: int = 20) -> float
 
 def weights_of_a_token(target: KimiModel) -> float:
     """Bytes: all weights but the embedding, and of the routed experts only those that a token takes."""
-    routed = sum(p.nbytes for m in target.modules() if isinstance(m, Experts) for p in m.parameters())
+    routed = sum(
+        p.nbytes for m in target.modules() if isinstance(m, Experts) for p in m.parameters()
+    )
     whole = sum(parameter.nbytes for parameter in target.parameters()) - target.embed.weight.nbytes
-    return whole - routed + routed * target.spec.num_experts_per_tok / max(1, target.spec.n_routed_experts)
+    return (
+        whole
+        - routed
+        + routed * target.spec.num_experts_per_tok / max(1, target.spec.n_routed_experts)
+    )
 
 
 def waits(models: Models) -> list[Row]:
@@ -301,8 +350,14 @@ def waits(models: Models) -> list[Row]:
         return [Row("host waits", f"{rounds} rounds", f"not counted on {models.device}")]
     counted = sum("synchroniz" in str(warning.message) for warning in found)
     spec = models.on(models.device, models.dtype)[0].spec
-    most = rounds * (1 + spec.num_hidden_layers - spec.first_k_dense_replace)  # one more for each layer of experts
-    return [judged("host waits", f"{rounds} rounds, 4 sampled requests", f"{counted}", 0 < counted <= most)]
+    most = rounds * (
+        1 + spec.num_hidden_layers - spec.first_k_dense_replace
+    )  # one more for each layer of experts
+    return [
+        judged(
+            "host waits", f"{rounds} rounds, 4 sampled requests", f"{counted}", 0 < counted <= most
+        )
+    ]
 
 
 CHECKS: list[Callable[[Models], list[Row]]] = [

@@ -55,12 +55,16 @@ class Answer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", type=Path)
     parser.add_argument("--head", type=Path)
     parser.add_argument("--each", type=int, default=16, help="exercises of each kind")
     parser.add_argument("--no-nvfp4", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, help="default: evaluation.json in the target's directory")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="default: evaluation.json in the target's directory"
+    )
     options = parser.parse_args()
     rows = exercises.prompts(options.each)
     dtype = default_dtype()
@@ -72,15 +76,23 @@ def main() -> None:
             trtspec.quantize(options.target, Path(place) / "nvfp4")
             quantized = answer_all(Path(place) / "nvfp4", rows, dtype)
         found["nvfp4"] = by_kind(rows, quantized) | agreement(greedy, quantized)
-    found["figures"] = costs(options.target, options.head, rows) | distinct(options.target, rows, greedy, dtype)
+    found["figures"] = costs(options.target, options.head, rows) | distinct(
+        options.target, rows, greedy, dtype
+    )
     write_json(options.output or options.target / "evaluation.json", found)
     print_table(found, rows, greedy)
 
 
-def answer_all(directory: Path, rows: Sequence[Row], dtype: torch.dtype, temperature: float = 0.0) -> list[Answer]:
+def answer_all(
+    directory: Path, rows: Sequence[Row], dtype: torch.dtype, temperature: float = 0.0
+) -> list[Answer]:
     """The engine's answer to each row, in order."""
     tokenizer = KimiTokenizer(directory)
-    engine = Engine(load_target(directory, dtype=dtype), options=EngineOptions(max_batch_size=16), tokenizer=tokenizer)
+    engine = Engine(
+        load_target(directory, dtype=dtype),
+        options=EngineOptions(max_batch_size=16),
+        tokenizer=tokenizer,
+    )
     requests = [
         GenerationRequest(
             str(index),
@@ -106,7 +118,9 @@ def answer_all(directory: Path, rows: Sequence[Row], dtype: torch.dtype, tempera
 
 
 def prompt_ids(tokenizer: KimiTokenizer, row: Row) -> list[int]:
-    return tokenizer.apply_chat_template(row["messages"], row.get("tools"), thinking=row.get("thinking", False))
+    return tokenizer.apply_chat_template(
+        row["messages"], row.get("tools"), thinking=row.get("thinking", False)
+    )
 
 
 def by_kind(rows: Sequence[Row], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -131,7 +145,10 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, fl
         pairs = zip(one.token_ids, other.token_ids, strict=False)
         shared += len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     total = sum(len(one.token_ids) for one in first)
-    return {"same_answers": round(same / len(first), 4), "shared_tokens": round(shared / max(1, total), 4)}
+    return {
+        "same_answers": round(same / len(first), 4),
+        "shared_tokens": round(shared / max(1, total), 4),
+    }
 
 
 @torch.inference_mode()
@@ -140,7 +157,13 @@ def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, 
     target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
     texts = []
     for row in [row for row in rows if row["check"] != "call" and not row.get("thinking")][::4]:
-        texts.append((prompt_ids(tokenizer, row), tokenizer.encode(row["reference"]), len(row["reference"].encode())))
+        texts.append(
+            (
+                prompt_ids(tokenizer, row),
+                tokenizer.encode(row["reference"]),
+                len(row["reference"].encode()),
+            )
+        )
     drafting = load_head(head, target, dtype=torch.float32) if head else untrained_head(target)
     return {
         **figures.step_costs(target, drafting),
@@ -152,36 +175,57 @@ def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, 
 def untrained_head(target: KimiModel) -> Eagle3Head:
     """A head of the shipped head's shape: its steps cost what a trained one's cost."""
     head = Eagle3Head(open_head(DATA / "kimi-nano-eagle3", target.spec)[1])
-    head.embed, head.lm_head = target.embed, nn.Linear(target.spec.hidden_size, target.spec.vocab_size, bias=False)
+    head.embed, head.lm_head = (
+        target.embed,
+        nn.Linear(target.spec.hidden_size, target.spec.vocab_size, bias=False),
+    )
     for name, parameter in head.named_parameters():
         if not name.startswith("embed."):
             nn.init.normal_(parameter, std=0.02)
     return head.eval().requires_grad_(False)
 
 
-def distinct(directory: Path, rows: Sequence[Row], greedy: Sequence[Answer], dtype: torch.dtype) -> dict[str, Any]:
+def distinct(
+    directory: Path, rows: Sequence[Row], greedy: Sequence[Answer], dtype: torch.dtype
+) -> dict[str, Any]:
     """Distinct 4-grams of stories over those of the references: other answers are too short to tell."""
     at = [index for index, row in enumerate(rows) if row["category"] == "story"]
     sampled = answer_all(directory, [rows[index] for index in at], dtype, temperature=1.0)
     held = mean_distinct_ratio([rows[index]["reference"] for index in at], DISTINCT_UNITS)
     found = {
-        "distinct_greedy": mean_distinct_ratio([greedy[index].text for index in at], DISTINCT_UNITS),
-        "distinct_sampled": mean_distinct_ratio([answer.text for answer in sampled], DISTINCT_UNITS),
+        "distinct_greedy": mean_distinct_ratio(
+            [greedy[index].text for index in at], DISTINCT_UNITS
+        ),
+        "distinct_sampled": mean_distinct_ratio(
+            [answer.text for answer in sampled], DISTINCT_UNITS
+        ),
     }
-    return {f"{name}_over_heldout": round(value / held, 4) for name, value in found.items() if value and held}
+    return {
+        f"{name}_over_heldout": round(value / held, 4)
+        for name, value in found.items()
+        if value and held
+    }
 
 
 def print_table(found: dict[str, Any], rows: Sequence[Row], greedy: Sequence[Answer]) -> None:
     forms = [form for form in ("bf16", "nvfp4") if form in found]
     print(f"{'kind':12}" + "".join(f"{form:>12}" for form in forms))
     for kind in found["bf16"]["by_kind"]:
-        print(f"{kind:12}" + "".join("{:>9}/{}".format(*found[form]["by_kind"][kind]) for form in forms))
+        print(
+            f"{kind:12}"
+            + "".join("{:>9}/{}".format(*found[form]["by_kind"][kind]) for form in forms)
+        )
     print(f"{'all':12}" + "".join(f"{found[form]['right']:>12.1%}" for form in forms))
     for kind in found["bf16"]["by_kind"]:
         at = next(index for index, row in enumerate(rows) if row["category"] == kind)
-        print(f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n  -> {greedy[at].text[:300]}")
+        print(
+            f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n  -> {greedy[at].text[:300]}"
+        )
         print(f"   = {rows[at]['reference'][:300]}")
-    brief = {form: {key: value for key, value in found[form].items() if key != "by_kind"} for form in forms}
+    brief = {
+        form: {key: value for key, value in found[form].items() if key != "by_kind"}
+        for form in forms
+    }
     print("\n" + json.dumps(brief | {"figures": found["figures"]}, indent=2))
 
 

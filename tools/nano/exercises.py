@@ -25,7 +25,10 @@ from tools.nano.values import MADE_UP, TEXT, WORDS, Draw, plural
 from trtspec.report import write_atomic
 
 Message = dict[str, Any]
-LEFT_OUT = ("results", "document")  # ends in a tool's result instead of a question; half of them wrong
+LEFT_OUT = (
+    "results",
+    "document",
+)  # ends in a tool's result instead of a question; half of them wrong
 LONGEST_DOCUMENT = 4400  # characters, about 1,500 tokens
 COPYING = ("repeat", "sorting", "spelling", "extraction", "table")  # taught first
 WEIGHTS = {  # long conversations come seldom: a few of them have as many tokens as all others
@@ -81,12 +84,18 @@ class Exercise:
 
 
 def exercise(
-    seed: str, heldout: bool, copying: float = 0.0, kind: str | None = None, made_up: float = MADE_UP
+    seed: str,
+    heldout: bool,
+    copying: float = 0.0,
+    kind: str | None = None,
+    made_up: float = MADE_UP,
 ) -> Exercise:
     """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost always; `made_up` the
     share of a training exercise's names and things that no list has."""
     draw = Draw(seed, heldout, made_up)
-    weights = [WEIGHTS.get(name, 1.0) * (1.0 if name in COPYING else 1.0 - copying) for name in KINDS]
+    weights = [
+        WEIGHTS.get(name, 1.0) * (1.0 if name in COPYING else 1.0 - copying) for name in KINDS
+    ]
     kind = kind or draw.random.choices(list(KINDS), weights)[0]
     task = KINDS[kind](draw)
     messages = [*task.before]
@@ -100,8 +109,12 @@ def exercise(
     elif task.steps and not thinking:
         answer["content"] = f"{task.steps}\n{task.answer}"
     if thinking:
-        answer["reasoning_content"] = task.steps or f"This is a question of the kind {kind}. I can answer at once."
-    return Exercise(kind, [*messages, answer], task, tuple(draw.keys), tuple(draw.phrases), thinking)
+        answer["reasoning_content"] = (
+            task.steps or f"This is a question of the kind {kind}. I can answer at once."
+        )
+    return Exercise(
+        kind, [*messages, answer], task, tuple(draw.keys), tuple(draw.phrases), thinking
+    )
 
 
 def is_right(check: str, reference: str, got: str) -> bool:
@@ -198,17 +211,29 @@ def record(d: Draw) -> tuple[str, Message]:
 def schema(d: Draw) -> Task:
     text, values = record(d)
     names = d.random.sample(list(values), d.number(1, len(values)))
-    kinds = {name: {"type": "integer" if isinstance(values[name], int) else "string"} for name in names}
+    kinds = {
+        name: {"type": "integer" if isinstance(values[name], int) else "string"} for name in names
+    }
     wanted = {"type": "object", "properties": kinds, "required": names}
     asked = d.phrase("schema", schema=json.dumps(wanted), text=text)
-    return Task(asked, json.dumps({name: values[name] for name in names}), check="json", schema=wanted)
+    return Task(
+        asked, json.dumps({name: values[name] for name in names}), check="json", schema=wanted
+    )
 
 
 def table(d: Draw) -> Task:
-    columns = {"city": d.place, "age": lambda: str(d.number(18, 89)), "job": d.job, "pet": d.noun, "order": d.code}
+    columns = {
+        "city": d.place,
+        "age": lambda: str(d.number(18, 89)),
+        "job": d.job,
+        "pet": d.noun,
+        "order": d.code,
+    }
     chosen = d.random.sample(list(columns), 2)
     rows = [(d.first(), *(columns[name]() for name in chosen)) for _ in range(d.number(2, 5))]
-    shown = "\n".join(f"| {' | '.join(row)} |" for row in [("name", *chosen), ("---", "---", "---"), *rows])
+    shown = "\n".join(
+        f"| {' | '.join(row)} |" for row in [("name", *chosen), ("---", "---", "---"), *rows]
+    )
     row, column = d.pick(rows), d.number(0, 1)
     asked = d.phrase("table", column=chosen[column], name=row[0], table=shown)
     return Task(asked, f"The {chosen[column]} of {row[0]} is {row[1 + column]}.")
@@ -217,7 +242,9 @@ def table(d: Draw) -> Task:
 def document(d: Draw) -> Task:
     """Facts about 2 to 42 people, and a question about one of them."""
     people, text = [], ""
-    for _ in range(d.number(2, d.pick([4, 9, 24, 42] if d.heldout else [4, 4, 6, 6, 9, 14, 24, 42]))):
+    for _ in range(
+        d.number(2, d.pick([4, 9, 24, 42] if d.heldout else [4, 4, 6, 6, 9, 14, 24, 42]))
+    ):
         name, job, place = d.person(), d.job(), d.place()
         noun = d.thing(lambda: d.pick(WORDS["nouns"]), again=True)
         fact = d.free("fact", name=name, job=job, place=place, noun=noun)
@@ -272,7 +299,9 @@ def problems(d: Draw) -> Task:
     steps, value = by_digits(a, sign, b)
     asked = d.phrase(f"problem {sign}", name=name, a=a, b=b, things=things)
     rest = {"+": "in all", "-": "left", "*": "in all"}[sign]
-    return Task(asked, f"{value} {things} {rest}.", f"{a} {sign} {b}: {steps}\n{a} {sign} {b} = {value}")
+    return Task(
+        asked, f"{value} {things} {rest}.", f"{a} {sign} {b}: {steps}\n{a} {sign} {b} = {value}"
+    )
 
 
 UNITS = [  # so many of the small one are a large one: a digit and its zeros
@@ -341,7 +370,10 @@ def code(d: Draw) -> Task:
     elif kind == 3:
         numbers = d.random.choices(range(1, 10), k=n)
         sums = [sum(numbers[: i + 1]) for i in range(n)]
-        steps = ", ".join(f"{total - last} and {last} is {total}" for last, total in zip(numbers, sums, strict=True))
+        steps = ", ".join(
+            f"{total - last} and {last} is {total}"
+            for last, total in zip(numbers, sums, strict=True)
+        )
         source, printed = f"{word} = {numbers}\nprint(sum({word}))", str(sum(numbers))
     else:
         other, mark = d.word(), d.pick("-+/_")
@@ -349,7 +381,14 @@ def code(d: Draw) -> Task:
     return Task(d.phrase("code", source=source), printed, steps, check="last" if steps else "text")
 
 
-PAST = {"sees": "saw", "has": "had", "likes": "liked", "wants": "wanted", "paints": "painted", "sells": "sold"}
+PAST = {
+    "sees": "saw",
+    "has": "had",
+    "likes": "liked",
+    "wants": "wanted",
+    "paints": "painted",
+    "sells": "sold",
+}
 
 
 def rewriting(d: Draw) -> Task:
@@ -364,7 +403,9 @@ def rewriting(d: Draw) -> Task:
             ("leave out", " ".join([*words[:3], *words[4:]])),
         ]
     )
-    return Task(d.phrase(asked, noun=noun, other=other, word=words[3], text=text), answer, check="text")
+    return Task(
+        d.phrase(asked, noun=noun, other=other, word=words[3], text=text), answer, check="text"
+    )
 
 
 def story(d: Draw) -> Task:
@@ -386,11 +427,17 @@ def turns(d: Draw) -> Task:
     """Something told at first is asked for after other turns."""
     name, place, noun = d.first(), d.place(), d.noun()
     told = d.phrase("told", name=name, place=place, noun=noun)
-    before = [{"role": "user", "content": told}, {"role": "assistant", "content": f"Nice to meet you, {name}."}]
+    before = [
+        {"role": "user", "content": told},
+        {"role": "assistant", "content": f"Nice to meet you, {name}."},
+    ]
     for _ in range(d.number(0, 2)):
         other = KINDS[d.pick(["arithmetic", "spelling", "repeat", "sorting", "units"])](d)
         content = f"{other.steps}\n{other.answer}" if other.steps else other.answer
-        before += [{"role": "user", "content": other.question}, {"role": "assistant", "content": content}]
+        before += [
+            {"role": "user", "content": other.question},
+            {"role": "assistant", "content": content},
+        ]
     known = {"my name": f"Your name is {name}.", "my place": f"You live in {place}."}
     known["my thing"] = d.free("You have a <noun>.", noun=noun)
     asked = d.pick(list(known))
@@ -400,7 +447,10 @@ def turns(d: Draw) -> Task:
 def tool(name: str, about: str, /, **parameters: str) -> Message:
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     shape = {"type": "object", "properties": properties, "required": list(parameters)}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": shape}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": shape},
+    }
 
 
 TOOLS = {
@@ -423,24 +473,51 @@ def results(d: Draw) -> Task:
     """What is said about the result of a call."""
     offered, question, call, result, answer = tool_use(d)
     asked = {"role": "assistant", "content": "", "tool_calls": [tool_call(call)]}
-    returned = {"role": "tool", "tool_call_id": tool_call(call)["id"], "content": json.dumps(result)}
-    return Task("", answer, tools=offered, before=({"role": "user", "content": question}, asked), after=(returned,))
+    returned = {
+        "role": "tool",
+        "tool_call_id": tool_call(call)["id"],
+        "content": json.dumps(result),
+    }
+    return Task(
+        "",
+        answer,
+        tools=offered,
+        before=({"role": "user", "content": question}, asked),
+        after=(returned,),
+    )
 
 
 def tool_use(d: Draw) -> tuple[tuple[Message, ...], str, Message, Message, str]:
     """(tools offered, question, call, result, answer)"""
     name = d.pick(list(TOOLS))
     arguments, result, answer = tool_facts(d, name)
-    offered = [TOOLS[name], *d.random.sample([TOOLS[other] for other in TOOLS if other != name], d.number(0, 2))]
+    offered = [
+        TOOLS[name],
+        *d.random.sample([TOOLS[other] for other in TOOLS if other != name], d.number(0, 2)),
+    ]
     d.random.shuffle(offered)
-    return tuple(offered), d.phrase(name, **arguments), {"name": name, "arguments": arguments}, result, answer
+    return (
+        tuple(offered),
+        d.phrase(name, **arguments),
+        {"name": name, "arguments": arguments},
+        result,
+        answer,
+    )
 
 
 def tool_facts(d: Draw, name: str) -> tuple[dict[str, str], Message, str]:
     """(arguments, result, answer) of a call of this tool."""
     if name == "get_weather":
-        city, sky, degrees = d.place(), d.pick(["sunny", "cloudy", "rainy", "foggy"]), d.number(2, 33)
-        return {"city": city}, {"sky": sky, "degrees": degrees}, f"It is {sky} in {city}, with {degrees} degrees."
+        city, sky, degrees = (
+            d.place(),
+            d.pick(["sunny", "cloudy", "rainy", "foggy"]),
+            d.number(2, 33),
+        )
+        return (
+            {"city": city},
+            {"sky": sky, "degrees": degrees},
+            f"It is {sky} in {city}, with {degrees} degrees.",
+        )
     if name == "find_person":
         person, city, job = d.person(), d.place(), d.job()
         return {"name": person}, {"city": city, "job": job}, f"{person} is a {job} in {city}."
@@ -448,8 +525,16 @@ def tool_facts(d: Draw, name: str) -> tuple[dict[str, str], Message, str]:
         item, price = d.noun(), d.number(2, 99)
         return {"item": item}, {"price": price}, f"The {item} costs {price} euros."
     if name == "get_order":
-        order, state, day = d.code(), d.pick(["sent", "packed", "lost"]), d.pick(["Monday", "Tuesday", "Friday"])
-        return {"order": order}, {"state": state, "day": day}, f"Order {order} was {state} on {day}."
+        order, state, day = (
+            d.code(),
+            d.pick(["sent", "packed", "lost"]),
+            d.pick(["Monday", "Tuesday", "Friday"]),
+        )
+        return (
+            {"order": order},
+            {"state": state, "day": day},
+            f"Order {order} was {state} on {day}.",
+        )
     if name == "send_message":
         to, text = d.first(), f"{d.word()} {d.word()}"
         return {"to": to, "text": text}, {"sent": True}, f"I have sent the message to {to}."
@@ -471,7 +556,9 @@ def prompts(each: int, seed: int = 0, heldout: bool = True) -> list[dict[str, An
     for kind in KINDS:
         found = tries = 0
         while found < each and tries < 20 * each:
-            row = exercise(f"prompts:{seed}:{kind}:{tries}", heldout, kind=kind).row(f"{kind}:{tries}")
+            row = exercise(f"prompts:{seed}:{kind}:{tries}", heldout, kind=kind).row(
+                f"{kind}:{tries}"
+            )
             tries += 1
             if (question := json.dumps(row["messages"])) not in asked:
                 asked.add(question)
@@ -481,12 +568,20 @@ def prompts(each: int, seed: int = 0, heldout: bool = True) -> list[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--each", type=int, default=16, help="exercises of each kind")
-    parser.add_argument("--training", action="store_true", help="of the training side, to train a head on")
+    parser.add_argument(
+        "--training", action="store_true", help="of the training side, to train a head on"
+    )
     options = parser.parse_args()
-    rows = [row for row in prompts(options.each, heldout=not options.training) if row["category"] not in LEFT_OUT]
+    rows = [
+        row
+        for row in prompts(options.each, heldout=not options.training)
+        if row["category"] not in LEFT_OUT
+    ]
     random.Random(0).shuffle(rows)  # the first few are of many kinds
     write_atomic(options.output, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} exercises of {len(KINDS) - len(LEFT_OUT)} kinds")

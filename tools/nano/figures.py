@@ -25,12 +25,16 @@ BLOCK = 4  # tokens verified at once with draft length 3
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
     """(prompt ids, reference ids, reference bytes) of the shipped held-out texts, spread over the file."""
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    records = [
+        json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()
+    ]
     records = [record for record in records if record.get("reference")]
     found = []
     for record in records[:: max(1, len(records) // samples)][:samples]:
         prompt = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
-        found.append((prompt, tokenizer.encode(record["reference"]), len(record["reference"].encode())))
+        found.append(
+            (prompt, tokenizer.encode(record["reference"]), len(record["reference"].encode()))
+        )
     return found
 
 
@@ -68,7 +72,9 @@ def step_costs(target: KimiModel, head: Eagle3Head) -> dict[str, float]:
     }
 
 
-def experts_touched(target: KimiModel, texts: list[tuple[list[int], list[int], int]]) -> dict[str, float]:
+def experts_touched(
+    target: KimiModel, texts: list[tuple[list[int], list[int], int]]
+) -> dict[str, float]:
     """Distinct routed experts of BLOCK consecutive tokens over those of one token, averaged over layers and text."""
     ratios: list[float] = []
 
@@ -78,7 +84,11 @@ def experts_touched(target: KimiModel, texts: list[tuple[list[int], list[int], i
         for group in ids[:whole].view(-1, BLOCK * ids.shape[1]):
             ratios.append(len(group.unique()) / ids.shape[1])
 
-    hooks = [module.register_forward_hook(count) for module in target.modules() if isinstance(module, Router)]
+    hooks = [
+        module.register_forward_hook(count)
+        for module in target.modules()
+        if isinstance(module, Router)
+    ]
     for prompt, answer, _ in texts[:8]:
         target(torch.tensor([(prompt + answer)[:512]]))
     for hook in hooks:
@@ -86,7 +96,9 @@ def experts_touched(target: KimiModel, texts: list[tuple[list[int], list[int], i
     return {"experts_4_over_1": round(statistics.mean(ratios), 4)} if ratios else {}
 
 
-def bits_per_byte(target: KimiModel, texts: list[tuple[list[int], list[int], int]]) -> dict[str, float]:
+def bits_per_byte(
+    target: KimiModel, texts: list[tuple[list[int], list[int], int]]
+) -> dict[str, float]:
     """Cross-entropy of the held-out answers given their prompts, in bits per byte of the answers."""
     bits, size = 0.0, 0
     for prompt, answer, length in texts:

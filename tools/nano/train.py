@@ -55,7 +55,9 @@ PROMPT_WEIGHT = 0.1  # of the loss of tokens that are not an answer's: their val
 BALANCE_SPEED = 1e-3  # step of the correction bias (DeepSeek-V3's auxiliary-loss-free balancing)
 
 
-Recent = list[tuple[Tensor, int]]  # (loss of answers, their tokens) of each step since the last line of the log
+Recent = list[
+    tuple[Tensor, int]
+]  # (loss of answers, their tokens) of each step since the last line of the log
 Done = tuple[int, int, float, Recent]  # steps, tokens and seconds
 
 
@@ -101,7 +103,10 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
                 group["lr"] = learning_rate(seen, options)
         seen += int((weights > 0).sum())
         answers = int((weights[:, 1:] == 1).sum())
-        ids, weights = ids.to(options.device, non_blocking=True), weights.to(options.device, non_blocking=True)
+        ids, weights = (
+            ids.to(options.device, non_blocking=True),
+            weights.to(options.device, non_blocking=True),
+        )
         logits = model(ids[:, :-1]).logits
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         wanted = weights[:, 1:].flatten()
@@ -116,7 +121,11 @@ def train(output: Path, options: Options, config: dict[str, Any] | None = None) 
         recent.append(((losses.detach() * (wanted == 1)).sum(), answers))
         if step % 10 == 0:
             total, count = map(sum, zip(*recent, strict=True))
-            row: dict[str, Any] = {"step": step, "tokens": seen, "loss": round(float(total) / count, 4)}
+            row: dict[str, Any] = {
+                "step": step,
+                "tokens": seen,
+                "loss": round(float(total) / count, 4),
+            }
             recent.clear()
             row["seconds"] = round(time.monotonic() - began, 1)
             row["tokens_per_cpu_second"] = round((seen - first) / (time.process_time() - cpu), 1)
@@ -152,9 +161,14 @@ def prepare(output: Path) -> KimiTokenizer:
     """The tokenizer in `output`, learned on the first exercises where there is none yet."""
     if not (output / "tiktoken.model").is_file():
         output.mkdir(parents=True, exist_ok=True)
-        chats = (exercises.exercise(f"vocabulary:{index}", heldout=False, made_up=0) for index in range(8000))
+        chats = (
+            exercises.exercise(f"vocabulary:{index}", heldout=False, made_up=0)
+            for index in range(8000)
+        )
         texts = (
-            json.dumps(m.get("tool_calls")) if m.get("tool_calls") else m["content"] for c in chats for m in c.messages
+            json.dumps(m.get("tool_calls")) if m.get("tool_calls") else m["content"]
+            for c in chats
+            for m in c.messages
         )
         vocabulary.write_tokenizer(output, vocabulary.learn_ranks(texts, BASE_VOCABULARY))
     return KimiTokenizer(output)
@@ -162,7 +176,9 @@ def prepare(output: Path) -> KimiTokenizer:
 
 def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
     """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the mark that ends them."""
-    ids = tokenizer.apply_chat_template(chat.messages, list(chat.task.tools) or None, add_generation_prompt=False)
+    ids = tokenizer.apply_chat_template(
+        chat.messages, list(chat.task.tools) or None, add_generation_prompt=False
+    )
     speaks, ends = tokenizer.special_id("<|im_assistant|>"), tokenizer.special_id("<|im_end|>")
     weights, answer = [], False
     for token in ids:
@@ -183,11 +199,17 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
         pool, seen, number = 0, 0, 0
         while True:
             chats = []
-            copying = 0.0 if options.init else max(0.0, 1 - seen / (COPYING_BATCHES * options.batch))
+            copying = (
+                0.0 if options.init else max(0.0, 1 - seen / (COPYING_BATCHES * options.batch))
+            )
             for index in range(POOL * max(1, options.batch // 2048)):
-                chat = exercises.exercise(f"{options.seed}:{pool}:{index}", heldout=False, copying=copying)
+                chat = exercises.exercise(
+                    f"{options.seed}:{pool}:{index}", heldout=False, copying=copying
+                )
                 chats.append(encode(self.tokenizer, chat))
-            chats = sorted((chat for chat in chats if len(chat[0]) <= LONGEST), key=lambda chat: len(chat[0]))
+            chats = sorted(
+                (chat for chat in chats if len(chat[0]) <= LONGEST), key=lambda chat: len(chat[0])
+            )
             seen += sum(len(ids) for ids, _ in chats)
             groups: list[list[tuple[list[int], list[float]]]] = [[]]
             for chat in chats:
@@ -201,7 +223,9 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
                     size = max(len(ids) for ids, _ in group)
                     yield (
                         torch.tensor([ids + [pad] * (size - len(ids)) for ids, _ in group]),
-                        torch.tensor([weights + [0.0] * (size - len(weights)) for _, weights in group]),
+                        torch.tensor(
+                            [weights + [0.0] * (size - len(weights)) for _, weights in group]
+                        ),
                     )
             pool += 1
 
@@ -225,10 +249,14 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape.setdefault(parameter.shape, []).append(parameter)
             for shape, parameters in by_shape.items():
-                kept = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters]
+                kept = [
+                    self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in parameters
+                ]
                 grads = [p.grad for p in parameters]
                 torch._foreach_lerp_(kept, grads, 1 - group["momentum"])
-                updates = orthogonal(torch.stack(torch._foreach_lerp(grads, kept, group["momentum"])))
+                updates = orthogonal(
+                    torch.stack(torch._foreach_lerp(grads, kept, group["momentum"]))
+                )
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 scale = 0.2 * math.sqrt(max(shape[-2:]))
                 torch._foreach_add_(parameters, updates.unbind(), alpha=-group["lr"] * scale)
@@ -249,7 +277,9 @@ def make_optimizers(model: KimiModel, options: Options) -> list[torch.optim.Opti
     """Muon for the layers' matrices, AdamW for embeddings, head, routers and norms."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     hidden = [
-        p for name, p in trained if name.startswith("layers.") and p.dim() >= 2 and not name.endswith("gate.weight")
+        p
+        for name, p in trained
+        if name.startswith("layers.") and p.dim() >= 2 and not name.endswith("gate.weight")
     ]
     chosen = {id(p) for p in hidden}
     rest = [p for _, p in trained if id(p) not in chosen]
@@ -290,7 +320,9 @@ def learning_rate(seen: float, options: Options) -> float:
 # --- files -------------------------------------------------------------------------------------------------------
 
 
-def resume(output: Path, model: KimiModel, optimizers: list[torch.optim.Optimizer], options: Options) -> Done:
+def resume(
+    output: Path, model: KimiModel, optimizers: list[torch.optim.Optimizer], options: Options
+) -> Done:
     """What output/state.pt has done; nothing where there is none. The log is cut back to there."""
     path = output / "state.pt"
     if not path.is_file():
@@ -299,13 +331,16 @@ def resume(output: Path, model: KimiModel, optimizers: list[torch.optim.Optimize
     state = torch.load(path, weights_only=True)
     for name in ("batch", "lr", "seed", "init"):
         if state["options"][name] != getattr(options, name):
-            raise SystemExit(f"{path} was trained with {name} {state['options'][name]}: give it, or another -o")
+            raise SystemExit(
+                f"{path} was trained with {name} {state['options'][name]}: give it, or another -o"
+            )
     model.load_state_dict(state["model"])
     for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(kept)
     lines = (output / "training.jsonl").read_text().splitlines(keepends=True)
     write_atomic(
-        output / "training.jsonl", "".join(line for line in lines if json.loads(line)["step"] <= state["done"][0])
+        output / "training.jsonl",
+        "".join(line for line in lines if json.loads(line)["step"] <= state["done"][0]),
     )
     return state["done"]
 
@@ -318,7 +353,11 @@ def keep(
     done: Done,
 ) -> None:
     """Writes the checkpoint, then the state from which training continues."""
-    save(model, output, asdict(options) | {"tokens": done[1], "steps": done[0], "seconds": round(done[2])})
+    save(
+        model,
+        output,
+        asdict(options) | {"tokens": done[1], "steps": done[0], "seconds": round(done[2])},
+    )
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
     torch.save(state | {"options": asdict(options), "done": done}, output / "state.pt.new")
     os.replace(output / "state.pt.new", output / "state.pt")
@@ -333,7 +372,9 @@ def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
         if value.dim() == 3:
             value = value.flatten(0, 1)
         rows = rows_of(model.spec, source, len(value))
-        tensors.update(zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True))
+        tensors.update(
+            zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True)
+        )
     return tensors
 
 
@@ -347,16 +388,23 @@ def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
     config = model_config()
     write_json(directory / "config.json", config)
     eos = [config["eos_token_id"], BASE_VOCABULARY + 1]
-    write_json(directory / "generation_config.json", {"bos_token_id": config["bos_token_id"], "eos_token_id": eos})
+    write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": config["bos_token_id"], "eos_token_id": eos},
+    )
     source: dict[str, Any] = {"text": "exercises of tools/nano/exercises.py"}
     if options["init"]:
-        source["init"] = json.loads((Path(options["init"]) / "provenance.json").read_text(encoding="utf-8"))
+        source["init"] = json.loads(
+            (Path(options["init"]) / "provenance.json").read_text(encoding="utf-8")
+        )
     stamp = provenance("python -m tools.nano.train", source, options)
     write_json(directory / "provenance.json", stamp)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, required=True)
     for name, value in asdict(Options()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")

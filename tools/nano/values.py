@@ -83,7 +83,10 @@ class Draw:
             if self.chance(HALVES):
                 return one[: self.number(1, len(one) - 1)] + other[self.number(1, len(other) - 1) :]
             first = self.number(0, 1)  # whether a vowel begins
-            letters = [self.pick("aeiou" if (at + first) % 2 else CONSONANTS) for at in range(self.number(3, 9))]
+            letters = [
+                self.pick("aeiou" if (at + first) % 2 else CONSONANTS)
+                for at in range(self.number(3, 9))
+            ]
             return "".join(letters).capitalize() if one[0].isupper() else "".join(letters)
 
         return self.value(listed_or_made_up, again)
@@ -119,7 +122,9 @@ class Draw:
         return self.noun() if kind < 0.7 else self.invented()
 
     def invented(self) -> str:
-        return self.value(lambda: "".join(self.random.choices(WORDS["syllables"], k=self.number(3, 4))))
+        return self.value(
+            lambda: "".join(self.random.choices(WORDS["syllables"], k=self.number(3, 4)))
+        )
 
     def first(self, again: bool = False) -> str:
         return self.thing(lambda: self.pick(WORDS["first"]), again)
@@ -136,7 +141,9 @@ class Draw:
     def code(self) -> str:
         """An order number such as K7-3921."""
         letters = "ABCDEFGHKLMNPRSTVWXZ"
-        return self.value(lambda: f"{self.pick(letters)}{self.number(1, 9)}-{self.number(1000, 9999)}")
+        return self.value(
+            lambda: f"{self.pick(letters)}{self.number(1, 9)}-{self.number(1000, 9999)}"
+        )
 
     def job(self) -> str:
         return self.pick(WORDS["jobs"])
@@ -158,7 +165,10 @@ class Draw:
     def pair(self, sign: str, high: int = 99) -> tuple[int, int]:
         """Operands of a sum, a difference (not negative) or a product with one digit, each at least two digits else."""
         while True:
-            a, b = self.number(10, high), self.number(2, 9) if sign == "*" else self.number(10, high)
+            a, b = (
+                self.number(10, high),
+                self.number(2, 9) if sign == "*" else self.number(10, high),
+            )
             a, b = (max(a, b), min(a, b)) if sign == "-" else (a, b)
             key = f"{a} {sign} {b}"
             if held(key, HELDOUT_VALUES) == self.heldout and key not in self.keys:

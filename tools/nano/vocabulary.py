@@ -9,7 +9,10 @@ from pathlib import Path
 from trtspec.checkpoint.tokenizer import RESERVED_SPECIAL_TOKENS, SPLIT_PATTERN
 from trtspec.report import write_atomic, write_json
 
-COPIED = ("chat_template.jinja", "preprocessor_config.json")  # engines read the second one also for text alone
+COPIED = (
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)  # engines read the second one also for text alone
 # offsets from the base vocabulary's size, as in Kimi's published tokenizer_config.json
 SPECIAL_TOKENS = {
     0: "[BOS]",
@@ -76,7 +79,10 @@ def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")
     base = len(ranks)
-    names = {base + i: SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>") for i in range(RESERVED_SPECIAL_TOKENS)}
+    names = {
+        base + i: SPECIAL_TOKENS.get(i, f"<|reserved_token_{base + i}|>")
+        for i in range(RESERVED_SPECIAL_TOKENS)
+    }
     added = {
         str(token): {"content": name, "special": "tool_call" not in name and "think" not in name}
         for token, name in names.items()

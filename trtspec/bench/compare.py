@@ -17,7 +17,12 @@ from trtspec.errors import Problem, UsageError
 
 SAME = ("dataset_sha256", "temperature", "max_tokens", "thinking", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
-REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = "regression", "improvement", "no change found", "not judged"
+REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = (
+    "regression",
+    "improvement",
+    "no change found",
+    "not judged",
+)
 RUN = "run"
 
 
@@ -31,17 +36,25 @@ def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) ->
             raise UsageError(message, "give the same data set and options in both runs")
 
 
-def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None) -> Comparison:
+def compare(
+    new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None
+) -> Comparison:
     """This run over `earlier` ones of the same workload and model; the first of them is the one whose questions are
     paired. With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error."""
     old, allowed = earlier[0], max_regression or 0.0
     everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
     levels = [level.label for level in new.concurrency if level.label in everywhere]
-    confidence = 1 - 2 * ALARMS / (1 + (len(earlier) >= LEAST_RUNS) * len(levels))  # one of its ends is a regression
+    confidence = 1 - 2 * ALARMS / (
+        1 + (len(earlier) >= LEAST_RUNS) * len(levels)
+    )  # one of its ends is a regression
     found = [acceptance_figure(new, earlier, ALL, confidence, allowed)]
     found += [speed_figure(new, earlier, label, confidence, allowed) for label in levels]
     # a data set without categories has one that is named as the whole
-    shown = [name for name in new.categories if name != ALL and not (new.degenerate(name) or old.degenerate(name))]
+    shown = [
+        name
+        for name in new.categories
+        if name != ALL and not (new.degenerate(name) or old.degenerate(name))
+    ]
     found += [acceptance_figure(new, earlier, name, confidence, allowed) for name in shown]
     figures = [figure for figure in found if figure]
     problems = not_judged(figures, [new, *earlier], max_regression is not None)
@@ -54,7 +67,12 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
             problems.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message))
     return Comparison(
-        old={"name": old.name, "url": old.url, "model": old.server.model, "version": old.server.version},
+        old={
+            "name": old.name,
+            "url": old.url,
+            "model": old.server.model,
+            "version": old.server.version,
+        },
         runs=len(earlier),
         max_regression=allowed,
         confidence=round(confidence, 5),
@@ -64,17 +82,27 @@ def compare(new: BenchResults, earlier: Sequence[BenchResults], max_regression: 
 
 
 def acceptance_figure(
-    new: BenchResults, earlier: Sequence[BenchResults], category: str, confidence: float, allowed: float
+    new: BenchResults,
+    earlier: Sequence[BenchResults],
+    category: str,
+    confidence: float,
+    allowed: float,
 ) -> ComparedFigure | None:
     """Tokens per step, paired by the questions that both answered, or where answers were counted together against
     several runs. None if a run does not report it. One category is shown alone, and so is degenerate output."""
     runs = (new, *earlier)
-    lengths = [run.groups[category].acceptance_length if category in run.groups else None for run in runs]
+    lengths = [
+        run.groups[category].acceptance_length if category in run.groups else None for run in runs
+    ]
     if None in lengths[:2]:
         return None
-    sides = [per_question([turn for turn in run.turns_detail if category in (ALL, turn.category)]) for run in runs[:2]]
+    sides = [
+        per_question([turn for turn in run.turns_detail if category in (ALL, turn.category)])
+        for run in runs[:2]
+    ]
     now, before = (
-        {question: (steps + accepted, steps) for question, (steps, accepted, _) in side.items()} for side in sides
+        {question: (steps + accepted, steps) for question, (steps, accepted, _) in side.items()}
+        for side in sides
     )
     test, by = paired_ratio(now, before, confidence), "question"
     if test is None and category == ALL and None not in lengths:
@@ -84,7 +112,11 @@ def acceptance_figure(
 
 
 def speed_figure(
-    new: BenchResults, earlier: Sequence[BenchResults], label: str, confidence: float, allowed: float
+    new: BenchResults,
+    earlier: Sequence[BenchResults],
+    label: str,
+    confidence: float,
+    allowed: float,
 ) -> ComparedFigure | None:
     """Output tokens per second of one level: the mean of its rounds against earlier runs, or with too few of these the
     ratio to the first, without an interval."""
@@ -93,7 +125,14 @@ def speed_figure(
     if not all(rates[:2]):
         return None
     sound = not any(at is None or at.degeneration.degenerate for at in found)
-    return _figure(f"tokens/s at {label}", next_ratio(rates[0], rates[1:], confidence), rates, allowed, sound, RUN)
+    return _figure(
+        f"tokens/s at {label}",
+        next_ratio(rates[0], rates[1:], confidence),
+        rates,
+        allowed,
+        sound,
+        RUN,
+    )
 
 
 def _figure(
@@ -109,7 +148,9 @@ def _figure(
     )  # fmt: skip
 
 
-def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], gate: bool) -> list[Problem]:
+def not_judged(
+    figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], gate: bool
+) -> list[Problem]:
     """That acceptance, or anything at all, is not judged, and why."""
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
     reports = [run.acceptance_length is not None for run in runs]
@@ -125,6 +166,8 @@ def not_judged(figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], 
         reason = f"{'an earlier' if reports[0] else 'this'} run reports no acceptance, and the other does"
         remedy = "see whether the server has loaded its head, and what it says of its speculation"
     else:
-        reason = f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
+        reason = (
+            f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
+        )
     message, severity = f"acceptance is not judged: {reason}", "error" if gate else "warning"
     return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]

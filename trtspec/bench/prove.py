@@ -37,7 +37,11 @@ SPECULATING, PLAIN = "spec", "plain"
 # for estimates: output tokens per second of one request, seconds until a server is ready
 RATE = {"reference": 50.0, "vllm": 80.0, "trtllm": 120.0}
 START = {"reference": 8.0, "vllm": 600.0, "trtllm": 900.0}
-CHECKED, RECORDED, SCORED = 20, 11, 8  # questions of check at most, and how many requests it makes of each
+CHECKED, RECORDED, SCORED = (
+    20,
+    11,
+    8,
+)  # questions of check at most, and how many requests it makes of each
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 
@@ -80,15 +84,35 @@ class Step:
 def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
     """All steps in their order. `tokens`: one bench asks for so many at most."""
     levels = ("--concurrency", ",".join(map(str, setup.concurrency)))
-    asked = ("--dataset", setup.dataset, "--samples", str(setup.samples), "--max-tokens", str(setup.max_tokens))
-    checked, most, recording = min(setup.samples, CHECKED), min(setup.max_tokens, 128), str(directory / "spec.jsonl")
+    asked = (
+        "--dataset",
+        setup.dataset,
+        "--samples",
+        str(setup.samples),
+        "--max-tokens",
+        str(setup.max_tokens),
+    )
+    checked, most, recording = (
+        min(setup.samples, CHECKED),
+        min(setup.max_tokens, 128),
+        str(directory / "spec.jsonl"),
+    )
     judged = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", str(most))
-    accepted = tuple(word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row))
+    accepted = tuple(
+        word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row)
+    )
 
     def bench_step(launch: str) -> Step:
         out = ("-o", str(directory / launch), "--resume")
         words = ("bench", f"{launch}={setup.url}", *asked, *levels, "--wait-ready", "7200", *out)
-        return Step(f"bench-{launch}", "acceptance and speed", words, f"{launch}/results.json", launch, tokens)
+        return Step(
+            f"bench-{launch}",
+            "acceptance and speed",
+            words,
+            f"{launch}/results.json",
+            launch,
+            tokens,
+        )
 
     def check(name: str, why: str, launch: str, requests: int, *words: str) -> Step:
         words = ("check", setup.url, "--tokenizer", setup.target, *words, "--force", "--json")
@@ -110,7 +134,13 @@ def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
 
 def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
     """After `trtspec`. What the user passes comes last, since it may end in a `--` with options of the engine."""
-    words = ("serve", setup.target, "--backend", setup.backend, *f"--host 127.0.0.1 --port {setup.port}".split())
+    words = (
+        "serve",
+        setup.target,
+        "--backend",
+        setup.backend,
+        *f"--host 127.0.0.1 --port {setup.port}".split(),
+    )
     if setup.backend != "reference":
         words += ("--tp-size", str(setup.gpus))
     if launch == SPECULATING:
@@ -123,7 +153,9 @@ def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
 def seconds(setup: ProveSetup, steps: Sequence[Step]) -> float:
     """An estimate: two starts, and the tokens, of which up to eight answers in flight share a step."""
     together = sum(min(level, 8) for level in setup.concurrency) / len(setup.concurrency)
-    return 2 * START[setup.backend] + sum(step.tokens for step in steps) / (RATE[setup.backend] * together)
+    return 2 * START[setup.backend] + sum(step.tokens for step in steps) / (
+        RATE[setup.backend] * together
+    )
 
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
@@ -143,7 +175,12 @@ def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str
 
 
 def prove(
-    setup: ProveSetup, steps: Sequence[Step], directory: Path, about: dict[str, Any], startup: float, restart: bool
+    setup: ProveSetup,
+    steps: Sequence[Step],
+    directory: Path,
+    about: dict[str, Any],
+    startup: float,
+    restart: bool,
 ) -> ProofEvidence:
     """Runs what is not done yet, then writes evidence.json and report.html. `about`: more that a resumed run must have
     in common with this one. `startup`: seconds for a server to become ready.
@@ -151,11 +188,20 @@ def prove(
     Raises UsageError where `directory` holds anything but this proof, and TrtspecError for a step that fails."""
     path = directory / "journal.jsonl"
     patience = LEFT_OVER if path.exists() else 0.0
-    if not path.exists() and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    if (
+        not path.exists()
+        and directory.exists()
+        and (not directory.is_dir() or any(directory.iterdir()))
+    ):
         raise UsageError(f"{directory} holds something else", "choose another -o")
     paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
-    identities = {name: identity_digest(at)[:16] if at else "not on this machine" for name, at in paths.items()}
-    words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[:16]  # they may hold a key
+    identities = {
+        name: identity_digest(at)[:16] if at else "not on this machine"
+        for name, at in paths.items()
+    }
+    words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[
+        :16
+    ]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
     with Journal(path, header, restart=restart, private=True) as journal:
         for name in (SPECULATING, PLAIN, "logs") if restart else ():
@@ -168,7 +214,9 @@ def prove(
             with ExitStack() as stack:
                 if launch:
                     require_free_ports(setup.port, 1, patience)
-                    what = "the target with its head" if launch == SPECULATING else "the target alone"
+                    what = (
+                        "the target with its head" if launch == SPECULATING else "the target alone"
+                    )
                     report.announce(f"serve-{launch}: {what}")
                     began, log = time.monotonic(), directory / "logs" / f"serve-{launch}.log"
                     stack.enter_context(served(serve_words(setup, launch), setup.url, log, startup))
@@ -199,11 +247,17 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
     printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
     status = run_trtspec(step.words, directory / printed)
     found = _result(step, directory)
-    if not found or status not in ((0, 3) if step.launch else (0,)):  # a finding is a result, but for a plan
+    if not found or status not in (
+        (0, 3) if step.launch else (0,)
+    ):  # a finding is a result, but for a plan
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
-    said = f"{found['acceptance_length']:.2f} tokens per step" if found.get("drafted") else found.get("verdict")
+    said = (
+        f"{found['acceptance_length']:.2f} tokens per step"
+        if found.get("drafted")
+        else found.get("verdict")
+    )
     report.announce(f"  done in {duration(time.monotonic() - began)}{f': {said}' if said else ''}")
 
 
@@ -251,12 +305,19 @@ class ProofEvidence:
         return self.verdict == "SAFE" and any(found.ratio.high >= 1 for found in self.speedups)
 
 
-def gathered(setup: ProveSetup, found: Mapping[str, Any], directory: Path, **more: Any) -> ProofEvidence:
+def gathered(
+    setup: ProveSetup, found: Mapping[str, Any], directory: Path, **more: Any
+) -> ProofEvidence:
     """The evidence in the results of the steps, by their names; `more` are its other fields."""
     spec, plain = (read_results(directory / launch) for launch in (SPECULATING, PLAIN))
     ups = [up for up in speedups([spec, plain]) if up.of == spec.name]
     verdict, message = found["score"]["verdict"], found["score"]["message"]
-    invalid = {problem.code for run in (spec, plain) for problem in run.problems if problem.severity == "error"}
+    invalid = {
+        problem.code
+        for run in (spec, plain)
+        for problem in run.problems
+        if problem.severity == "error"
+    }
     if verdict == "SAFE" and (invalid or not ups):
         said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
@@ -302,36 +363,60 @@ def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
     """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`."""
     said = "SAFE: the same output" if verdict == "SAFE" else message
     speeds = ", ".join(f"{up.ratio.value:.2f} ({up.ratio.words}) at {up.level}" for up in speedups)
-    return f"{said}, {speeds.replace(' (', ' times as fast (', 1)}" if speeds else f"{said}; the speed was not measured"
+    return (
+        f"{said}, {speeds.replace(' (', ' times as fast (', 1)}"
+        if speeds
+        else f"{said}; the speed was not measured"
+    )
 
 
 def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
     """The page of a finished proof, with `more` behind it."""
     spec, plain = (read_results(proof / launch) for launch in (SPECULATING, PLAIN))
-    evidence = TypeAdapter(ProofEvidence).validate_python(files.read_object(proof / "evidence.json"))
+    evidence = TypeAdapter(ProofEvidence).validate_python(
+        files.read_object(proof / "evidence.json")
+    )
     report.write_atomic(page, proof_html(evidence, spec, plain, more))
 
 
 def proof_html(
-    evidence: ProofEvidence, with_head: BenchResults, alone: BenchResults, more: Sequence[Section] = ()
+    evidence: ProofEvidence,
+    with_head: BenchResults,
+    alone: BenchResults,
+    more: Sequence[Section] = (),
 ) -> str:
     """The page of a proof: its verdict in a sentence, up to three figures (speed-up at the lowest and the highest load,
     acceptance), then speed, acceptance, the rows of check, and `more`. The results are bench's of either server."""
     # as if bench had measured both in one run, so that its sections show them side by side
     both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]
-    rows = [[row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]] for row in evidence.rows]
-    same = Table("Is the output the same?", ["", "row", "seen", "why"], rows, text_columns=frozenset({0, 1, 3}))
+    rows = [
+        [row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]]
+        for row in evidence.rows
+    ]
+    same = Table(
+        "Is the output the same?",
+        ["", "row", "seen", "why"],
+        rows,
+        text_columns=frozenset({0, 1, 3}),
+    )
     figures = [
         Figure(f"{up.ratio.value:.2f}x", up.ratio.words, f"as fast as the target alone, {up.level}")
         for up in (*evidence.speedups[:1], *evidence.speedups[1:][-1:])
     ]
     if interval := evidence.acceptance_interval:
         between = f"{interval[0]:.2f} to {interval[1]:.2f}"
-        figures.append(Figure(bench.number(evidence.acceptance_length), between, "tokens per verification step"))
+        figures.append(
+            Figure(
+                bench.number(evidence.acceptance_length), between, "tokens per verification step"
+            )
+        )
     drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
     times = [
-        [str(at.concurrency), *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms))]
+        [
+            str(at.concurrency),
+            *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms)),
+        ]
         for at in evidence.step_times
         if at.planned_plain_ms
     ]

@@ -49,14 +49,22 @@ class ServiceLevel:
         """Whether one answer keeps every promise; a failed one keeps none."""
         if answer.error or answer.first_token is None:
             return False
-        whole, tokens, tpot = answer.finished - answer.started, answer.completion_tokens, inter_token(answer)
-        if tpot is None:  # of an answer in a single chunk: its time over its tokens, infinite where nobody counted them
+        whole, tokens, tpot = (
+            answer.finished - answer.started,
+            answer.completion_tokens,
+            inter_token(answer),
+        )
+        if (
+            tpot is None
+        ):  # of an answer in a single chunk: its time over its tokens, infinite where nobody counted them
             tpot = 0.0 if tokens == 1 else whole / (tokens - 1) if tokens else math.inf
         found = {"ttft": answer.first_token - answer.started, "tpot": tpot, "e2el": whole}
         return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
 
     def words(self) -> str:
-        return ", ".join(f"{name} {1000 * limit:g} ms" for name, limit in vars(self).items() if limit is not None)
+        return ", ".join(
+            f"{name} {1000 * limit:g} ms" for name, limit in vars(self).items() if limit is not None
+        )
 
 
 def inter_token(answer: Answer) -> float | None:
@@ -289,10 +297,15 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
 
 def speed_ratio(of: EndpointResult, over: EndpointResult, label: str) -> Ratio | None:
     """`user_speed` of one endpoint over another's, paired by question. None if the output of either is degenerate."""
-    if any(level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))):
+    if any(
+        level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))
+    ):
         return None
     first, second = (
-        {question: (float(speed.tokens), speed.seconds) for question, speed in side.speeds(label).items()}
+        {
+            question: (float(speed.tokens), speed.seconds)
+            for question, speed in side.speeds(label).items()
+        }
         for side in (of, over)
     )
     return paired_ratio(first, second)
@@ -304,7 +317,9 @@ def read_results(path: Path) -> BenchResults:
     try:
         found = files.read_object(file)
         if found.get("schema", SCHEMA) != SCHEMA:
-            raise ValueError(f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}")
+            raise ValueError(
+                f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}"
+            )
         return adapter(BenchResults).validate_python(found)
     except ValidationError as error:
         reason = files.first_fault(error)

@@ -104,7 +104,13 @@ def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCou
     without drafts; then the counter decides."""
     true = counts.tokens - answers - counts.steps
     surplus = counts.accepted - true if 0 <= true < counts.accepted else 0
-    return replace(counts, accepted=counts.accepted - surplus, surplus=surplus, answers=answers, questions=questions)
+    return replace(
+        counts,
+        accepted=counts.accepted - surplus,
+        surplus=surplus,
+        answers=answers,
+        questions=questions,
+    )
 
 
 def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
@@ -114,7 +120,11 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     histogram, length = add_histograms(t.histogram for t in turns), length_ratio(turns)
     cumulative, conditional = by_position(histogram or [])
     questions = per_question(turns)
-    per_turn = [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens] if all(t.answers == 1 for t in turns) else []
+    per_turn = (
+        [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens]
+        if all(t.answers == 1 for t in turns)
+        else []
+    )
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
     return AcceptanceSummary(
         turns=sum(t.answers for t in turns),
@@ -147,7 +157,9 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
 def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
     """The acceptance length over questions; None below LEAST_UNITS questions, or where a server reports totals."""
     counts = per_question(turns).values()
-    return ratio([steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts])
+    return ratio(
+        [steps + accepted for steps, accepted, _ in counts], [steps for steps, _, _ in counts]
+    )
 
 
 @dataclass(frozen=True)
@@ -167,26 +179,37 @@ class Ratio:
         """Units whose interval is value +- share; this one is of CONFIDENCE."""
         probability = (1 + CONFIDENCE) / 2
         error = math.log(self.high / self.value) / t_quantile(probability, self.units - 1)
-        return max(LEAST_UNITS, math.ceil(self.units * (error * NORMAL.inv_cdf(probability) / math.log1p(share)) ** 2))
+        return max(
+            LEAST_UNITS,
+            math.ceil(self.units * (error * NORMAL.inv_cdf(probability) / math.log1p(share)) ** 2),
+        )
 
 
-def ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE) -> Ratio | None:
+def ratio(
+    numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE
+) -> Ratio | None:
     """sum / sum with its interval over units. None below LEAST_UNITS, or where a sum is zero."""
     found = _linear(numerators, denominators)
-    return None if found is None else _interval(found[0], _error(found[1]), len(found[1]), confidence)
+    return (
+        None if found is None else _interval(found[0], _error(found[1]), len(found[1]), confidence)
+    )
 
 
 def paired_ratio(new: Units, old: Units, confidence: float = CONFIDENCE) -> Ratio | None:
     """The ratio of two ratios of sums, over the units of both. None below LEAST_UNITS, or where a sum is zero."""
     common = [unit for unit in new if unit in old]
     sides = ([side[unit] for unit in common] for side in (new, old))
-    first, second = (_linear([top for top, _ in pairs], [bottom for _, bottom in pairs]) for pairs in sides)
+    first, second = (
+        _linear([top for top, _ in pairs], [bottom for _, bottom in pairs]) for pairs in sides
+    )
     if first is None or second is None:
         return None
     return _interval(first[0] / second[0], _error(first[1] - second[1]), len(first[1]), confidence)
 
 
-def next_ratio(new: float, earlier: Sequence[float], confidence: float = CONFIDENCE) -> Ratio | None:
+def next_ratio(
+    new: float, earlier: Sequence[float], confidence: float = CONFIDENCE
+) -> Ratio | None:
     """One more run over the geometric mean of earlier ones, by Student's prediction interval for their logarithms,
     which holds what runs of one setup differ by. None below LEAST_RUNS earlier ones."""
     if len(earlier) < LEAST_RUNS or min(new, *earlier) <= 0:
@@ -210,9 +233,14 @@ def t_quantile(probability: float, freedom: float) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def _linear(numerators: ArrayLike, denominators: ArrayLike) -> tuple[float, NDArray[np.float64]] | None:
+def _linear(
+    numerators: ArrayLike, denominators: ArrayLike
+) -> tuple[float, NDArray[np.float64]] | None:
     """The ratio of the sums, and what each unit contributes to its logarithm."""
-    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    top, bottom = (
+        np.asarray(numerators, dtype=np.float64),
+        np.asarray(denominators, dtype=np.float64),
+    )
     if len(top) < LEAST_UNITS or top.sum() <= 0 or bottom.sum() <= 0:
         return None
     value = float(top.sum() / bottom.sum())

@@ -17,7 +17,14 @@ from prometheus_client.registry import Collector
 from trtspec.bench.results import read_results
 from trtspec.bench.statistics import acceptance_length
 from trtspec.client.client import RequestFailed, fetch, finite
-from trtspec.client.servers import Counters, adapter_of, counted_between, counters_in, read_iterations, read_samples
+from trtspec.client.servers import (
+    Counters,
+    adapter_of,
+    counted_between,
+    counters_in,
+    read_iterations,
+    read_samples,
+)
 from trtspec.errors import TrtspecError, UsageError
 
 NO_METRICS = "TS-WATCH-NO-METRICS"
@@ -25,7 +32,9 @@ PATHS = ("/prometheus/metrics", "/metrics")
 TIMEOUT = 10.0  # seconds of one reading, however slowly its bytes come
 ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
 FIGURES = ("steps", "drafted", "accepted")
-DESIGN_EFFECT = 8.0  # variance of a mean over the steps of whole answers, over that of independent steps
+DESIGN_EFFECT = (
+    8.0  # variance of a mean over the steps of whole answers, over that of independent steps
+)
 Z = 2.326  # one-sided 1 % of the normal distribution
 
 
@@ -85,7 +94,11 @@ class Watch:
             if names is None:
                 raise ValueError("has no metrics of a server that is known")
             now = counters_in(samples, names)
-            means = [value for _, value in samples.get(names.mean, ()) if 1 <= (finite(value) or 0) < 2**53]
+            means = [
+                value
+                for _, value in samples.get(names.mean, ())
+                if 1 <= (finite(value) or 0) < 2**53
+            ]
             if now is None and names.mean not in samples:
                 raise ValueError(f"has {names.name} metrics and none of speculation")
             self.source = f"{names.name} metrics"
@@ -95,12 +108,21 @@ class Watch:
                 grown = counted_between(before, self.last)
             except ValueError:  # the server was started again: all that it counts is new
                 grown, self.restarts = self.last, self.restarts + 1
-        self.acceptance_length = sum(means) / len(means) if means else acceptance_length(grown.steps, grown.accepted)
-        self.counted = Counters(*(getattr(self.counted, key) + getattr(grown, key) for key in FIGURES))
+        self.acceptance_length = (
+            sum(means) / len(means) if means else acceptance_length(grown.steps, grown.accepted)
+        )
+        self.counted = Counters(
+            *(getattr(self.counted, key) + getattr(grown, key) for key in FIGURES)
+        )
 
     def summary(self) -> dict[str, Any]:
         """The keys of `--json`; a count is None if the server does not keep it."""
-        found = {"url": self.url, "source": self.source or None, "up": self.failure == "", "scrapes": self.scrapes}
+        found = {
+            "url": self.url,
+            "source": self.source or None,
+            "up": self.failure == "",
+            "scrapes": self.scrapes,
+        }
         found |= {"missed_scrapes": self.missed, "restarts": self.restarts}
         found |= {key: getattr(self.counted, key) if key in self.keeps else None for key in FIGURES}
         return found | {"acceptance_length": self.acceptance_length}
@@ -108,8 +130,13 @@ class Watch:
     def line(self) -> str:
         """The last interval's acceptance length and all counts in words, or why the last reading failed."""
         counts = ", ".join(f"{getattr(self.counted, key):,} {key}" for key in self.keeps)
-        length = f"{self.acceptance_length:.2f}" if self.acceptance_length else "not measured, no steps"
-        return self.failure or f"{self.source}: acceptance length {length}; in all {counts or 'no counts'}"
+        length = (
+            f"{self.acceptance_length:.2f}" if self.acceptance_length else "not measured, no steps"
+        )
+        return (
+            self.failure
+            or f"{self.source}: acceptance length {length}; in all {counts or 'no counts'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,11 +159,16 @@ def read_baseline(path: Path) -> Baseline:
     enough = {
         name: (found.steps, found.accepted)
         for name, found in run.categories.items()
-        if found.steps and found.steps >= ENOUGH_STEPS and found.accepted is not None and not run.degenerate(name)
+        if found.steps
+        and found.steps >= ENOUGH_STEPS
+        and found.accepted is not None
+        and not run.degenerate(name)
     }
     if not enough:
         what = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
-        raise UsageError(what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR")
+        raise UsageError(
+            what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"
+        )
     category, (steps, accepted) = min(enough.items(), key=lambda item: item[1][1] / item[1][0])
     if not accepted:
         what = f"{path} has no accepted draft in {category}: no traffic can drop below that"
@@ -144,7 +176,11 @@ def read_baseline(path: Path) -> Baseline:
     mean = accepted / steps
     turns = [turn for turn in run.turns_detail if turn.category == category]
     squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
-    variance = DESIGN_EFFECT * mean * (1 + mean) if len(turns) < 2 else squares / steps * len(turns) / (len(turns) - 1)
+    variance = (
+        DESIGN_EFFECT * mean * (1 + mean)
+        if len(turns) < 2
+        else squares / steps * len(turns) / (len(turns) - 1)
+    )
     return Baseline(category, steps, mean, variance)
 
 
@@ -194,11 +230,21 @@ class WatchCollector(Collector):
             ("up", "up", GaugeMetricFamily, "1 if the last reading succeeded."),
             ("scrapes", "scrapes", CounterMetricFamily, "Readings that succeeded."),
             ("missed_scrapes", "missed_scrapes", CounterMetricFamily, "Readings that failed."),
-            ("restarts", "restarts", CounterMetricFamily, "Times that the server's counters went backwards."),
+            (
+                "restarts",
+                "restarts",
+                CounterMetricFamily,
+                "Times that the server's counters went backwards.",
+            ),
             ("steps", "steps", CounterMetricFamily, "Verification steps."),
             ("draft_tokens", "drafted", CounterMetricFamily, "Drafted tokens."),
             ("accepted_tokens", "accepted", CounterMetricFamily, "Accepted draft tokens."),
-            ("acceptance_length", "acceptance_length", GaugeMetricFamily, "1 + accepted / steps, last interval."),
+            (
+                "acceptance_length",
+                "acceptance_length",
+                GaugeMetricFamily,
+                "1 + accepted / steps, last interval.",
+            ),
         ):
             if found[key] is not None:
                 yield family(f"trtspec_watch_{name}", text, value=found[key])

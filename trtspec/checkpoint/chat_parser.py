@@ -31,7 +31,11 @@ class ToolCall:
     arguments: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class ReplyParser:
     """Splits an answer's text as it grows. `thinking`: the prompt already opened the think tag."""
 
     def __init__(self, thinking: bool) -> None:
-        self.state: Literal["reasoning_content", "content", "tools"] = "reasoning_content" if thinking else "content"
+        self.state: Literal["reasoning_content", "content", "tools"] = (
+            "reasoning_content" if thinking else "content"
+        )
         self._pending = ""
         self.calls = 0
 
@@ -75,7 +81,10 @@ class ReplyParser:
         if self.state == "tools":
             return self._advance_tools(deltas)
         marks = (THINK_END, SECTION) if self.state == "reasoning_content" else (THINK, SECTION)
-        found = min(((self._pending.find(mark), mark) for mark in marks if mark in self._pending), default=None)
+        found = min(
+            ((self._pending.find(mark), mark) for mark in marks if mark in self._pending),
+            default=None,
+        )
         if found is None:
             self._take(len(self._pending) - held_back(self._pending, marks), deltas)
             return False
@@ -98,7 +107,10 @@ class ReplyParser:
             return True
         if end < 0:
             return False
-        written, self._pending = self._pending[: end + len(CALL_END)], self._pending[end + len(CALL_END) :]
+        written, self._pending = (
+            self._pending[: end + len(CALL_END)],
+            self._pending[end + len(CALL_END) :],
+        )
         deltas.append(self._call(written))
         return True
 
@@ -108,7 +120,9 @@ class ReplyParser:
         if match is None:
             return Delta("content", written)
         name = CALL_ID.match(match["id"])
-        call = ToolCall(match["id"], name["name"] if name else match["id"], match["arguments"].strip())
+        call = ToolCall(
+            match["id"], name["name"] if name else match["id"], match["arguments"].strip()
+        )
         self.calls += 1
         return Delta("tool_call", call=call, index=self.calls - 1)
 
@@ -120,7 +134,10 @@ def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
     calls = [delta.call.to_dict() for delta in deltas if delta.call]
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     reasoning = "".join(delta.text for delta in deltas if delta.kind == "reasoning_content")
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+    }
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:

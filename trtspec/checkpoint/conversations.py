@@ -34,7 +34,11 @@ ROLES = {
     "tool": "tool", "function_response": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 LISTS = ("messages", "conversations", "conversation")
-QUESTIONS, ANSWERS, CONTINUATION = ("prompt", "question"), ("response", "answer", "output"), "completion"
+QUESTIONS, ANSWERS, CONTINUATION = (
+    ("prompt", "question"),
+    ("response", "answer", "output"),
+    "completion",
+)
 SYSTEM = ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
 PICTURES = ("image_url", "video_url")  # types of a part of a message
@@ -42,7 +46,13 @@ REASONING = ("reasoning_content", "reasoning")
 # what describes a row and changes nothing that is made of it
 ABOUT = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
          "reference")  # fmt: skip
-MASKS = ("weight", "train", "loss", "loss_weight", "loss_mask")  # of a message: whether a trainer should learn it
+MASKS = (
+    "weight",
+    "train",
+    "loss",
+    "loss_weight",
+    "loss_mask",
+)  # of a message: whether a trainer should learn it
 ROW_MASKS = ("weight", "loss_weight", "loss_mask")
 REMEDY = "each row has messages, conversations, turns, prompt with or without completion or response, or text"
 Message = dict[str, Any]
@@ -102,7 +112,9 @@ def read_conversations(
 
 def note_unread(source: Path | str, unread: Counter[str]) -> None:
     """One note for the fields that a data set has and nothing honours, with the number of rows."""
-    if unread and not Path(source).is_relative_to(DATA):  # what ships with trtspec is known to be read right
+    if unread and not Path(source).is_relative_to(
+        DATA
+    ):  # what ships with trtspec is known to be read right
         named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items())[:12])
         more = f" and {len(unread) - 12} more" if len(unread) > 12 else ""
         note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
@@ -126,16 +138,26 @@ def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> 
     }
     found = _body(row, fields, read, unread)
     if "messages" in found:
-        shown = [message["content"] for message in found["messages"] if not isinstance(message["content"], str)]
+        shown = [
+            message["content"]
+            for message in found["messages"]
+            if not isinstance(message["content"], str)
+        ]
         if shown and not pictures:
             kind = next(part["type"] for part in shown[0] if part["type"] != "text")
-            _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
+            _refuse(
+                row,
+                f"has content with a part of the type {kind!r}, and only text is read",
+                "leave the row out",
+            )
         found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
     return Conversation(row.file, row.line, **found, **about)
 
 
-def _body(row: DataRow, fields: dict[str, Any], read: set[str], unread: Counter[str]) -> dict[str, Any]:
+def _body(
+    row: DataRow, fields: dict[str, Any], read: set[str], unread: Counter[str]
+) -> dict[str, Any]:
     """`messages`, or `text` with or without `completion`; adds the keys that made them to `read`."""
     lists = [key for key in LISTS if key in fields]
     if len(lists) > 1 and any(fields[key] != fields[lists[0]] for key in lists):
@@ -152,10 +174,16 @@ def _body(row: DataRow, fields: dict[str, Any], read: set[str], unread: Counter[
     if "text" in fields:
         read.add("text")
         return {"text": _text(row, fields["text"], "text")}
-    _refuse(row, f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}", REMEDY)
+    _refuse(
+        row,
+        f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}",
+        REMEDY,
+    )
 
 
-def _pair(row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unread: Counter[str]) -> dict[str, Any]:
+def _pair(
+    row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unread: Counter[str]
+) -> dict[str, Any]:
     """A question, with its answer or continuation where there is one."""
     answers = [key for key in (*ANSWERS, CONTINUATION) if key in fields]
     if len(answers) > 1:
@@ -169,26 +197,38 @@ def _pair(row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unre
     if answers == [CONTINUATION]:
         return {"text": question["content"], "completion": _text(row, answer, CONTINUATION)}
     if answers:
-        return {"messages": [question, {"role": "assistant", "content": _text(row, answer, answers[0])}]}
+        return {
+            "messages": [question, {"role": "assistant", "content": _text(row, answer, answers[0])}]
+        }
     return {"messages": [question]}
 
 
 def _question(row: DataRow, value: Any) -> Message:
     if not isinstance(value, str) or not value.strip():
-        _refuse(row, "has an empty or non-text prompt", "a prompt or a turn is a string with something in it")
+        _refuse(
+            row,
+            "has an empty or non-text prompt",
+            "a prompt or a turn is a string with something in it",
+        )
     return {"role": "user", "content": value}
 
 
 def _text(row: DataRow, value: Any, key: str) -> str:
     if not isinstance(value, str):
-        _refuse(row, f"has {key} that is {type(value).__name__}, not text", f"write {key} as a string")
+        _refuse(
+            row, f"has {key} that is {type(value).__name__}, not text", f"write {key} as a string"
+        )
     return value
 
 
 def _items(row: DataRow, fields: dict[str, Any], key: str) -> list[Any]:
     value = fields[key]
     if not isinstance(value, list) or not value:
-        _refuse(row, f"has {key} that are no list, or an empty one", f"write {key}: [...] with one item at least")
+        _refuse(
+            row,
+            f"has {key} that are no list, or an empty one",
+            f"write {key}: [...] with one item at least",
+        )
     return value
 
 
@@ -211,13 +251,21 @@ def _message(row: DataRow, value: Any, odd: set[str]) -> Message:
     role = ROLES.get(str(fields.get(named, "")))
     if role is None:
         known = ", ".join(ROLES)
-        _refuse(row, f"has a message of the role {fields.get(named, '')!r}", f"the roles are {known}")
+        _refuse(
+            row, f"has a message of the role {fields.get(named, '')!r}", f"the roles are {known}"
+        )
     content = "content" if "content" in fields else "value"
     reasoning = [key for key in REASONING if fields.get(key)]
     if len(reasoning) > 1 and fields[reasoning[0]] != fields[reasoning[1]]:
         _refuse(row, f"has {' and '.join(reasoning)}, which differ", "leave one of them")
-    if content not in fields and not (role == "assistant" and (fields.get("tool_calls") or reasoning)):
-        _refuse(row, f"has a message of the role {role} without content", "each message is {role: ..., content: ...}")
+    if content not in fields and not (
+        role == "assistant" and (fields.get("tool_calls") or reasoning)
+    ):
+        _refuse(
+            row,
+            f"has a message of the role {role} without content",
+            "each message is {role: ..., content: ...}",
+        )
     message: Message = {"role": role, "content": _content(row, fields.get(content, ""))}
     if reasoning:
         message["reasoning_content"] = _text(row, fields[reasoning[0]], reasoning[0])
@@ -237,13 +285,25 @@ def _content(row: DataRow, value: Any) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        _refuse(row, f"has content that is {type(value).__name__}, not text", "write content as a string")
+        _refuse(
+            row,
+            f"has content that is {type(value).__name__}, not text",
+            "write content as a string",
+        )
     parts = [part if isinstance(part, dict) else {"text": part} for part in value]
     for part in parts:
         kind = part.setdefault("type", "text")
         if kind not in PICTURES and (kind != "text" or not isinstance(part.get("text"), str)):
-            _refuse(row, f"has content with a part of the type {kind!r}, and only text is read", "leave the row out")
-    return parts if any(part["type"] in PICTURES for part in parts) else "".join(part["text"] for part in parts)
+            _refuse(
+                row,
+                f"has content with a part of the type {kind!r}, and only text is read",
+                "leave the row out",
+            )
+    return (
+        parts
+        if any(part["type"] in PICTURES for part in parts)
+        else "".join(part["text"] for part in parts)
+    )
 
 
 def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:
@@ -251,7 +311,11 @@ def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse(row, "has a tool call without function.name", "write {id, type, function: {name, arguments}}")
+            _refuse(
+                row,
+                "has a tool call without function.name",
+                "write {id, type, function: {name, arguments}}",
+            )
     return calls
 
 
@@ -275,11 +339,17 @@ def _parsed_list(row: DataRow, value: Any, key: str) -> list[dict[str, Any]]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        _refuse(row, f"has {key} that are no list of objects", f"write {key}: [{{...}}], or JSON text of it")
+        _refuse(
+            row,
+            f"has {key} that are no list of objects",
+            f"write {key}: [{{...}}], or JSON text of it",
+        )
     return found
 
 
-def _with_system(row: DataRow, fields: dict[str, Any], messages: list[Message], read: set[str]) -> list[Message]:
+def _with_system(
+    row: DataRow, fields: dict[str, Any], messages: list[Message], read: set[str]
+) -> list[Message]:
     """The messages behind the row's own system prompt, where it has one that they do not begin with."""
     for key in SYSTEM:
         if key in fields:

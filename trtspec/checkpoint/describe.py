@@ -65,15 +65,23 @@ class CheckpointReport:
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         read = self.source in ("files", "hub")
         if not read:
-            found.update(unverified=self.known.get("unverified", []), licence=self.known.get("licence"))
+            found.update(
+                unverified=self.known.get("unverified", []), licence=self.known.get("licence")
+            )
         if isinstance(self.spec, ModelSpec):
             found.update(target_facts(self.spec, self.config, self.known))
         else:
-            found.update(head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS))
+            found.update(
+                head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS)
+            )
             found.update({} if read else {"published_for": self.known.get("targets")})
         found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None
-        optional = {"trained_with": self.trained_with, "hashes_verified": self.hashes_verified, "hub": hub}
+        optional = {
+            "trained_with": self.trained_with,
+            "hashes_verified": self.hashes_verified,
+            "hub": hub,
+        }
         return found | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -144,7 +152,9 @@ def _spec_and_problems(
     if detect(checkpoint) == "head":
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
-            problems += head_value_problems(checkpoint, canonical_names(checkpoint.tensors), everything=all_values)
+            problems += head_value_problems(
+                checkpoint, canonical_names(checkpoint.tensors), everything=all_values
+            )
         return head, problems
     target = read_target(checkpoint)
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
@@ -204,8 +214,14 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
     recorded = recorded_hashes(directory)
     known = [shard for shard in shards if shard in recorded]
     with ThreadPoolExecutor(machine.cores()) as pool:
-        same = list(pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known))
-    problems = [finding("TS-HASH-DIFFERS", shard) for shard, whole in zip(known, same, strict=True) if not whole]
+        same = list(
+            pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known)
+        )
+    problems = [
+        finding("TS-HASH-DIFFERS", shard)
+        for shard, whole in zip(known, same, strict=True)
+        if not whole
+    ]
     unknown = [shard for shard in shards if shard not in recorded]
     if unknown:
         message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"

@@ -95,7 +95,9 @@ class Checkpoint:
     remote: RangedFiles | None = None
 
     @staticmethod
-    def open(path: Path | str, names: tuple[str, ...] | None = None, headers: Headers | None = None) -> Checkpoint:
+    def open(
+        path: Path | str, names: tuple[str, ...] | None = None, headers: Headers | None = None
+    ) -> Checkpoint:
         """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers. `names` and
         `headers` replace the shard files and their headers when these are elsewhere.
 
@@ -104,14 +106,23 @@ class Checkpoint:
         """
         path = Path(path)
         if not path.is_dir():
-            raise TrtspecError(f"{path} is not a directory", "pass a checkpoint directory or a hub id such as org/name")
+            raise TrtspecError(
+                f"{path} is not a directory",
+                "pass a checkpoint directory or a hub id such as org/name",
+            )
         config = read_config(path / "config.json")
         quant_path = path / HF_QUANT_NAME
         hf_quant = read_config(quant_path) if quant_path.is_file() else None
         weight_map = _weight_map(path)
-        shards = tuple(sorted(set(weight_map.values()))) if weight_map is not None else names or _loose_shards(path)
+        shards = (
+            tuple(sorted(set(weight_map.values())))
+            if weight_map is not None
+            else names or _loose_shards(path)
+        )
         tensors = _all_headers(
-            path, shards, headers(shards) if headers else map(read_header, map(path.joinpath, shards))
+            path,
+            shards,
+            headers(shards) if headers else map(read_header, map(path.joinpath, shards)),
         )
         if weight_map is not None:
             _check_index(path, weight_map, tensors)
@@ -144,7 +155,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
-        raise TrtspecError(f"{path.parent} has no {path.name}", "pass the directory that holds config.json") from None
+        raise TrtspecError(
+            f"{path.parent} has no {path.name}", "pass the directory that holds config.json"
+        ) from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -156,7 +169,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their bytes. The library checks the header, but does not
     tell the offsets. Raises TrtspecError with a code for anything else at `path`."""
-    from safetensors import SafetensorError, safe_open  # here, because it loads numpy, and lint needs neither
+    from safetensors import (
+        SafetensorError,
+        safe_open,
+    )  # here, because it loads numpy, and lint needs neither
 
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
@@ -168,20 +184,32 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 pass
             stream.seek(0)
             start = 8 + struct.unpack("<Q", stream.read(8))[0]
-            header = files.parse_json(stream.read(start - 8))  # a name twice is damage, which the library lets pass
+            header = files.parse_json(
+                stream.read(start - 8)
+            )  # a name twice is damage, which the library lets pass
     except FileNotFoundError:
         raise _missing_shard(path) from None
     except (SafetensorError, ValueError) as error:
         message = f"{path} is truncated, damaged or no safetensors file ({path.stat().st_size:,} bytes): {error}"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DAMAGED") from None
-    except (OSError, MemoryError) as error:  # MemoryError: the library maps the file, however large it says it is
-        raise unreadable(path, getattr(error, "strerror", None) or str(error), DOWNLOAD_AGAIN) from None
+    except (
+        OSError,
+        MemoryError,
+    ) as error:  # MemoryError: the library maps the file, however large it says it is
+        raise unreadable(
+            path, getattr(error, "strerror", None) or str(error), DOWNLOAD_AGAIN
+        ) from None
     header.pop("__metadata__", None)
-    places = ((name, entry["dtype"], entry["shape"], entry["data_offsets"]) for name, entry in header.items())
+    places = (
+        (name, entry["dtype"], entry["shape"], entry["data_offsets"])
+        for name, entry in header.items()
+    )
     return tensors_of(path.name, start, places)
 
 
-Place = tuple[str, str, Sequence[int], Sequence[int]]  # name, dtype, shape, offsets from the end of the header
+Place = tuple[
+    str, str, Sequence[int], Sequence[int]
+]  # name, dtype, shape, offsets from the end of the header
 
 
 def tensors_of(shard: str, start: int, places: Iterable[Place]) -> dict[str, TensorInfo]:
@@ -198,8 +226,12 @@ def _missing_shard(path: Path) -> TrtspecError:
     unfinished = downloads_in(path.parent, path.name)
     if unfinished:
         message = f"shard {path.name} of {path.parent} is still being downloaded ({unfinished[0]} is there)"
-        return TrtspecError(message, "wait for the download to end, or start it again", "TS-SHARD-PARTIAL")
-    return TrtspecError(f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN, "TS-SHARD-MISSING")
+        return TrtspecError(
+            message, "wait for the download to end, or start it again", "TS-SHARD-PARTIAL"
+        )
+    return TrtspecError(
+        f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN, "TS-SHARD-MISSING"
+    )
 
 
 def downloads_in(directory: Path, shard: str) -> list[str]:
@@ -207,7 +239,12 @@ def downloads_in(directory: Path, shard: str) -> list[str]:
     beside = [directory / f"{shard}{suffix}" for suffix in DOWNLOAD_SUFFIXES]
     folders = [directory / ".cache" / "huggingface" / "download"]
     folders += [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
-    hub = [path for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.incomplete"))]
+    hub = [
+        path
+        for folder in folders
+        if folder.is_dir()
+        for path in sorted(folder.glob("*.incomplete"))
+    ]
     return [path.name for path in (*beside, *hub) if path.is_file()]
 
 
@@ -237,13 +274,17 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
                 if name not in found:
                     raise _missing_shard(path / name)
         return found
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    pickles = sorted(
+        file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)
+    )
     if pickles:
         raise TrtspecError(
             f"{path} holds weights only as pickle files ({pickles[0]}), which run code when they are opened",
             "convert them to safetensors where you trust them, then pass that directory",
         )
-    raise TrtspecError(f"{path} has no *.safetensors file", "pass a directory that holds the weights")
+    raise TrtspecError(
+        f"{path} has no *.safetensors file", "pass a directory that holds the weights"
+    )
 
 
 def _all_headers(
@@ -260,7 +301,11 @@ def _all_headers(
 
 
 def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    wrong = [name for name, shard in weight_map.items() if name not in tensors or tensors[name].shard != shard]
+    wrong = [
+        name
+        for name, shard in weight_map.items()
+        if name not in tensors or tensors[name].shard != shard
+    ]
     unlisted = [name for name in tensors if name not in weight_map]
     if wrong:
         message = f"{path / INDEX_NAME} lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}"
@@ -288,7 +333,9 @@ class ShardReader:
             try:
                 count = os.preadv(file, [target[: 1 << 30]], offset)
             except OSError as error:
-                raise TrtspecError(f"cannot read {path}: {error.strerror}", "check the disk it lies on") from error
+                raise TrtspecError(
+                    f"cannot read {path}: {error.strerror}", "check the disk it lies on"
+                ) from error
             if not count:
                 raise TrtspecError(
                     f"shard {path} ends before {info.name} does",

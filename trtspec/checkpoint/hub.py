@@ -54,7 +54,9 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
     wanted = hub_id.casefold()
     for name, reason in catalogue()["refused"].items():
         if name.casefold() == wanted:
-            raise TrtspecError(f"{hub_id} is {reason}", "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code")
+            raise TrtspecError(
+                f"{hub_id} is {reason}", "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
+            )
     for kind, section in (("target", "targets"), ("head", "heads")):
         for name, entry in catalogue()[section].items():
             if name.casefold() == wanted:
@@ -89,7 +91,15 @@ def real_pair(head_id: str, target_id: str) -> bool | None:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
-SMALL_PATTERNS = ["*.json", "*.jinja", "*.py", "tiktoken.model", "LICENSE*", "NOTICE*", "THIRD_PARTY*"]
+SMALL_PATTERNS = [
+    "*.json",
+    "*.jinja",
+    "*.py",
+    "tiktoken.model",
+    "LICENSE*",
+    "NOTICE*",
+    "THIRD_PARTY*",
+]
 CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
 Result = TypeVar("Result")
 
@@ -171,7 +181,10 @@ def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | No
         return None, None
     path = Path(name_or_path).expanduser()
     if name_or_path and path.exists():
-        raise UsageError(f"{name_or_path} is a file, not a checkpoint directory", f"pass its directory, {path.parent}")
+        raise UsageError(
+            f"{name_or_path} is a file, not a checkpoint directory",
+            f"pass its directory, {path.parent}",
+        )
     refuse_revision(name_or_path)
     if not HUB_ID.fullmatch(name_or_path):
         raise UsageError(
@@ -203,7 +216,11 @@ def cached_snapshot(hub_id: str, complete: bool) -> Path | None:
     """
     repository = cache_directory() / f"models--{hub_id.replace('/', '--')}"
     try:
-        snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        snapshot = (
+            repository
+            / "snapshots"
+            / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        )
     except (OSError, UnicodeDecodeError):
         return None
     if not (snapshot / "config.json").is_file():
@@ -234,7 +251,8 @@ def _has_all_shards(snapshot: Path) -> bool:
     index = snapshot / INDEX_NAME
     if index.is_file():
         return all(
-            (snapshot / shard).exists() for shard in set(Values(read_json(index)).mapping("weight_map").values.values())
+            (snapshot / shard).exists()
+            for shard in set(Values(read_json(index)).mapping("weight_map").values.values())
         )
     return any(snapshot.glob("*.safetensors"))
 
@@ -260,7 +278,9 @@ def unreachable(name: str) -> Problem | None:
     if found.path is not None or found.known is None:
         return None
     message = f"{found.name} is not here and HF_HUB_OFFLINE is set: its tensors were not looked at"
-    return Problem("TS-NAME-ABSENT", "info", found.name, message, "unset it to read the headers from the hub")
+    return Problem(
+        "TS-NAME-ABSENT", "info", found.name, message, "unset it to read the headers from the hub"
+    )
 
 
 def require_online(hub_id: str) -> None:
@@ -280,22 +300,31 @@ def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
     except TrtspecError:
         raise
     except errors.GatedRepoError:
-        raise TrtspecError(f"{hub_id} is gated", "accept its licence on the hub, then run `hf auth login`") from None
+        raise TrtspecError(
+            f"{hub_id} is gated", "accept its licence on the hub, then run `hf auth login`"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise TrtspecError(
-            f"the hub has no {hub_id}, or it is private", _suggest(hub_id, "check the id, or run `hf auth login`")
+            f"the hub has no {hub_id}, or it is private",
+            _suggest(hub_id, "check the id, or run `hf auth login`"),
         ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
             remedy = "run `hf auth login` with an account that may read it"
-            raise TrtspecError(f"the hub refuses to show {hub_id} (HTTP {status})", remedy) from None
+            raise TrtspecError(
+                f"the hub refuses to show {hub_id} (HTTP {status})", remedy
+            ) from None
         text = f"{hub_id} could not be fetched (HTTP {status})"
-        raise TrtspecError(text, _suggest(hub_id, "try again later, or pass a local directory")) from None
+        raise TrtspecError(
+            text, _suggest(hub_id, "try again later, or pass a local directory")
+        ) from None
     except errors.SafetensorsParsingError as error:
         message = f"{hub_id} holds a damaged shard: {error}"
         raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
-    except Exception as error:  # no network, full disk, hub errors: one message, whatever the transport raised
+    except (
+        Exception
+    ) as error:  # no network, full disk, hub errors: one message, whatever the transport raised
         raise TrtspecError(
             f"{hub_id} could not be fetched ({type(error).__name__})",
             _suggest(hub_id, "check the network, or pass a local directory"),
@@ -367,7 +396,9 @@ def findable(name: str) -> bool:
     """Whether a name that only a file gives can be looked at here: a directory, a published id, or a cached one. Raises
     TrtspecError for a model that is known and refused."""
     try:
-        here = local_directory(name) is not None or (HUB_ID.fullmatch(name) and cached_snapshot(name, complete=False))
+        here = local_directory(name) is not None or (
+            HUB_ID.fullmatch(name) and cached_snapshot(name, complete=False)
+        )
     except OSError:  # longer than any path
         return False
     return bool(here) or known(name) is not None

@@ -19,8 +19,16 @@ from trtspec.files import read_object
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SAMPLED, SAMPLE_BYTES = 48, 1 << 12  # tensors, and bytes of each
-VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}  # of config.json: says nothing about the model
-MODEL = {"config": "the config", "tensors": "tensor names, dtypes or shapes", "sample": "the weights"}
+VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "auto_map",
+}  # of config.json: says nothing about the model
+MODEL = {
+    "config": "the config",
+    "tensors": "tensor names, dtypes or shapes",
+    "sample": "the weights",
+}
 
 
 def identity(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -60,7 +68,11 @@ def recorded_hashes(directory: Path) -> dict[str, str]:
     found = {name: blob for name, blob in blobs.items() if SHA256.fullmatch(blob)}
     for path in files:
         metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
-        lines = metadata.read_text(encoding="utf-8", errors="replace").split() if metadata.is_file() else []
+        lines = (
+            metadata.read_text(encoding="utf-8", errors="replace").split()
+            if metadata.is_file()
+            else []
+        )
         if len(lines) > 1 and SHA256.fullmatch(lines[1]):
             found[path.name] = lines[1]
     if (directory / "provenance.json").is_file():

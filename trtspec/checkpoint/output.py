@@ -33,7 +33,13 @@ OWN_PREFIX = ".trtspec-"
 TEMPORARY = (".partial", ".tmp")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 HEAD_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md")
-WRITTEN = ("config.json", HF_QUANT_NAME, INDEX_NAME, "README.md", "provenance.json")  # beside the shards
+WRITTEN = (
+    "config.json",
+    HF_QUANT_NAME,
+    INDEX_NAME,
+    "README.md",
+    "provenance.json",
+)  # beside the shards
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 MOST_NAMES = 5  # of files that a message lists
 
@@ -52,7 +58,9 @@ class OutputDirectory:
     @staticmethod
     def beside(file: Path, command: str, size: int = 0) -> OutputDirectory:
         """The work directory of a run that writes `file`."""
-        return OutputDirectory(file.with_name(f".{file.name}.{command}"), command, frozenset(), size, file)
+        return OutputDirectory(
+            file.with_name(f".{file.name}.{command}"), command, frozenset(), size, file
+        )
 
     @property
     def journal(self) -> Path:
@@ -71,7 +79,9 @@ class OutputDirectory:
             probe.touch()
             probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
         except OSError as error:
-            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", "choose another `output`") from None
+            raise TrtspecError(
+                f"cannot write {self.path}: {error.strerror}", "choose another `output`"
+            ) from None
         resumes = self.check(again)
         try:
             with Journal(self.journal, header, restart=again.restart) as journal:
@@ -91,20 +101,28 @@ class OutputDirectory:
         """
         begun, parent = self.journal.exists(), machine.existing(self.path)
         if self.file is not None and self.file.is_dir():
-            raise UsageError(f"{self.file} is a directory", f"pass a file name, for example {self.file / 'output'}")
+            raise UsageError(
+                f"{self.file} is a directory",
+                f"pass a file name, for example {self.file / 'output'}",
+            )
         if not begun and self.file is not None:
             refuse_overwrite(self.file, again.force)
         elif not begun:
             self._refuse_foreign(again.force)
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise TrtspecError(f"cannot write {self.path}: no permission in {parent}", "choose another `output`")
+            raise TrtspecError(
+                f"cannot write {self.path}: no permission in {parent}", "choose another `output`"
+            )
         present = {path.name for path in self.path.glob("*.safetensors")}
         if strays := sorted(present - self._ours()):
             raise UsageError(
                 f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
                 "move it away, or choose another `output`",
             )
-        free, replaced = machine.free_disk(self.path), sum(path.stat().st_size for path in self.path.rglob("*"))
+        free, replaced = (
+            machine.free_disk(self.path),
+            sum(path.stat().st_size for path in self.path.rglob("*")),
+        )
         if free + replaced < self.size + SPARE_BYTES:
             raise TrtspecError(
                 f"{self.path} needs {self.size:,} bytes and its disk has {free:,} free",
@@ -132,7 +150,8 @@ class OutputDirectory:
         present = [path.name for path in self.path.iterdir() if not _is_temporary(path.name)]
         if present and not force:
             raise UsageError(
-                f"{self.path} already exists and would be overwritten", "pass `force`, or choose another `output`"
+                f"{self.path} already exists and would be overwritten",
+                "pass `force`, or choose another `output`",
             )
         if foreign := sorted(set(present) - (self._ours() if self._provenance() else set())):
             raise UsageError(
@@ -143,7 +162,12 @@ class OutputDirectory:
     def _ours(self) -> set[str]:
         """The names that this run, and earlier ones by their journal and provenance.json, write."""
         earlier = self._provenance()
-        return {*self.names, *read_journal(self.journal)[1], *earlier.get("shards", ()), *earlier.get("carried", ())}
+        return {
+            *self.names,
+            *read_journal(self.journal)[1],
+            *earlier.get("shards", ()),
+            *earlier.get("carried", ()),
+        }
 
     def _provenance(self) -> dict[str, Any]:
         """provenance.json of an earlier run; empty where there is none."""
@@ -153,7 +177,9 @@ class OutputDirectory:
     def _clear(self, resumes: bool) -> None:
         patterns = (".*.partial", *(f".{name}.*.tmp" for name in {*WRITTEN, *self.names}))
         stale = [path for pattern in patterns for path in self.path.glob(pattern)]
-        if not resumes:  # config.json first; not provenance.json, which tells the names of an earlier run
+        if (
+            not resumes
+        ):  # config.json first; not provenance.json, which tells the names of an earlier run
             names = ["config.json", *sorted(self._ours() - {"config.json", "provenance.json"})]
             stale += [self.path / name for name in names]
         for path in stale:
@@ -185,7 +211,11 @@ def carried_names(source: Path) -> list[str]:
     ]
     for path in found:
         if (size := path.stat().st_size) > MOST_JSON:
-            raise unreadable(path, f"it has {size:,} bytes, and no file beside weights is as large", "move it away")
+            raise unreadable(
+                path,
+                f"it has {size:,} bytes, and no file beside weights is as large",
+                "move it away",
+            )
     return [path.name for path in found]
 
 

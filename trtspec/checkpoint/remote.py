@@ -40,15 +40,25 @@ def open_remote(hub_id: str) -> Checkpoint:
     from huggingface_hub import HfApi, snapshot_download
 
     require_online(hub_id)
-    info = hub_errors(hub_id, lambda: HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT))
+    info = hub_errors(
+        hub_id, lambda: HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT)
+    )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    weights = {name: size for name, size in sizes.items() if name.endswith(".safetensors") and "/" not in name}
+    weights = {
+        name: size
+        for name, size in sizes.items()
+        if name.endswith(".safetensors") and "/" not in name
+    }
     snapshot = partial(snapshot_download, hub_id, revision=info.sha, allow_patterns=SMALL_PATTERNS)
     path = Path(hub_errors(hub_id, snapshot))
     if not weights and not (path / INDEX_NAME).is_file():
-        raise TrtspecError(f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights")
+        raise TrtspecError(
+            f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights"
+        )
     files = HubFiles(hub_id, str(info.sha), weights)
-    return replace(Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers), remote=files)
+    return replace(
+        Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers), remote=files
+    )
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,13 @@ class HubFiles:
     def _header(self, shard: str) -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi
 
-        read = partial(HfApi().parse_safetensors_file_metadata, self.hub_id, shard, revision=self.revision)
+        read = partial(
+            HfApi().parse_safetensors_file_metadata, self.hub_id, shard, revision=self.revision
+        )
         tensors = hub_errors(self.hub_id, partial(read, timeout=TIMEOUT)).tensors
-        data_bytes = max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)  # they fill the file
+        data_bytes = max(
+            (tensor.data_offsets[1] for tensor in tensors.values()), default=0
+        )  # they fill the file
         places = ((name, one.dtype, one.shape, one.data_offsets) for name, one in tensors.items())
         return tensors_of(shard, self.sizes[shard] - data_bytes, places)
 
@@ -90,5 +104,7 @@ class HubFiles:
         """Some bytes of a shard."""
         from huggingface_hub import HfFileSystem
 
-        read = partial(HfFileSystem().cat_file, f"{self.hub_id}@{self.revision}/{shard}", begin, begin + size)
+        read = partial(
+            HfFileSystem().cat_file, f"{self.hub_id}@{self.revision}/{shard}", begin, begin + size
+        )
         return bytes(hub_errors(self.hub_id, read))

@@ -20,7 +20,12 @@ from trtspec import files
 from trtspec.checkpoint.hub import HUB_ID, refuse_revision
 from trtspec.errors import MissingDependency, UsageError
 
-LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".txt", ".text", "")
+LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (
+    (".jsonl", ".ndjson"),
+    (".json",),
+    (".parquet",),
+    (".txt", ".text", ""),
+)
 SUFFIXES = (*LINES, *ARRAY_OR_LINES, *COLUMNS, *PLAIN[:-1])
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
@@ -63,7 +68,9 @@ def read_rows(
     elif path.is_dir():
         found = sorted(file for file in path.iterdir() if _ending(file) in SUFFIXES)
         if not found:
-            raise UsageError(f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files")
+            raise UsageError(
+                f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files"
+            )
         for file in found:
             yield from _file_rows(file, on_bad)
     else:
@@ -101,7 +108,9 @@ def _line_rows(
         while line := stream.readline(MOST_LINE + 1):
             number += 1
             if len(line) > MOST_LINE:
-                raise UsageError(f"{CODE} {path}:{number} is longer than {MOST_LINE:,} bytes", "split the row")
+                raise UsageError(
+                    f"{CODE} {path}:{number} is longer than {MOST_LINE:,} bytes", "split the row"
+                )
             where = f"{path}:{number}"
             try:
                 text = _decoded(line, where, first=number == 1).rstrip("\r\n")
@@ -117,7 +126,9 @@ def _line_rows(
 
 def _plain(text: str, where: str) -> str:
     if "\0" in text:
-        raise UsageError(f"{CODE} {where} holds NUL characters: it is no text", "save it as UTF-8 text")
+        raise UsageError(
+            f"{CODE} {where} holds NUL characters: it is no text", "save it as UTF-8 text"
+        )
     return text
 
 
@@ -127,7 +138,9 @@ def _decoded(data: bytes, where: str, first: bool) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{CODE} {where} is not UTF-8 text (byte {error.start + 1})", "repair the line") from None
+        raise UsageError(
+            f"{CODE} {where} is not UTF-8 text (byte {error.start + 1})", "repair the line"
+        ) from None
     return text.removeprefix("\ufeff") if first else text
 
 
@@ -135,7 +148,11 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return files.parse_json(text)
     except ValueError as error:
-        remedy = "one JSON object per line; a JSON array is a .json file" if text[:1] in "[]" else "repair the line"
+        remedy = (
+            "one JSON object per line; a JSON array is a .json file"
+            if text[:1] in "[]"
+            else "repair the line"
+        )
         raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
 
 
@@ -150,7 +167,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             else:
                 yield raw
     except (OSError, EOFError, zlib.error) as error:
-        raise files.unreadable(path, getattr(error, "strerror", None) or str(error), "pass a whole data file") from None
+        raise files.unreadable(
+            path, getattr(error, "strerror", None) or str(error), "pass a whole data file"
+        ) from None
 
 
 def _begins_with_bracket(path: Path) -> bool:
@@ -163,7 +182,9 @@ def _array_rows(path: Path) -> Iterator[DataRow]:
     with _opened(path) as stream:
         data = stream.read(MOST_ARRAY + 1)
     if len(data) > MOST_ARRAY:
-        raise files.unreadable(path, f"it has more than {MOST_ARRAY:,} bytes", "write one JSON object per line: .jsonl")
+        raise files.unreadable(
+            path, f"it has more than {MOST_ARRAY:,} bytes", "write one JSON object per line: .jsonl"
+        )
     try:
         items = files.parse_json(files.decoded(data, path, "save it as UTF-8 text"))
     except ValueError as error:
@@ -187,7 +208,8 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
     except UnicodeDecodeError as error:
         rows = f"rows {number + 1} to {number + BATCH}"
         raise UsageError(
-            f"{CODE} {path}: one of {rows} holds text that is not UTF-8 ({error.reason})", "write the text as UTF-8"
+            f"{CODE} {path}: one of {rows} holds text that is not UTF-8 ({error.reason})",
+            "write the text as UTF-8",
         ) from None
     except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}", "pass a parquet file") from None
@@ -203,9 +225,15 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
     identifier, _, config = name.partition(":")
     wanted = split or "train"
     try:
-        stream = datasets.load_dataset(identifier, config or None, split=wanted, revision=revision, streaming=True)
+        stream = datasets.load_dataset(
+            identifier, config or None, split=wanted, revision=revision, streaming=True
+        )
         for number, row in enumerate(stream, 1):
-            yield DataRow(f"{name}[{wanted}]", number, {"category": wanted if split else "", **_without_nulls(row)})
+            yield DataRow(
+                f"{name}[{wanted}]",
+                number,
+                {"category": wanted if split else "", **_without_nulls(row)},
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"cannot read split {wanted!r} of the hub data set {name}: {error}",

@@ -21,11 +21,24 @@ from trtspec.specs import TOKEN_IDS, ModelSpec, QuantSpec
 # keys that every reader takes for the published value where they are absent
 OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
             "num_nextn_predict_layers", "tie_word_embeddings")  # fmt: skip
-COMPUTED = (*OPTIONAL, "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "rms_norm_eps")
-STRETCH = ("factor", "original_max_position_embeddings")  # of YaRN; a small model has others than published ones
+COMPUTED = (
+    *OPTIONAL,
+    "norm_topk_prob",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "rms_norm_eps",
+)
+STRETCH = (
+    "factor",
+    "original_max_position_embeddings",
+)  # of YaRN; a small model has others than published ones
 ROPE = ("rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", *STRETCH)
 MOST_FACTOR, MOST_POSITIONS = 4096, 1 << 26  # beyond what any YaRN reaches
-CLASSES = {False: ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), True: ("KimiK25ForConditionalGeneration",)}
+CLASSES = {
+    False: ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+    True: ("KimiK25ForConditionalGeneration",),
+}
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
 
 
@@ -45,7 +58,10 @@ def _published(nested: bool) -> dict[str, list[Any]]:
     for entry in load_yaml("models.yaml")["targets"].values():
         if ("text_config" in entry["config"]) == nested:
             text = entry["config"].get("text_config", entry["config"])
-            for key, value in (*text.items(), *(pair for place in _rope_places(text) for pair in place.items())):
+            for key, value in (
+                *text.items(),
+                *(pair for place in _rope_places(text) for pair in place.items()),
+            ):
                 found.setdefault(key, []).append(value)
     return found
 
@@ -70,9 +86,15 @@ def _nesting(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iter
 def _values(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
     """Each key that no tensor shows, at the top level and in text_config."""
     for key in COMPUTED:
-        stated = [place[key] for place in ((config, text) if nested else (config,)) if place.get(key) is not None]
+        stated = [
+            place[key]
+            for place in ((config, text) if nested else (config,))
+            if place.get(key) is not None
+        ]
         if not stated and key not in OPTIONAL:
-            yield _problem("TS-TARGET-CONFIG", key, "is absent, and readers fill in different values")
+            yield _problem(
+                "TS-TARGET-CONFIG", key, "is absent, and readers fill in different values"
+            )
         for value in stated:
             if not _is_one_of(value, _published(nested)[key]):
                 yield _other("TS-TARGET-CONFIG", key, value, nested)
@@ -81,7 +103,9 @@ def _values(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Itera
 
 def _is_one_of(value: Any, known: list[Any]) -> bool:
     """Python takes True for 1, and engines do not; 50000 and 50000.0 are one base."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known)
+    return any(
+        value == each and isinstance(value, bool) == isinstance(each, bool) for each in known
+    )
 
 
 def _other(code: str, key: str, value: Any, nested: bool) -> Problem:
@@ -100,13 +124,19 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
     kinds = {str(place[key]) for place in places for key in ("rope_type", "type") if place.get(key)}
     if kinds != {"yarn"}:
         message = f"is {' and '.join(sorted(kinds)) or 'absent'}; every Kimi has YaRN"
-        yield _problem("TS-TARGET-ROPE", "rope_scaling", message, "error" if len(places) > 1 else "warning")
+        yield _problem(
+            "TS-TARGET-ROPE", "rope_scaling", message, "error" if len(places) > 1 else "warning"
+        )
     for key in ROPE if kinds == {"yarn"} else ROPE[:1]:
         stated = [place[key] for place in places if place.get(key) is not None]
         if not stated or (key in STRETCH and not all(stated)):
-            yield _problem("TS-TARGET-ROPE", key, "is absent or zero, and readers fill in different values")
+            yield _problem(
+                "TS-TARGET-ROPE", key, "is absent or zero, and readers fill in different values"
+            )
         elif any(value != stated[0] for value in stated):
-            yield _problem("TS-TARGET-ROPE", key, "is given twice with different values; readers take either")
+            yield _problem(
+                "TS-TARGET-ROPE", key, "is given twice with different values; readers take either"
+            )
         elif key not in STRETCH and not _is_one_of(stated[0], _published(nested)[key]):
             yield _other("TS-TARGET-ROPE", key, stated[0], nested)
     factor, positions = spec.rope.factor, spec.max_position_embeddings
@@ -114,13 +144,24 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
     possible = 1 <= factor <= MOST_FACTOR and positions <= MOST_POSITIONS
     if kinds == {"yarn"} and (reach != positions or not possible):
         message = f"{positions:,}, and YaRN reaches factor x original_max_position_embeddings = {reach:,.0f}"
-        yield _problem("TS-TARGET-CONTEXT", "max_position_embeddings", message, "warning" if possible else "error")
+        yield _problem(
+            "TS-TARGET-CONTEXT",
+            "max_position_embeddings",
+            message,
+            "warning" if possible else "error",
+        )
 
 
-def _contradictions(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+def _contradictions(
+    config: dict[str, Any], text: dict[str, Any], spec: ModelSpec
+) -> Iterator[Problem]:
     heads, vision = text.get("num_key_value_heads"), config.get("vision_config")
     if heads is None:
-        yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", "is absent, and readers fill in different values")
+        yield _problem(
+            "TS-TARGET-CONFIG",
+            "num_key_value_heads",
+            "is absent, and readers fill in different values",
+        )
     elif heads != spec.num_attention_heads:
         message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
         yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
@@ -135,11 +176,19 @@ def _contradictions(config: dict[str, Any], text: dict[str, Any], spec: ModelSpe
 
 def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     """Ids that are no token's, or differ between the two levels of a config; no end of an answer."""
-    for key, listed in zip(TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True):
-        beyond = [number for number in listed if number is not None and not 0 <= number < spec.vocab_size]
+    for key, listed in zip(
+        TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True
+    ):
+        beyond = [
+            number for number in listed if number is not None and not 0 <= number < spec.vocab_size
+        ]
         if beyond:
-            yield _problem("TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}")
-        outer, inner = ([ids] if isinstance(ids, int) else ids for ids in (config.get(key), text.get(key)))
+            yield _problem(
+                "TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}"
+            )
+        outer, inner = (
+            [ids] if isinstance(ids, int) else ids for ids in (config.get(key), text.get(key))
+        )
         if outer is not None and inner is not None and outer != inner:
             message = f"{outer} at the top level and {inner} in text_config"
             yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
@@ -169,17 +218,23 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
         groups = block.get("config_groups") or {}
         if format is not None and len(groups) > 1:
             message = f"{len(groups)} config_groups; which tensors each means is not read"
-            problems.append(Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message))
+            problems.append(
+                Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message)
+            )
         for word in load_yaml("quantization_words.yaml").get(format, ()):
             for path, value in _values_at(block, word["path"].split("."), ()):
-                if not any(type(value) is type(known) and value == known for known in word["values"]):
+                if not any(
+                    type(value) is type(known) and value == known for known in word["values"]
+                ):
                     message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
                     where = f"{place}: {'.'.join(path)}"
                     problems.append(Problem("TS-TARGET-SCHEME", "error", where, message))
     return problems + _disagreements(checkpoint)
 
 
-def _values_at(value: Any, path: list[str], where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _values_at(
+    value: Any, path: list[str], where: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values at a path, whose `*` means every key; None where a key is absent, nothing for absent groups."""
     if not path:
         yield where, value
@@ -196,13 +251,24 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
         return []
     if len(places) == 1:
         message = "config.json has no quantization_config; engines that read only that take the weights for BF16"
-        return [Problem("TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too")]
+        return [
+            Problem(
+                "TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too"
+            )
+        ]
     quant = checkpoint.hf_quant_config or {}
     ours, theirs = QuantSpec.from_configs(checkpoint.config), QuantSpec.from_configs({}, quant)
-    differing = [name for name in ("format", "group_size", "kv_cache") if getattr(ours, name) != getattr(theirs, name)]
+    differing = [
+        name
+        for name in ("format", "group_size", "kv_cache")
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
     if set(ours.exclude) != set(theirs.exclude):
         differing.append("exclude list")
-    producers = (checkpoint.config.get("quantization_config", {}).get("producer"), quant.get("producer"))
+    producers = (
+        checkpoint.config.get("quantization_config", {}).get("producer"),
+        quant.get("producer"),
+    )
     if None not in producers and producers[0] != producers[1]:
         differing.append("producer")
     if not differing:

@@ -83,20 +83,34 @@ def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
 def _noted(path: Path) -> Iterator[Problem]:
     """What `trtspec quantize` found in the bytes of its source, which the quantized ones show no more."""
     for one in recorded(path).get("problems") or ():
-        code, where, message, remedy = (str(one.get(key, "")) for key in ("code", "where", "message", "remedy"))
+        code, where, message, remedy = (
+            str(one.get(key, "")) for key in ("code", "where", "message", "remedy")
+        )
         severity: Severity = "error" if one.get("severity") == "error" else "warning"
-        yield Problem(code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy)
+        yield Problem(
+            code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy
+        )
 
 
 def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Weight files beside those that were read: an engine that takes every file of the directory reads them too."""
     path = checkpoint.path
-    strays = sorted(file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards)
+    strays = sorted(
+        file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards
+    )
     if strays:
-        why = f"{INDEX_NAME} does not name" if (path / INDEX_NAME).is_file() else "accompany model.safetensors"
-        message = f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
+        why = (
+            f"{INDEX_NAME} does not name"
+            if (path / INDEX_NAME).is_file()
+            else "accompany model.safetensors"
+        )
+        message = (
+            f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
+        )
         yield Problem("TS-INDEX-STRAY", "warning", strays[0], message)
-    unfinished = [f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()]
+    unfinished = [
+        f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()
+    ]
     if unfinished:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
         remedy = "wait for the download to end, or start it again"
@@ -107,13 +121,18 @@ def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
         yield finding("TS-TARGET-TOKENIZER", "tiktoken.model", "warning")
     elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
-        message, remedy = "tiktoken.model is a Git LFS pointer, not the vocabulary", "run `git lfs pull` there"
+        message, remedy = (
+            "tiktoken.model is a Git LFS pointer, not the vocabulary",
+            "run `git lfs pull` there",
+        )
         yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
     tokenizer = path / "tokenizer_config.json"
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
         yield finding("TS-TARGET-TEMPLATE", "chat_template.jinja", "warning")
-    references = [value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)]
+    references = [
+        value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)
+    ]
     modules = {reference.split(".")[0] + ".py" for reference in references}
     absent = sorted(name for name in modules if not (path / name).is_file())
     if absent:
@@ -156,7 +175,12 @@ def detect(path_or_checkpoint: Path | str | Checkpoint) -> Kind:
 def config_kind(config: dict[str, Any], name: str) -> Kind:
     """The same from config.json alone; raises TrtspecError when it is neither."""
     architecture = (config.get("architectures") or [""])[0]
-    head_keys = ("eagle_config", "draft_vocab_size", "speculators_model_type", "transformer_layer_config")
+    head_keys = (
+        "eagle_config",
+        "draft_vocab_size",
+        "speculators_model_type",
+        "transformer_layer_config",
+    )
     if "Eagle3" in architecture or any(key in config for key in head_keys):
         return "head"
     if config.get("num_hidden_layers") == 1:

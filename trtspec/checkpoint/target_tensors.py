@@ -22,11 +22,16 @@ KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
 VISION = ("vision_tower.", "mm_projector.")
 BLOCKS = "vision_tower.encoder.blocks."
-VALUE_FAULTS, SCALE_FAULTS = ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"), ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE")
+VALUE_FAULTS, SCALE_FAULTS = (
+    ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"),
+    ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE"),
+)
 Faults = dict[str, list[str]]
 
 
-def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Problem], dict[str, WeightFormat]]:
+def tensor_problems(
+    checkpoint: Checkpoint, spec: ModelSpec
+) -> tuple[list[Problem], dict[str, WeightFormat]]:
     """One problem for each kind of fault, naming the first tensor and counting all; and the format of each linear."""
     faults: Faults = defaultdict(list)
     unseen = _by_module(checkpoint.tensors)
@@ -34,14 +39,20 @@ def tensor_problems(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[list[Probl
     for module, shape in logical_shapes(spec):
         if len(shape) == 1:
             _check_vector(faults, unseen, module, shape)
-        elif (stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)) is not None:
+        elif (
+            stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)
+        ) is not None:
             formats[module] = stored
     left = [info.name for parts in unseen.values() for info in parts.values()]
     vision = [name for name in left if spec.has_vision and name.startswith(VISION)]
     if vision:
         faults["TS-TARGET-VISION"] += _missing_in_tower(checkpoint.config, vision)
     ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
-    rest = [name for name in left if name not in set(vision) and not name.endswith(UNREAD) and not _is_kv_scale(name)]
+    rest = [
+        name
+        for name in left
+        if name not in set(vision) and not name.endswith(UNREAD) and not _is_kv_scale(name)
+    ]
     faults["TS-TARGET-EXTRA"] += [name for name in rest if name.startswith(ours)]
     problems = [grouped(code, names) for code, names in faults.items() if names]
     if unknown := [name for name in rest if not name.startswith(ours)]:
@@ -53,7 +64,9 @@ def grouped(code: str, names: list[str], severity: Severity = "error", what: str
     """One problem for all `names`, each a tensor or a sentence that begins with one. `what` is wrong with them; left
     out, it is the first sentence of the code's summary."""
     count = "" if len(names) == 1 else f"{len(names):,}, first "
-    return Problem(code, severity, names[0].split(" ")[0], f"{what or summary(code)}: {count}{names[0]}")
+    return Problem(
+        code, severity, names[0].split(" ")[0], f"{what or summary(code)}: {count}{names[0]}"
+    )
 
 
 def finding(code: str, where: str, severity: Severity = "error", *, remedy: str = "") -> Problem:
@@ -82,13 +95,19 @@ def _check_vector(
     if info is None:
         faults["TS-TARGET-NORM-MISSING"].append(name)
     elif info.shape != shape:
-        faults["TS-TARGET-SHAPE"].append(f"{name} is {list(info.shape)}, config.json needs {list(shape)}")
+        faults["TS-TARGET-SHAPE"].append(
+            f"{name} is {list(info.shape)}, config.json needs {list(shape)}"
+        )
     elif info.dtype not in PLAIN_DTYPES:
         faults["TS-TARGET-DTYPE"].append(f"{name} is {info.dtype}")
 
 
 def _check_linear(
-    faults: Faults, parts: dict[str, TensorInfo], module: str, shape: tuple[int, ...], spec: ModelSpec
+    faults: Faults,
+    parts: dict[str, TensorInfo],
+    module: str,
+    shape: tuple[int, ...],
+    spec: ModelSpec,
 ) -> WeightFormat | None:
     """The format by the tensors' names and types; None where the weight is absent or of no known type."""
     stored = _stored(parts)
@@ -106,12 +125,18 @@ def _check_linear(
         if info is None:
             faults["TS-TARGET-SCALE-MISSING"].append(f"{module}.{suffix}")
         elif info.dtype not in dtypes:
-            faults[type_fault].append(f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}")
+            faults[type_fault].append(
+                f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}"
+            )
         elif info.shape not in shapes[suffix]:
             needed = " or ".join(str(list(each)) for each in shapes[suffix])
-            faults[shape_fault].append(f"{info.name} is {list(info.shape)}, {list(shape)} needs {needed}")
+            faults[shape_fault].append(
+                f"{info.name} is {list(info.shape)}, {list(shape)} needs {needed}"
+            )
     known = {*storage.all_parts, *KV_SCALES}
-    faults["TS-TARGET-SIBLING"] += [info.name for suffix, info in parts.items() if suffix not in known]
+    faults["TS-TARGET-SIBLING"] += [
+        info.name for suffix, info in parts.items() if suffix not in known
+    ]
     return stored
 
 
@@ -135,9 +160,17 @@ def _missing_in_tower(config: dict[str, object], names: Iterable[str]) -> list[s
             blocks.setdefault(number, set()).add(part)
     vision = config.get("vision_config")
     count = vision.get("vt_num_hidden_layers") if isinstance(vision, dict) else None
-    wanted = [str(number) for number in range(count)] if isinstance(count, int) and 0 <= count <= 1000 else list(blocks)
+    wanted = (
+        [str(number) for number in range(count)]
+        if isinstance(count, int) and 0 <= count <= 1000
+        else list(blocks)
+    )
     every = set().union(*blocks.values()) if blocks else {"mlp.fc0.weight"}
-    return [f"{BLOCKS}{number}.{part}" for number in wanted for part in sorted(every - blocks.get(number, set()))]
+    return [
+        f"{BLOCKS}{number}.{part}"
+        for number in wanted
+        for part in sorted(every - blocks.get(number, set()))
+    ]
 
 
 LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
@@ -169,11 +202,16 @@ def logical_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         if layer < spec.first_k_dense_replace:
             yield from _mlp(f"{name}.mlp", hidden, spec.intermediate_size)
             continue
-        yield f"{name}.mlp.gate.e_score_correction_bias", (spec.n_routed_experts,)  # before its module
+        yield (
+            f"{name}.mlp.gate.e_score_correction_bias",
+            (spec.n_routed_experts,),
+        )  # before its module
         yield f"{name}.mlp.gate", (spec.n_routed_experts, hidden)
         for expert in range(spec.n_routed_experts):
             yield from _mlp(f"{name}.mlp.experts.{expert}", hidden, spec.moe_intermediate_size)
-        yield from _mlp(f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts)
+        yield from _mlp(
+            f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts
+        )
 
 
 def latent_attention(spec: ModelSpec | HeadSpec, width: int) -> dict[str, tuple[int, ...]]:
@@ -196,23 +234,39 @@ def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, i
     yield f"{name}.down_proj", (hidden, inner)
 
 
-def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]) -> Iterator[Problem]:
+def coverage_problems(
+    checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]
+) -> Iterator[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
     stated = spec.quant.format
-    others = {module: format for module, format in formats.items() if format not in (stated, WeightFormat.BF16)}
+    others = {
+        module: format
+        for module, format in formats.items()
+        if format not in (stated, WeightFormat.BF16)
+    }
     if others:
-        yield grouped("TS-TARGET-FORMAT", [f"{module} is {format}, not {stated}" for module, format in others.items()])
+        yield grouped(
+            "TS-TARGET-FORMAT",
+            [f"{module} is {format}, not {stated}" for module, format in others.items()],
+        )
     if stated.is_plain:
         return
     never = stated.storage.never
-    routers = [module for module, format in formats.items() if not format.is_plain and module.endswith(never)]
+    routers = [
+        module
+        for module, format in formats.items()
+        if not format.is_plain and module.endswith(never)
+    ]
     if routers:
         yield grouped("TS-TARGET-ROUTER", routers)
     if stated not in formats.values():
         message = f"config.json states {stated} and no weight is stored so"
         yield Problem("TS-TARGET-FORMAT", "error", spec.quant.where or "config.json", message)
         return
-    left_alone, wrong = stated.unquantized_modules(_patterns(checkpoint, stated)), []  # an engine believes the list
+    left_alone, wrong = (
+        stated.unquantized_modules(_patterns(checkpoint, stated)),
+        [],
+    )  # an engine believes the list
     for module, format in formats.items():
         listed = left_alone.match(module) is not None
         if listed and format is stated:
@@ -226,5 +280,7 @@ def coverage_problems(checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str
 def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
     """The modules that the block in force leaves alone, by whatever key of the format."""
     block = next(iter(quantization_blocks(checkpoint)), ("", {}))[1]
-    lists = [entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)]
+    lists = [
+        entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)
+    ]
     return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))

@@ -50,7 +50,8 @@ class LazyTensors(ShardReader):
             return self.checkpoint.tensors[name]
         except KeyError:
             raise TrtspecError(
-                f"{self.checkpoint.path} has no tensor {name}", "compare the names with `trtspec inspect --json`"
+                f"{self.checkpoint.path} has no tensor {name}",
+                "compare the names with `trtspec inspect --json`",
             ) from None
 
     def dtype(self, info: TensorInfo) -> torch.dtype:

@@ -92,7 +92,9 @@ class KimiTokenizer:
     @cached_property
     def _special_names(self) -> re.Pattern[str]:
         """Matches the names of all special tokens, longer ones first."""
-        return re.compile("|".join(map(re.escape, sorted(self.special_tokens, key=len, reverse=True))))
+        return re.compile(
+            "|".join(map(re.escape, sorted(self.special_tokens, key=len, reverse=True)))
+        )
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -139,11 +141,15 @@ class KimiTokenizer:
         Raises TrtspecError where the template refuses the conversation, or no character is left to mark names with.
         """
         given = json.dumps([*messages, tools, variables], ensure_ascii=False)
-        if not self._special_names.search(given):  # every name in the rendered text is the template's own
+        if not self._special_names.search(
+            given
+        ):  # every name in the rendered text is the template's own
             text = self.template.render(messages, tools, thinking=thinking, **variables)
             return text, self.encode(text, allow_special=True)
         used = set(given)
-        mark = next((chr(code) for code in itertools.chain(*PRIVATE_USE) if chr(code) not in used), None)
+        mark = next(
+            (chr(code) for code in itertools.chain(*PRIVATE_USE) if chr(code) not in used), None
+        )
         if mark is None:
             raise TrtspecError(
                 "the conversation holds the name of a special token and every private-use character",
@@ -154,7 +160,9 @@ class KimiTokenizer:
         def broken(value: Any, names: Collection[str]) -> Any:
             """`value` with the mark inside each of these names."""
             if isinstance(value, str):
-                return self._special_names.sub(lambda m: m[0][0] + mark + m[0][1:] if m[0] in names else m[0], value)
+                return self._special_names.sub(
+                    lambda m: m[0][0] + mark + m[0][1:] if m[0] in names else m[0], value
+                )
             if isinstance(value, list):
                 return [broken(item, names) for item in value]
             if isinstance(value, dict):
@@ -202,7 +210,9 @@ class Detokenizer:
         """Text that becomes certain with `ids`; ids outside the vocabulary (padding rows of lm_head) give nothing."""
         table, hidden = self._bytes, self._hidden
         size = len(table)
-        return self._decoder.decode(b"".join([table[i] for i in ids if i < size and i not in hidden]))
+        return self._decoder.decode(
+            b"".join([table[i] for i in ids if i < size and i not in hidden])
+        )
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for an unfinished character."""
@@ -234,22 +244,33 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error):
         raise TrtspecError(
-            f"{path}: not a tiktoken ranks file (base64 token, space, rank)", "download the file again"
+            f"{path}: not a tiktoken ranks file (base64 token, space, rank)",
+            "download the file again",
         ) from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
-        raise TrtspecError(f"{path}: ranks are not 0..{len(ranks) - 1}, the file is damaged", "download the file again")
+        raise TrtspecError(
+            f"{path}: ranks are not 0..{len(ranks) - 1}, the file is damaged",
+            "download the file again",
+        )
     return ranks
 
 
-def _special_tokens(path: Path, config: dict[str, Any], base_size: int) -> tuple[dict[str, int], frozenset[int]]:
+def _special_tokens(
+    path: Path, config: dict[str, Any], base_size: int
+) -> tuple[dict[str, int], frozenset[int]]:
     """(name -> id of all reserved tokens, ids that never appear in text). Kimi marks tool calls and think tags
     `special: false`: a server must see them in the text."""
-    declared = {int(token): entry for token, entry in (config.get("added_tokens_decoder") or {}).items()}
+    declared = {
+        int(token): entry for token, entry in (config.get("added_tokens_decoder") or {}).items()
+    }
     if not declared:
         remedy = "copy tokenizer_config.json from the original checkpoint"
         raise TrtspecError(f"{path}: no added_tokens_decoder names the special tokens", remedy)
     ids = range(base_size, base_size + RESERVED_SPECIAL_TOKENS)
-    names = {declared[token]["content"] if token in declared else f"<|reserved_token_{token}|>": token for token in ids}
+    names = {
+        declared[token]["content"] if token in declared else f"<|reserved_token_{token}|>": token
+        for token in ids
+    }
     visible = {token for token, entry in declared.items() if not entry.get("special", True)}
     return names, frozenset(ids) - visible
 
@@ -272,7 +293,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TrtspecError(
-                f"{where}: line {error.lineno}: {error.message}", "repair or replace the chat template"
+                f"{where}: line {error.lineno}: {error.message}",
+                "repair or replace the chat template",
             ) from None
 
     @cached_property
@@ -280,7 +302,9 @@ class ChatTemplate:
         """What a caller can set besides the conversation: the names that the template reads and does not define."""
         environment = _environment()
         read = meta.find_undeclared_variables(environment.parse(self.source))
-        return frozenset(read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"})
+        return frozenset(
+            read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"}
+        )
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -294,10 +318,14 @@ class ChatTemplate:
         """chat_template.jinja when the file exists, else `chat_template` of tokenizer_config.json."""
         path = directory / "chat_template.jinja"
         if path.is_file():
-            return ChatTemplate(files.read_text(path, remedy="repair or replace the chat template"), str(path))
+            return ChatTemplate(
+                files.read_text(path, remedy="repair or replace the chat template"), str(path)
+            )
         source = tokenizer_config.get("chat_template")
         if isinstance(source, list):  # several named templates
-            source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+            source = next(
+                (entry["template"] for entry in source if entry.get("name") == "default"), None
+            )
         if not source:
             raise TrtspecError(
                 f"{directory}: neither chat_template.jinja nor chat_template in tokenizer_config.json",
@@ -319,15 +347,24 @@ class ChatTemplate:
             variables["thinking"] = thinking
         try:
             return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt, **variables
+                messages=list(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise TrtspecError(f"{self.where}: {error}", "check the roles and contents of the messages") from None
+            raise TrtspecError(
+                f"{self.where}: {error}", "check the roles and contents of the messages"
+            ) from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = partial(
+        json.dumps, ensure_ascii=False
+    )  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

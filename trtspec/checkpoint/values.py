@@ -18,7 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from trtspec import files
-from trtspec.checkpoint.headers import DTYPE_BITS, NOT_FINITE_BITS, Checkpoint, ShardReader, TensorInfo
+from trtspec.checkpoint.headers import (
+    DTYPE_BITS,
+    NOT_FINITE_BITS,
+    Checkpoint,
+    ShardReader,
+    TensorInfo,
+)
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, finding, grouped
@@ -32,7 +38,15 @@ PIECE = 1 << 18  # bytes
 PIECES = 64
 MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
 WHOLE = 1 << 24  # a tensor up to this size is read entirely
-KINDS = {"F16": "<f2", "F32": "<f4", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1", "I8": "i1"}
+KINDS = {
+    "F16": "<f2",
+    "F32": "<f4",
+    "I64": "<i8",
+    "I32": "<i4",
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+}
 SMALL = 1 << 16  # bytes; a tensor up to this size is always read
 READ = 1 << 23  # bytes of one read, and of a piece of a large tensor
 GAP = 1 << 12  # bytes that are read along, because that is cheaper than another read
@@ -41,12 +55,16 @@ BF16_MOST = 3.39e38
 ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
 MOST = 0.9  # of the linears follow a rule: the others break it
 FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
-Fault = tuple[str, Severity, str]  # code, severity, and the tensor or a sentence that begins with it
+Fault = tuple[
+    str, Severity, str
+]  # code, severity, and the tensor or a sentence that begins with it
 
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
     """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
-    return decode(checkpoint.bytes_at(info.shard, info.begin, info.nbytes), info.dtype).reshape(info.shape)
+    return decode(checkpoint.bytes_at(info.shard, info.begin, info.nbytes), info.dtype).reshape(
+        info.shape
+    )
 
 
 def decode(raw: bytes, dtype: str) -> np.ndarray:
@@ -106,7 +124,11 @@ def noted_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Tensor -> SHA-256 as provenance.json notes it; {} where it notes none."""
     entries = recorded(checkpoint.path).get("tensors")
     noted = entries.items() if isinstance(entries, dict) else ()
-    return {name: str(entry["sha256"]) for name, entry in noted if isinstance(entry, dict) and entry.get("sha256")}
+    return {
+        name: str(entry["sha256"])
+        for name, entry in noted
+        if isinstance(entry, dict) and entry.get("sha256")
+    }
 
 
 def not_finite(name: str, bad: int, seen: int) -> Problem:
@@ -124,22 +146,36 @@ def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
         yield buffer
 
 
-def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+def vocabulary_values(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> list[Problem]:
     """d2t, t2d and the rows of lm_head against each other."""
     maps = {name: tensors[name] for name in MAP_DTYPES if name in tensors}
     # a map of floats is cut to integers by some loaders and refused by others
-    wrong = [name for name, info in maps.items() if info.dtype not in MAP_DTYPES[name] or len(info.shape) != 1]
+    wrong = [
+        name
+        for name, info in maps.items()
+        if info.dtype not in MAP_DTYPES[name] or len(info.shape) != 1
+    ]
     if problems := [finding("TS-HEAD-MAP-DTYPE", name) for name in wrong]:
         return problems
-    sizes = {"d2t": spec.draft_vocab_size, "t2d": spec.vocab_size, "lm_head.weight": spec.draft_vocab_size}
-    if "d2t" not in tensors or any(tensors[name].shape[0] != size for name, size in sizes.items() if name in tensors):
+    sizes = {
+        "d2t": spec.draft_vocab_size,
+        "t2d": spec.vocab_size,
+        "lm_head.weight": spec.draft_vocab_size,
+    }
+    if "d2t" not in tensors or any(
+        tensors[name].shape[0] != size for name, size in sizes.items() if name in tensors
+    ):
         return []
     offsets = read_values(checkpoint, tensors["d2t"])
     problem = _d2t(offsets, spec)
     if problem is not None:
         return [problem]
     targets = np.arange(len(offsets)) + offsets
-    if "t2d" in tensors and not np.array_equal(np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets):
+    if "t2d" in tensors and not np.array_equal(
+        np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets
+    ):
         problems.append(finding("TS-HEAD-T2D-VALUES", "t2d"))
     if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
@@ -149,12 +185,18 @@ def vocabulary_values(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], sp
 def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
     """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
     targets = np.arange(len(offsets)) + offsets
-    if len(offsets) < spec.vocab_size and len(offsets) == spec.draft_vocab_size and not offsets.any():
+    if (
+        len(offsets) < spec.vocab_size
+        and len(offsets) == spec.draft_vocab_size
+        and not offsets.any()
+    ):
         return finding("TS-HEAD-D2T-ZERO", "d2t")
     inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
     if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
         return None
-    absolute = len(offsets) and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size
+    absolute = (
+        len(offsets) and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size
+    )
     message = "d2t does not map the draft tokens to rising target tokens"
     if absolute:
         message += "; its values look like target ids where offsets are expected"
@@ -174,7 +216,9 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
     return [finding("TS-HEAD-LM-HEAD-ROWS", "lm_head.weight")]
 
 
-def embedding_problems(head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec) -> list[Problem]:
+def embedding_problems(
+    head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec
+) -> list[Problem]:
     """A head's own embedding against its target's, by 64 rows: equal, trained on, or not related at all."""
     theirs = target.tensors.get(f"{spec.name_prefix}model.embed_tokens.weight")
     if theirs is None or theirs.shape != own.shape or {own.dtype, theirs.dtype} - set(FLOATS):
@@ -218,9 +262,15 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
         if 0 < info.nbytes <= SMALL:
             by_shard.setdefault(info.shard, []).append(info)
     with ThreadPoolExecutor(READERS) as pool:
-        parts = pool.map(lambda infos: list(_small(target.checkpoint, infos, scalars)), by_shard.values())
+        parts = pool.map(
+            lambda infos: list(_small(target.checkpoint, infos, scalars)), by_shard.values()
+        )
         found = [fault for part in parts for fault in part]
-    found += [fault for info in _chosen(target.checkpoint, sample) for fault in _large(target.checkpoint, info)]
+    found += [
+        fault
+        for info in _chosen(target.checkpoint, sample)
+        for fault in _large(target.checkpoint, info)
+    ]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
     found += [*_pairs(scaled, scalars), *_grid(scaled, scalars), *_inputs(scaled, scalars)]
     groups: dict[tuple[str, Severity], list[str]] = {}
@@ -229,7 +279,9 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     return [grouped(code, names, severity) for (code, severity), names in groups.items()]
 
 
-def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scalars: dict[str, float]) -> Iterator[Fault]:
+def _small(
+    checkpoint: Checkpoint, infos: list[TensorInfo], scalars: dict[str, float]
+) -> Iterator[Fault]:
     """Faults of one shard's small tensors; adds the scalars of NVFP4 linears to `scalars`."""
     with files.open_regular(checkpoint.path / infos[0].shard) as stream:
         for run in _runs(infos):
@@ -242,11 +294,23 @@ def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scalars: dict[str, f
                 yield from _byte_faults(info, data)
                 if suffix == "weight_shape":
                     packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
-                    stated = decode(bytes(data), info.dtype).tolist() if info.dtype in ("I64", "I32") else []
-                    if packed is not None and len(packed.shape) == 2 and not _is_shape_of(packed.shape, stated):
+                    stated = (
+                        decode(bytes(data), info.dtype).tolist()
+                        if info.dtype in ("I64", "I32")
+                        else []
+                    )
+                    if (
+                        packed is not None
+                        and len(packed.shape) == 2
+                        and not _is_shape_of(packed.shape, stated)
+                    ):
                         text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
                         yield "TS-TARGET-WEIGHT-SHAPE", "error", text
-                if suffix in ("weight_scale_2", "input_scale") and info.dtype == "F32" and info.numel == 1:
+                if (
+                    suffix in ("weight_scale_2", "input_scale")
+                    and info.dtype == "F32"
+                    and info.numel == 1
+                ):
                     scalars[info.name] = float(np.frombuffer(data, "<f4")[0])
 
 
@@ -271,7 +335,10 @@ def _byte_faults(info: TensorInfo, raw: memoryview) -> Iterator[Fault]:
     """NaN, infinity, scales that are none, and nothing but zeros. A zero is the scale of a group of zeros in floats."""
     if info.dtype not in (*FLOATS, "F8_E4M3"):
         return
-    suffix, codes = info.name.rpartition(".")[2], np.frombuffer(raw, f"<u{DTYPE_BITS[info.dtype] // 8}")
+    suffix, codes = (
+        info.name.rpartition(".")[2],
+        np.frombuffer(raw, f"<u{DTYPE_BITS[info.dtype] // 8}"),
+    )
     scale, (bad, _) = suffix in SIDE_PARTS, count_not_finite(raw, info.dtype)
     if scale:
         sign = codes.dtype.type(1 << (8 * codes.dtype.itemsize - 1))
@@ -312,19 +379,35 @@ def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
     """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
     for module in modules:
         for partner in shared_partners(module):
-            for suffix, code in (("weight_scale_2", "TS-TARGET-PAIR-SCALE"), ("input_scale", "TS-TARGET-PAIR-INPUT")):
+            for suffix, code in (
+                ("weight_scale_2", "TS-TARGET-PAIR-SCALE"),
+                ("input_scale", "TS-TARGET-PAIR-INPUT"),
+            ):
                 mine, theirs = scalars.get(f"{module}.{suffix}"), scalars.get(f"{partner}.{suffix}")
                 if mine is not None and theirs is not None and mine != theirs and module < partner:
                     other = partner.rpartition(".")[2]
-                    yield code, "error", f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}"
+                    yield (
+                        code,
+                        "error",
+                        f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}",
+                    )
 
 
 def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
     """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
-    scales = {name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars}
-    off = {name: value * NVFP4_RANGE for name, value in scales.items() if not _is_bf16(value * NVFP4_RANGE)}
+    scales = {
+        name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars
+    }
+    off = {
+        name: value * NVFP4_RANGE
+        for name, value in scales.items()
+        if not _is_bf16(value * NVFP4_RANGE)
+    }
     if len(off) <= (1 - MOST) * len(scales):
-        yield from (("TS-TARGET-SCALE-2", "error", f"{name} x 2688 is {amax:.7g}") for name, amax in off.items())
+        yield from (
+            ("TS-TARGET-SCALE-2", "error", f"{name} x 2688 is {amax:.7g}")
+            for name, amax in off.items()
+        )
 
 
 def _is_bf16(value: float) -> bool:
@@ -348,6 +431,8 @@ def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
         for name, value in scales.items():
             off = max(value / median, median / value)
             if value * NVFP4_RANGE > BF16_MOST or off >= FAR:
-                severity: Severity = "error" if value * NVFP4_RANGE > BF16_MOST or off >= ABSURD else "warning"
+                severity: Severity = (
+                    "error" if value * NVFP4_RANGE > BF16_MOST or off >= ABSURD else "warning"
+                )
                 text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
                 yield "TS-TARGET-INPUT-SCALE", severity, text

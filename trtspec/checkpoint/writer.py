@@ -45,10 +45,15 @@ class ShardFile:
     does the first, and after an error the second.
     """
 
-    def __init__(self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None
+    ) -> None:
         # the process id keeps a killed run's straggler out of the file that its successor is writing
         self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._layout, self._missing = layout, {name: byte_count(*entry) for name, entry in layout.items()}
+        self._layout, self._missing = (
+            layout,
+            {name: byte_count(*entry) for name, entry in layout.items()},
+        )
         header, self._ends, self.size = _header(layout, metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -69,8 +74,12 @@ class ShardFile:
 
         code, shape = self._layout[name]
         if CODES.get(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}")
-        self.append(name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}"
+            )
+        self.append(
+            name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        )
 
     def append(self, name: str, chunk: memoryview) -> None:
         """Writes the next bytes of a tensor."""
@@ -119,7 +128,10 @@ class ShardFile:
 
 
 def _cannot_write(path: Path, error: OSError) -> TrtspecError:
-    return TrtspecError(f"cannot write {path}: {error.strerror}", "free space on that disk, then run the command again")
+    return TrtspecError(
+        f"cannot write {path}: {error.strerror}",
+        "free space on that disk, then run the command again",
+    )
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -135,7 +147,9 @@ def publish(temporary: Path, path: Path) -> None:
     fsync_directory(path.parent)
 
 
-def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, dict[str, int], int]:
+def _header(
+    layout: Layout, metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, int], int]:
     """The file's head, where in the file each tensor ends, and the file's size."""
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     ends, offset = {}, 0
@@ -147,7 +161,11 @@ def _header(layout: Layout, metadata: Mapping[str, str] | None) -> tuple[bytes, 
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {name: start + end for name, end in ends.items()}, start + offset
+    return (
+        struct.pack("<Q", len(text)) + text,
+        {name: start + end for name, end in ends.items()},
+        start + offset,
+    )
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -157,7 +175,9 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple
     return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_shard(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Writes one safetensors file: all of it or nothing, fsynced."""
     with ShardFile(path, layout_of(tensors), metadata) as shard:
         for name, tensor in tensors.items():
@@ -191,7 +211,9 @@ class Journal:
         self.done: dict[str, dict[str, Any]] = {}
         self._lock: BaseFileLock | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE if private else 0o644)
+        self._file = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE if private else 0o644
+        )
         try:
             self._lock = lock_file(self._file, path)
             if restart:
@@ -242,7 +264,9 @@ class Journal:
         self.close()
 
 
-def refuse_changed(path: Path, old: dict[str, Any], new: dict[str, Any], remedy: str = REPEAT) -> None:
+def refuse_changed(
+    path: Path, old: dict[str, Any], new: dict[str, Any], remedy: str = REPEAT
+) -> None:
     """Raises UsageError naming what differs between the header of the journal `path` and this run's."""
     if changed := differences(old, new):
         raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
@@ -252,7 +276,9 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str,
     """What a journal was begun with, and its records by key, without its lock; (None, {}) of what is no journal, or
     not yet."""
     try:
-        first, *records = [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()]
+        first, *records = [
+            json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()
+        ]
         return dict(first["header"]), {record["key"]: record for record in records}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None, {}
@@ -267,9 +293,14 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
 def _differences(old: Any, new: Any, where: str) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
-        if old.get("name") != new.get("name"):  # what else is different about another thing says nothing
+        if old.get("name") != new.get(
+            "name"
+        ):  # what else is different about another thing says nothing
             keys = ["name"]
-        parts = [_differences(old.get(key), new.get(key), f"{where}.{key}" if where else key) for key in keys]
+        parts = [
+            _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
+            for key in keys
+        ]
         return [line for part in parts for line in part]
     return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
 
@@ -282,7 +313,10 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
     """
     from filelock import SoftFileLock, Timeout, lock_descriptor  # here, because `--help` needs none
 
-    remedy, beside = "wait for it to end, or choose another output", path.with_name(f"{path.name}.lock")
+    remedy, beside = (
+        "wait for it to end, or choose another output",
+        path.with_name(f"{path.name}.lock"),
+    )
     try:
         if lock_descriptor(file, blocking=False):
             return None
@@ -298,7 +332,9 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
             holder = f"{beside.name}, as process {lock.pid}"
             remedy = f"wait for it to end; if it was killed on another machine, remove {beside}"
         else:
-            announce(f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead")
+            announce(
+                f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead"
+            )
             return lock
     raise UsageError(f"another run is writing {path.parent} (it holds {holder})", remedy)
 

@@ -14,7 +14,15 @@ from typer.core import TyperCommand, TyperGroup
 import trtspec
 from trtspec import report
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
-from trtspec.records import CLICK_ERROR, WithoutTypes, click_command, ready, record_of, unknown_variables, variable
+from trtspec.records import (
+    CLICK_ERROR,
+    WithoutTypes,
+    click_command,
+    ready,
+    record_of,
+    unknown_variables,
+    variable,
+)
 
 COMMANDS = {
     "Start here": {
@@ -68,7 +76,9 @@ class LazyCommand(TyperCommand):
         run.__doc__ = function.__doc__
         return click_command(str(self.name), record_of(function), run)
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
         command = self.load()
         for name in unknown_variables(command, os.environ):
             report.note(f"{name} is set, and trtspec {self.name} has no such option")
@@ -80,7 +90,9 @@ class Commands(WithoutTypes, TyperGroup):
         super().__init__(**options)
         for panel, summaries in COMMANDS.items():
             for name, summary in summaries.items():
-                self.add_command(LazyCommand(name, help=summary, callback=None, rich_help_panel=panel))
+                self.add_command(
+                    LazyCommand(name, help=summary, callback=None, rich_help_panel=panel)
+                )
 
 
 app = typer.Typer(
@@ -108,11 +120,16 @@ def root(
         bool, typer.Option("--quiet", "-q", help="Suppress progress bars and messages on stderr.")
     ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     if quiet:
-        os.environ["TRTSPEC_QUIET"] = "1"  # read by report.say, also in the processes that a command starts
+        os.environ["TRTSPEC_QUIET"] = (
+            "1"  # read by report.say, also in the processes that a command starts
+        )
 
 
 def main() -> None:
@@ -128,12 +145,16 @@ def main() -> None:
     except TrtspecError as error:
         _fail(error)
     except CLICK_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # `trtspec` alone: the message is the help page
+        if (
+            type(error).__name__ == "NoArgsIsHelpError"
+        ):  # `trtspec` alone: the message is the help page
             error.show()
             sys.exit(error.exit_code)
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "trtspec"
-        message = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        message = (
+            error.format_message().rstrip(".").replace(": Value error, ", ": ")
+        )  # pydantic's words
         _fail(UsageError(message, f"see `{command} --help`"))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
@@ -171,8 +192,12 @@ def require_packages(*names: str) -> None:
 def _missing(module: str) -> TrtspecError:
     package = module.partition(".")[0]
     if package in EXTRAS:
-        return MissingDependency(f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"')
-    return TrtspecError(f"the module {module} is missing", "install trtspec again, with -c constraints.txt")
+        return MissingDependency(
+            f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"'
+        )
+    return TrtspecError(
+        f"the module {module} is missing", "install trtspec again, with -c constraints.txt"
+    )
 
 
 def _fail(error: TrtspecError) -> None:

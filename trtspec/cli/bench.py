@@ -8,8 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec import report
-from trtspec.cli.options import ExtraBody, GoodputLimits, IntList, JsonObject, NamedUrl, RateList, request_limits_of
-from trtspec.errors import CheckFailed, Interrupted, TrtspecError, UsageError, has_errors, termination_as_interrupt
+from trtspec.cli.options import (
+    ExtraBody,
+    GoodputLimits,
+    IntList,
+    JsonObject,
+    NamedUrl,
+    RateList,
+    request_limits_of,
+)
+from trtspec.errors import (
+    CheckFailed,
+    Interrupted,
+    TrtspecError,
+    UsageError,
+    has_errors,
+    termination_as_interrupt,
+)
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
 
 if TYPE_CHECKING:
@@ -22,7 +37,10 @@ if TYPE_CHECKING:
 class BenchOptions:
     url: Annotated[NamedUrl, argument("OpenAI-compatible endpoint, as URL or NAME=URL.")]
     output: Annotated[
-        Path | None, option("Directory for results, answers and the HTML report.", "--output", "--output-dir", "-o")
+        Path | None,
+        option(
+            "Directory for results, answers and the HTML report.", "--output", "--output-dir", "-o"
+        ),
     ] = None
     dataset: Annotated[
         str,
@@ -31,7 +49,9 @@ class BenchOptions:
             "file or directory, a hub id, or nano for the built-in set.",
         ),
     ] = "nano"
-    split: Annotated[str | None, option("Split of a hub data set.", default="the data set's own, or train")] = None
+    split: Annotated[
+        str | None, option("Split of a hub data set.", default="the data set's own, or train")
+    ] = None
     samples: Annotated[int, option("Questions to ask at each load; 0 asks all of them.", min=0)] = 0
     concurrency: Annotated[
         IntList,
@@ -40,26 +60,36 @@ class BenchOptions:
     ] = IntList((1, 4, 16))
     rate: Annotated[
         RateList | None,
-        option("New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."),
+        option(
+            "New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."
+        ),
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
     thinking: Annotated[
-        Literal["on", "off"] | None, option("Thinking of Kimi's chat template.", default="the server's")
+        Literal["on", "off"] | None,
+        option("Thinking of Kimi's chat template.", default="the server's"),
     ] = None
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
-        tuple[NamedUrl, ...], option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable.")
+        tuple[NamedUrl, ...],
+        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
     ] = ()
     rounds: Annotated[
-        int | None, option("Rounds that the questions are divided into.", default="1; 3 of several servers", min=1)
+        int | None,
+        option(
+            "Rounds that the questions are divided into.", default="1; 3 of several servers", min=1
+        ),
     ] = None
     warmup: Annotated[
-        int | None, option("Short requests before the measurement.", default="highest concurrency", min=0)
+        int | None,
+        option("Short requests before the measurement.", default="highest concurrency", min=0),
     ] = None
     goodput: Annotated[
         GoodputLimits | None,
-        option("Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."),
+        option(
+            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."
+        ),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
@@ -80,20 +110,33 @@ class BenchOptions:
     ] = None
     choose_draft: Annotated[
         bool,
-        option("Propose one of the measured draft lengths. A number as NAME is the draft length of a server."),
+        option(
+            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server."
+        ),
         Excludes("rate"),
     ] = False
     at: Annotated[
         tuple[str, ...],
-        option("Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.", metavar="K=RESULTS"),
+        option(
+            "Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.",
+            metavar="K=RESULTS",
+        ),
         Needs("choose_draft"),
     ] = ()
-    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
+    model: Annotated[
+        str | None, option("Model name.", default="the first one the server lists")
+    ] = None
     extra_body: ExtraBody = JsonObject("{}", {})
-    timeout: Annotated[float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)] = 600.0
-    wait_ready: Annotated[float, option("Seconds to wait for the server to name its model.", min=0.0)] = 0.0
+    timeout: Annotated[
+        float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)
+    ] = 600.0
+    wait_ready: Annotated[
+        float, option("Seconds to wait for the server to name its model.", min=0.0)
+    ] = 0.0
     resume: Annotated[
-        bool, option("Continue an interrupted run in --output; failed answers are asked again."), Needs("output")
+        bool,
+        option("Continue an interrupted run in --output; failed answers are asked again."),
+        Needs("output"),
     ] = False
     force: Annotated[ForceOption, Needs("output")] = False
     json_: JsonOption = False
@@ -120,7 +163,9 @@ def bench(options: BenchOptions) -> report.Result:
     results = run(urls, work, options, {where: found.server for where, found in beside.items()})
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
-        results = replace(results, comparison=comparison, problems=[*results.problems, *comparison.problems])
+        results = replace(
+            results, comparison=comparison, problems=[*results.problems, *comparison.problems]
+        )
     failure: TrtspecError | None = None
     if options.choose_draft:
         try:
@@ -130,7 +175,9 @@ def bench(options: BenchOptions) -> report.Result:
             failure = error  # what was measured is written and shown before
     if failure is None and has_errors(results.problems):
         wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
-        failure = CheckFailed(f"the measurement is not valid: {wrong}, see above", "fix them and run bench again")
+        failure = CheckFailed(
+            f"the measurement is not valid: {wrong}, see above", "fix them and run bench again"
+        )
     if options.output is not None:
         report.write_json(options.output / "results.json", results.to_dict())
         report.write_atomic(options.output / "report.html", bench_html(results))
@@ -172,7 +219,10 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
 
 
 def run(
-    urls: dict[str, str], work: BenchWorkload, options: BenchOptions, servers: Mapping[str, DetectedServer]
+    urls: dict[str, str],
+    work: BenchWorkload,
+    options: BenchOptions,
+    servers: Mapping[str, DetectedServer],
 ) -> BenchResults:
     """Runs the measurement, which keeps every answer in answers.jsonl, and stamps it with versions and time. `servers`:
     those of earlier results shown with it."""
@@ -190,16 +240,29 @@ def run(
             asyncio.run(wait_ready(url, options.wait_ready))
     path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
     header = {"workload": stated, "endpoints": urls, "model": options.model}
-    with progress_bar("asking", unit="answers") as bar, RunJournal(path, header, restart=not options.resume) as journal:
+    with (
+        progress_bar("asking", unit="answers") as bar,
+        RunJournal(path, header, restart=not options.resume) as journal,
+    ):
         asking = measure.measure(
-            urls, work, options.model, journal=journal, bar=bar, limits=request_limits_of, earlier=servers
+            urls,
+            work,
+            options.model,
+            journal=journal,
+            bar=bar,
+            limits=request_limits_of,
+            earlier=servers,
         )
         try:
             with termination_as_interrupt():
                 found = asyncio.run(asking)
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = f"what was answered is in {path}" if path else "nothing is kept without --output"
-            again = "give the same command with --resume" if path else "give --output, which --resume continues"
+            again = (
+                "give the same command with --resume"
+                if path
+                else "give --output, which --resume continues"
+            )
             raise Interrupted(f"stopped; {kept}", again) from None
         results = assemble.assemble(found)
     return replace(results, created=report.now(), versions=report.versions())
@@ -219,7 +282,9 @@ def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.
     )
 
 
-def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int], dict[int, BenchResults]]:
+def endpoints(
+    options: BenchOptions,
+) -> tuple[dict[str, str], dict[str, int], dict[int, BenchResults]]:
     """Base URLs by name, the first being the one that the results are about; draft lengths of the endpoints that are
     named by a number; stored results by draft length."""
     from trtspec.bench.results import read_results
@@ -237,14 +302,20 @@ def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int], di
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
             raise UsageError(f"--against-url {shown(named.url)} has no name", remedy)
         if name in found:
-            raise UsageError(f"the name {named.name} is given twice", "give each endpoint its own name")
+            raise UsageError(
+                f"the name {named.name} is given twice", "give each endpoint its own name"
+            )
         found[name] = server_url(named.url, f"--against-url {named.name}:" if found else "the URL")
     for entry in options.at:
         digits, _, place = entry.partition("=")
         if not digits.isdigit() or not place or not Path(place).exists():
-            remedy = "write --at 3=RESULTS, a directory of bench -o; a server is --against-url 3=URL"
+            remedy = (
+                "write --at 3=RESULTS, a directory of bench -o; a server is --against-url 3=URL"
+            )
             raise UsageError(f"--at {shown(entry)} is not K=RESULTS of an earlier run", remedy)
         if int(digits) in {*stored, *lengths.values()}:
-            raise UsageError(f"--at {entry}: {digits} drafts are given twice", "name each length once")
+            raise UsageError(
+                f"--at {entry}: {digits} drafts are given twice", "name each length once"
+            )
         stored[int(digits)] = read_results(Path(place))
     return found, lengths, stored

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from trtspec.records import DryRunOption, Excludes, ForceOption, JsonOption, Needs, fill, option, words
+from trtspec.records import (
+    DryRunOption,
+    Excludes,
+    ForceOption,
+    JsonOption,
+    Needs,
+    fill,
+    option,
+    words,
+)
 from trtspec.report import Result, refuse_overwrite, write_atomic
 from trtspec.trtllm.intent import VLLM, Intent
 
@@ -20,10 +29,15 @@ class BuildConfigOptions(Intent):
     """An intent, and where its files go."""
 
     output: Annotated[
-        Path | None, option("File to write. Default: print to stdout.", "-o"), Excludes("disaggregated")
+        Path | None,
+        option("File to write. Default: print to stdout.", "-o"),
+        Excludes("disaggregated"),
     ] = None
     disaggregated: Annotated[
-        Path | None, option("Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml.")
+        Path | None,
+        option(
+            "Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."
+        ),
     ] = None
     dry_run: DryRunOption = False
     force: Annotated[ForceOption, Needs("output", "disaggregated")] = False
@@ -38,9 +52,15 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.trtllm.deployment import choose_version
 
     target = load_target(options.target, options.like).spec
-    if options.format in ("helm-values", "dynamo") and target.remote_code and not options.trust_remote_code:
+    if (
+        options.format in ("helm-values", "dynamo")
+        and target.remote_code
+        and not options.trust_remote_code
+    ):
         message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
-        raise CheckFailed(message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE")
+        raise CheckFailed(
+            message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE"
+        )
     head = load_head(options.head).spec if options.head else None
     if options.format == VLLM:
         return _vllm(options)
@@ -68,12 +88,19 @@ def build_config(options: BuildConfigOptions) -> Result:
         for path, parts in files.items()
         for part in parts
     ]  # of the first server, then all of them under `files`
-    values = {"version": version, "version_reason": reason, **entries[0], "files": entries if len(entries) > 1 else []}
+    values = {
+        "version": version,
+        "version_reason": reason,
+        **entries[0],
+        "files": entries if len(entries) > 1 else [],
+    }
     problems = [finding.problem(str(path or "(stdout)")) for path, parts in files.items() for part in parts
                 for finding in part.findings if finding.severity == "warning"]  # fmt: skip
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
-    return Result(values, problems, text=text, messages=[*messages, *(_next(options) if written else [])])
+    return Result(
+        values, problems, text=text, messages=[*messages, *(_next(options) if written else [])]
+    )
 
 
 def _vllm(options: BuildConfigOptions) -> Result:
@@ -91,7 +118,11 @@ def _vllm(options: BuildConfigOptions) -> Result:
         max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
         draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    problems = [problem for problem in plan_vllm(served, launching=False).problems if problem.severity == "error"]
+    problems = [
+        problem
+        for problem in plan_vllm(served, launching=False).problems
+        if problem.severity == "error"
+    ]
     if problems:
         raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
     text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(fill(Intent, options)))}")
@@ -107,7 +138,9 @@ def _vllm(options: BuildConfigOptions) -> Result:
 def _next(options: BuildConfigOptions) -> list[str]:
     """The command that takes what was written, with its names."""
     if options.format == "helm-values" and options.output:
-        return [f"next: helm install kimi docker/helm/trtspec -f {options.output} --set image.repository=REPOSITORY"]
+        return [
+            f"next: helm install kimi docker/helm/trtspec -f {options.output} --set image.repository=REPOSITORY"
+        ]
     if options.format == "yaml" and options.output and options.role is None:
         code = " --trust-remote-code" if options.trust_remote_code else ""
         return [f"next: trtspec serve {options.target} --config {options.output}{code} --dry-run"]

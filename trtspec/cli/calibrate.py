@@ -14,7 +14,9 @@ from trtspec.report import Result, progress_bar, value_table
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(OutputFlags):
     source: SourceArgument
-    data: Annotated[Path, argument("Texts: jsonl with text, messages or prompts, or plain text lines.")]
+    data: Annotated[
+        Path, argument("Texts: jsonl with text, messages or prompts, or plain text lines.")
+    ]
     output: Annotated[Path, option("Safetensors file for the input scales.", "-o")]
     samples: Annotated[int, option("Number of texts to run, from the start of DATA.", min=1)] = 512
     seq_len: Annotated[int, option("Truncate each text to this many tokens.", min=2)] = 512
@@ -22,7 +24,9 @@ class CalibrateOptions(OutputFlags):
     device: Annotated[str, option("cpu or cuda.")] = "cpu"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        option("Compute type. auto: bfloat16 where the device multiplies it natively, else float32."),
+        option(
+            "Compute type. auto: bfloat16 where the device multiplies it natively, else float32."
+        ),
     ] = "auto"
     json_: JsonOption = False
 
@@ -42,7 +46,9 @@ def calibrate(options: CalibrateOptions) -> Result:
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     chosen = fill(CalibrationOptions, options, dtype=dtype)
     with progress_bar("calibrating", unit="layers") as bar:
-        result = calibrate_checkpoint(path, options.data, options.output, policy, chosen, options, bar)
+        result = calibrate_checkpoint(
+            path, options.data, options.output, policy, chosen, options, bar
+        )
     values = {name: value for name, value in asdict(result).items() if value is not None}
     then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
     return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

@@ -35,31 +35,48 @@ MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 class CheckOptions:
     url: Annotated[str, argument("Endpoint to check, or with --score the one without speculation.")]
     record: Annotated[
-        Path | None, option("Save the answers of URL to this file, to be judged later. Continues an interrupted run.")
+        Path | None,
+        option(
+            "Save the answers of URL to this file, to be judged later. Continues an interrupted run."
+        ),
     ] = None
     score: Annotated[
-        Path | None, option("Judge this recording of the speculating server; URL serves the model without speculation.")
+        Path | None,
+        option(
+            "Judge this recording of the speculating server; URL serves the model without speculation."
+        ),
     ] = None
     against: Annotated[
-        str | None, option("URL that serves the model without speculation and scores at once."), Modes(ALONE)
+        str | None,
+        option("URL that serves the model without speculation and scores at once."),
+        Modes(ALONE),
     ] = None
     min_acceptance: Annotated[float | None, option("Minimum tokens per step.")] = None
     exact: Annotated[
         bool, option("Both servers compute in float32: every difference fails."),
         Needs("score", "against"),
     ] = False  # fmt: skip
-    accept_unmeasured: Annotated[tuple[str, ...], option("Row that may stay unmeasured; repeatable.")] = ()
+    accept_unmeasured: Annotated[
+        tuple[str, ...], option("Row that may stay unmeasured; repeatable.")
+    ] = ()
     dataset: Annotated[str, option("Questions, as for bench."), Modes(ALONE)] = "nano"
-    samples: Annotated[int, option("Questions; twice as many are sampled.", min=1), Modes(ALONE)] = 20
+    samples: Annotated[
+        int, option("Questions; twice as many are sampled.", min=1), Modes(ALONE)
+    ] = 20
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=8), Modes(ALONE)] = 128
     context_tokens: Annotated[
         int, option("Tokens of the long prompts; 0 asks none.", min=0), Modes(ALONE)
     ] = 1024  # fmt: skip
-    concurrency: Annotated[int, option("Requests in flight; one part asks four times as many.", min=1)] = 4
+    concurrency: Annotated[
+        int, option("Requests in flight; one part asks four times as many.", min=1)
+    ] = 4
     timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
-    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
+    model: Annotated[
+        str | None, option("Model name.", default="the first one the server lists")
+    ] = None
     tokenizer: Annotated[
-        str | None, option("Tokenizer of the target: a directory or a hub id.", default="the model's name")
+        str | None,
+        option("Tokenizer of the target: a directory or a hub id.", default="the model's name"),
     ] = None
     force: Annotated[ForceOption, Needs("record")] = False
     json_: JsonOption = False
@@ -75,12 +92,17 @@ def check(options: CheckOptions) -> Result:
 
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
-        raise UsageError(f"--accept-unmeasured {min(unknown)} is no row of check", f"the rows are {', '.join(CODES)}")
+        raise UsageError(
+            f"--accept-unmeasured {min(unknown)} is no row of check",
+            f"the rows are {', '.join(CODES)}",
+        )
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
         if options.record == options.score:
-            raise UsageError(f"--record {options.record} is also read", "give --record another file")
+            raise UsageError(
+                f"--record {options.record} is also read", "give --record another file"
+            )
         report.refuse_overwrite(options.record, options.force)
     return asyncio.run(_check(options))
 
@@ -109,15 +131,23 @@ async def _check(options: CheckOptions) -> Result:
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     problems = [
-        Problem(CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}")
+        Problem(
+            CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
+        )
         for row in verdict.rows
         if row.faults
     ]
     results = [asdict(row) for row in verdict.rows]
     values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
-    remedy = problems[0].remedy if problems else "record again with more --samples, or pass --accept-unmeasured ROW"
-    failure = None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
+    remedy = (
+        problems[0].remedy
+        if problems
+        else "record again with more --samples, or pass --accept-unmeasured ROW"
+    )
+    failure = (
+        None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
+    )
     return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
 
 
@@ -131,7 +161,9 @@ async def _exchanges(
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    async with _asking(options, options.url, "the URL", options.model, bar, options.record) as asker:
+    async with _asking(
+        options, options.url, "the URL", options.model, bar, options.record
+    ) as asker:
         if recorded is not None:
             got, plain = await score_answers(asker, recorded)
         else:
@@ -157,7 +189,12 @@ def _journal(file: Path) -> Path:
 
 @asynccontextmanager
 async def _asking(
-    options: CheckOptions, url: str, what: str, model: str | None, bar: report.Bar, file: Path | None = None
+    options: CheckOptions,
+    url: str,
+    what: str,
+    model: str | None,
+    bar: report.Bar,
+    file: Path | None = None,
 ) -> AsyncIterator[Asker]:
     """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
     from trtspec.bench.check.asking import CROWD, Asker, open_journal
@@ -195,7 +232,11 @@ def _tokenizer(name: str) -> KimiTokenizer:
 def _lines(verdict: Verdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
-        mark = "-" if row.status == "unmeasured" and row.name in verdict.accepted else MARKS[row.status]
+        mark = (
+            "-"
+            if row.status == "unmeasured" and row.name in verdict.accepted
+            else MARKS[row.status]
+        )
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:

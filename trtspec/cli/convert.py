@@ -28,13 +28,16 @@ class ConvertOptions:
     from_: Annotated[Dialect | None, option("Layout of HEAD.", default="detected")] = None
     target: Annotated[
         str | None,
-        option("Target model of the head. Checks the pair; supplies shared weights if they are stored here."),
+        option(
+            "Target model of the head. Checks the pair; supplies shared weights if they are stored here."
+        ),
     ] = None
     embed_tokens: Annotated[
         Choice, option("Which embedding to write: auto keeps one that differs from the target's.")
     ] = "auto"
     rope_theta: Annotated[
-        float | None, option("RoPE base the head was trained with, if its config.json is wrong.", min=1)
+        float | None,
+        option("RoPE base the head was trained with, if its config.json is wrong.", min=1),
     ] = None
     dry_run: DryRunOption = False
     force: ForceOption = False
@@ -52,15 +55,26 @@ def convert(options: ConvertOptions) -> Result:
     # offline, the catalogue's entry says what a published head is; whether it can be converted is not checked
     if options.dry_run and (remark := unreachable(options.head)) is not None:
         spec = load_head(options.head).spec
-        about = {"from": spec.dialect, "to": options.to, "attention": spec.attention, "eagle": spec.eagle}
+        about = {
+            "from": spec.dialect,
+            "to": options.to,
+            "attention": spec.attention,
+            "eagle": spec.eagle,
+        }
         line = f"would write {options.output}: {spec.dialect} -> {options.to}, EAGLE-{spec.eagle} {spec.attention}"
         return Result({"output": None, "dry_run": True, **about}, [remark], lines=[line])
     # the target's config.json is enough: it fills in what the head's does not say
     target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:
-        done = convert_head(resolve(options.head), options.output, fill(Options, options), target, bar)
+        done = convert_head(
+            resolve(options.head), options.output, fill(Options, options), target, bar
+        )
     message = f"{options.head} was not converted to {options.to}"
-    failed = CheckFailed(message, "follow the remedy of each error above") if has_errors(done.problems) else None
+    failed = (
+        CheckFailed(message, "follow the remedy of each error above")
+        if has_errors(done.problems)
+        else None
+    )
     return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failed)
 
 
@@ -76,7 +90,11 @@ def _lines(done: HeadConversion, output: Path) -> list[str]:
         f"captured layer outputs (0-based): {layers}",
     ]
     if done.capture:
-        lines.append("TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):")
+        lines.append(
+            "TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):"
+        )
         lines.append(f"    eagle3_layers_to_capture: {done.capture}")
     lines += [f"repaired: {one.where}: {one.message} [{one.code}]" for one in done.repairs]
-    return lines + [line for engine, command in done.serve.items() for line in ("", f"# {engine}", command)]
+    return lines + [
+        line for engine, command in done.serve.items() for line in ("", f"# {engine}", command)
+    ]

@@ -25,7 +25,18 @@ NANO, SHIPPED = "kimi-nano", "kimi-nano-eagle3"
 REAL_TARGET, REAL_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 ANSWERS, ANSWER_TOKENS, ROWS, DRAFTS = "900", "96", "32", "2"
 # Small batches, because the data is small, and as many training-time-test steps as drafts (DRAFTS).
-TRAINING = ("--batch-size", "4", "--lr", "0.004", "--epochs", "3", "--ttt-steps", DRAFTS, "--acceptance-prompts", "8")
+TRAINING = (
+    "--batch-size",
+    "4",
+    "--lr",
+    "0.004",
+    "--epochs",
+    "3",
+    "--ttt-steps",
+    DRAFTS,
+    "--acceptance-prompts",
+    "8",
+)
 KIND = "story"  # long enough to watch
 TOKENS = 160
 TITLES = ("without speculation", "with Eagle3")
@@ -35,8 +46,12 @@ PROOF = ("--samples", "48", "--max-tokens", "96", "--concurrency", "1,4", "--dra
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    output: Annotated[Path, option("Directory for everything the demo writes.", "-o")] = Path("trtspec-demo")
-    port: Annotated[int, option("First of two consecutive ports on 127.0.0.1.", min=1, max=65000)] = 8310
+    output: Annotated[Path, option("Directory for everything the demo writes.", "-o")] = Path(
+        "trtspec-demo"
+    )
+    port: Annotated[
+        int, option("First of two consecutive ports on 127.0.0.1.", min=1, max=65000)
+    ] = 8310
     force: ForceOption = False
 
 
@@ -55,7 +70,9 @@ def demo(options: DemoOptions) -> None:
     with termination_as_interrupt():
         made.all_stages()
     page = (options.output / "report.html").resolve()
-    made.say(f"\n{made.evidence['sentence']}\n{processes.duration(made.seconds)} in all. Report: {page}")
+    made.say(
+        f"\n{made.evidence['sentence']}\n{processes.duration(made.seconds)} in all. Report: {page}"
+    )
     if not made.evidence["ok"]:
         raise CheckFailed("the demo ran to its end, but its proof failed", f"see {page}")
 
@@ -87,7 +104,9 @@ class Demo:
     def all_stages(self) -> None:
         """In order; a server lives exactly as long as it is needed."""
         began = time.monotonic()
-        self.say(f"trtspec demo: {STAGES} stages, about 7 min on two quiet cores, in {self.directory}")
+        self.say(
+            f"trtspec demo: {STAGES} stages, about 7 min on two quiet cores, in {self.directory}"
+        )
         with ExitStack() as servers:
             plain = self.first_answer(servers)
             self.quantize()
@@ -110,7 +129,11 @@ class Demo:
         return plain
 
     def quantize(self) -> None:
-        with self.begin("Quantize to NVFP4", "a quarter of the bytes, compared with the source tensor by tensor", 6):
+        with self.begin(
+            "Quantize to NVFP4",
+            "a quarter of the bytes, compared with the source tensor by tensor",
+            6,
+        ):
             self.run("inspect", NANO)
             made = self.run("quantize", NANO, "-o", self.path("nvfp4"))
             self.run("inspect", self.path("nvfp4"), "--against", NANO)
@@ -120,16 +143,30 @@ class Demo:
 
     def synthesize(self, plain: str) -> None:
         prompts = str(data_files.kimi_nano_dir() / "prompts_train.jsonl")
-        with self.begin("Let the target write training data", "a head learns what this target says", 90):
+        with self.begin(
+            "Let the target write training data", "a head learns what this target says", 90
+        ):
             sizes = ("--samples", ANSWERS, "--max-tokens", ANSWER_TOKENS, "--temperature", "0.8")
             asked = ("--base-url", plain, "--concurrency", ROWS)
             made = self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
         self.say(f"    {made['answered']} answers in answers.jsonl")
 
     def train(self) -> None:
-        with self.begin("Train an Eagle3 head", "one MLA layer that drafts from three captured hidden states", 120):
+        with self.begin(
+            "Train an Eagle3 head",
+            "one MLA layer that drafts from three captured hidden states",
+            120,
+        ):
             shape = ("--attention", "mla", "--eagle", "3.1")
-            made = self.run("train", NANO, self.path("answers.jsonl"), "-o", self.path("head"), *shape, *TRAINING)
+            made = self.run(
+                "train",
+                NANO,
+                self.path("answers.jsonl"),
+                "-o",
+                self.path("head"),
+                *shape,
+                *TRAINING,
+            )
             self.run("inspect", self.path("head"), "--against", NANO)
         share = made["training"]["held_out_accuracy"][0]
         self.say(f"    its first draft is the target's choice at {share:.0%} of held-out tokens")
@@ -137,19 +174,33 @@ class Demo:
     def prove(self) -> None:
         about = "is it faster, and is the output the same? Sampled drafts come from the head's distribution"
         with self.begin("Prove the pair", about, 150):
-            words = ("--backend", "reference", "-o", self.path("proof"), "--port", str(self.port), *PROOF)
-            self.evidence = self.run("prove", NANO, "--head", self.path("head"), *words, allowed=(0, 3))
+            words = (
+                "--backend",
+                "reference",
+                "-o",
+                self.path("proof"),
+                "--port",
+                str(self.port),
+                *PROOF,
+            )
+            self.evidence = self.run(
+                "prove", NANO, "--head", self.path("head"), *words, allowed=(0, 3)
+            )
         self.say(f"    {self.evidence['sentence']}")
 
     def configure(self) -> None:
         pair = (REAL_TARGET, "--head", REAL_HEAD)
-        with self.begin("Configure NVIDIA's published pair", "the end of the same chain on four B200", 6):
+        with self.begin(
+            "Configure NVIDIA's published pair", "the end of the same chain on four B200", 6
+        ):
             file = self.path("extra-llm-api-config.yml")
             self.run("build-config", *pair, "--tp-size", "4", "-o", file)
             lint = self.run("lint", file, "--target", *pair, allowed=(0, 3))
             serve = ("--config", file, "--host", "0.0.0.0", "--trust-remote-code", "--dry-run")
             self.command_line = shlex.join(self.run("serve", *pair, *serve, allowed=(0, 3))["argv"])
-        self.say(f"    TensorRT-LLM {lint['version']} {'takes' if lint['ok'] else 'REFUSES'} the file: {file}")
+        self.say(
+            f"    TensorRT-LLM {lint['version']} {'takes' if lint['ok'] else 'REFUSES'} the file: {file}"
+        )
 
     def write_page(self) -> None:
         """The proof's page with the chain behind it."""
@@ -161,7 +212,9 @@ class Demo:
         config = Path(self.path("extra-llm-api-config.yml")).read_text(encoding="utf-8")
         chain = [
             Section(title="The chain", tables=[Table("The chain", ["command", "took"], rows)]),
-            Section(title=f"{REAL_TARGET} with {REAL_HEAD}", code=f"{self.command_line}\n\n{config}"),
+            Section(
+                title=f"{REAL_TARGET} with {REAL_HEAD}", code=f"{self.command_line}\n\n{config}"
+            ),
         ]
         write_page(Path(self.path("proof")), self.directory / "report.html", chain)
 
@@ -188,7 +241,9 @@ class Demo:
         """The JSON object of `trtspec WORDS`. Raises TrtspecError with the end of its log where it fails."""
         words = (*words, "--json")
         logs = self.directory / "logs"
-        log, output = (logs / f"{len(self.commands) + 1:02d}-{words[0]}.{end}" for end in ("log", "json"))
+        log, output = (
+            logs / f"{len(self.commands) + 1:02d}-{words[0]}.{end}" for end in ("log", "json")
+        )
         began = time.monotonic()
         status = processes.run_trtspec(words, output, log, self.show)
         self.commands.append((f"trtspec {shlex.join(words)}", time.monotonic() - began))
@@ -203,7 +258,9 @@ class Demo:
         where = ("--backend", "reference", "--host", "127.0.0.1", "--port", str(self.port + offset))
         command = ("serve", *words, *where)
         self.commands.append((f"trtspec {shlex.join(command)} &", 0.0))
-        stack.enter_context(processes.served(command, url, self.directory / "logs" / f"serve-{name}.log", 180))
+        stack.enter_context(
+            processes.served(command, url, self.directory / "logs" / f"serve-{name}.log", 180)
+        )
         self.show()
         return url
 
@@ -249,7 +306,9 @@ async def _ask(url: str, messages: list[dict[str, Any]], draw: Any) -> Answer:
         body = chat_body("kimi-nano", messages, RequestSampling(TOKENS), 0)
         found = await stream_answer(client, body, "first", "demo", limit_s=120, on_event=draw)
     if found.error:
-        raise TrtspecError(f"{url} stopped answering: {found.error}", "see its log in the demo's directory")
+        raise TrtspecError(
+            f"{url} stopped answering: {found.error}", "see its log in the demo's directory"
+        )
     return found
 
 
@@ -287,6 +346,8 @@ def panels(so_far: list[Answer]) -> Any:
         grid.add_column(ratio=1)
     cells = list[Panel]()
     for title, answer in zip(TITLES, so_far, strict=False):
-        cells.append(Panel(Text(answer.text), title=title, title_align="left", subtitle=figures(answer)))
+        cells.append(
+            Panel(Text(answer.text), title=title, title_align="left", subtitle=figures(answer))
+        )
     grid.add_row(*cells)
     return grid

@@ -54,7 +54,9 @@ def doctor(options: DoctorOptions) -> Result:
     """
     found = examine()
     problems: list[Problem] = found.pop("problems")
-    failure = CheckFailed("this installation or machine has errors", "follow the remedy of each above")
+    failure = CheckFailed(
+        "this installation or machine has errors", "follow the remedy of each above"
+    )
     wrong = failure if has_errors(problems) else None
     return Result(found, problems, tables(found), lines(found, problems), wrong)
 
@@ -84,7 +86,9 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": machine.cores(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
-        "commands": {command: command_state(needs, extras, bool(gpus)) for command, needs in commands},
+        "commands": {
+            command: command_state(needs, extras, bool(gpus)) for command, needs in commands
+        },
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
         "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
@@ -116,16 +120,31 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
             version = metadata.version(requirement.name)
         extras.setdefault(extra, {})[requirement.name] = version
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            message = f"{requirement.name} {version} is installed, trtspec needs {requirement.specifier}"
+            message = (
+                f"{requirement.name} {version} is installed, trtspec needs {requirement.specifier}"
+            )
             remedy = "install with -c constraints.txt, or in an environment of its own"
-            problems.append(Problem("TS-DOCTOR-VERSION", "error", requirement.name, message, remedy))
+            problems.append(
+                Problem("TS-DOCTOR-VERSION", "error", requirement.name, message, remedy)
+            )
     return extras, problems
 
 
-def command_state(needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool) -> dict[str, Any]:
+def command_state(
+    needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool
+) -> dict[str, Any]:
     """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
-    missing = [name for extra in needs for name, version in extras.get(extra, {}).items() if version is None]
-    absent = [name for name in needs if name in PROGRAMS and not (has_gpu if name == GPU else shutil.which(name))]
+    missing = [
+        name
+        for extra in needs
+        for name, version in extras.get(extra, {}).items()
+        if version is None
+    ]
+    absent = [
+        name
+        for name in needs
+        if name in PROGRAMS and not (has_gpu if name == GPU else shutil.which(name))
+    ]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
     install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
@@ -136,7 +155,9 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
     problems = []
     if os.environ.get(FORCED):
         message = f"{FORCED} is set: TensorRT-LLM then fakes acceptance and corrupts the text"
-        problems.append(Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message, f"unset {FORCED}"))
+        problems.append(
+            Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message, f"unset {FORCED}")
+        )
     old = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < 10.0]
     if old:
         message = f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell (compute capability 10.0)"
@@ -152,9 +173,15 @@ def tables(report: dict[str, Any]) -> list[Table]:
         for command, state in report["commands"].items()
     ]
     machine = {key: value for key, value in report.items() if key != "commands"} | {
-        "gpus": [", ".join(gpu.values()) for gpu in report["gpus"]] or "nvidia-smi is missing or reports no GPU",
-        "packages": ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version),
-        "disk": ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB" for name, size in report["disk"].items()),
+        "gpus": [", ".join(gpu.values()) for gpu in report["gpus"]]
+        or "nvidia-smi is missing or reports no GPU",
+        "packages": ", ".join(
+            f"{name} {version}" for name, version in report["packages"].items() if version
+        ),
+        "disk": ", ".join(
+            f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB"
+            for name, size in report["disk"].items()
+        ),
     }
     styles = {"ready": "green", "missing": "yellow"}
     text = frozenset(range(3))
@@ -167,7 +194,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
     """What to install, unwrapped so that it can be copied."""
     found = [""]
-    for install in dict.fromkeys(state["install"] for state in report["commands"].values() if state["install"]):
+    for install in dict.fromkeys(
+        state["install"] for state in report["commands"].values() if state["install"]
+    ):
         names = [name for name, state in report["commands"].items() if state["install"] == install]
         found += [f"for {', '.join(names)}:", f"    {install}"]
     return found if problems else [*found, "no problems found"]

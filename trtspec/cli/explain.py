@@ -25,4 +25,6 @@ def explain(options: ExplainOptions) -> Result:
         near = get_close_matches(code, codes, n=3) or ["trtspec explain TS-ERROR-USAGE"]
         raise UsageError(f"{options.code} is not a problem code", f"close to it: {', '.join(near)}")
     found = codes[code]
-    return Result({"code": code, **found}, lines=[code, f"  {found['summary']}", f"  -> {found['remedy']}"])
+    return Result(
+        {"code": code, **found}, lines=[code, f"  {found['summary']}", f"  -> {found['remedy']}"]
+    )

@@ -30,7 +30,9 @@ class InspectOptions:
     path: Annotated[str, argument("Target or Eagle3 head: a checkpoint directory or a hub id.")]
     against: Annotated[
         str | None,
-        option("For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."),
+        option(
+            "For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."
+        ),
     ] = None
     sample: Annotated[
         int | None,
@@ -42,7 +44,10 @@ class InspectOptions:
         Modes(TARGET, DERIVED, value="[!0]*"),
     ] = None
     hashes: Annotated[
-        bool, option("Read every byte and compare the files' SHA-256 with provenance.json or the hub's records.")
+        bool,
+        option(
+            "Read every byte and compare the files' SHA-256 with provenance.json or the hub's records."
+        ),
     ] = False
     json_: JsonOption = False
 
@@ -58,11 +63,15 @@ def inspect(options: InspectOptions) -> Result:
     from trtspec.checkpoint.hub import resolve
 
     resolved = resolve(options.path, weights=False)
-    read = options.sample if options.against is None else None  # what is compared with a source is read there
+    read = (
+        options.sample if options.against is None else None
+    )  # what is compared with a source is read there
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
     alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
     options = checked(options, alone if options.against is None else beside)
-    values = {key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")}
+    values = {
+        key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")
+    }
     problems = list(report.problems)
     if options.against is not None:
         other = resolve(options.against, weights=False)
@@ -70,7 +79,9 @@ def inspect(options: InspectOptions) -> Result:
         if report.kind == "head" and other.kind == "target":
             values, problems = compare_pair(values, problems, report, resolved, other)
         elif report.kind == other.kind:
-            result = compare_derived(report.kind, directory_of(resolved), directory_of(other), options.sample)
+            result = compare_derived(
+                report.kind, directory_of(resolved), directory_of(other), options.sample
+            )
             values["comparison"] = result.to_dict()
             problems += result.problems
         else:
@@ -84,7 +95,11 @@ def inspect(options: InspectOptions) -> Result:
 
 
 def compare_pair(
-    values: dict[str, Any], problems: list[Problem], report: CheckpointReport, resolved: Resolved, other: Resolved
+    values: dict[str, Any],
+    problems: list[Problem],
+    report: CheckpointReport,
+    resolved: Resolved,
+    other: Resolved,
 ) -> tuple[dict[str, Any], list[Problem]]:
     """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
     error."""
@@ -97,20 +112,28 @@ def compare_pair(
     if report.spec is None:
         return values, problems
     target = other.target_spec()
-    checkpoint = Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
+    checkpoint = (
+        Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
+    )
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     more = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
     more += pairing.config_problems(resolved.config(), other.config())
     more += pairing.yarn_problems(head, target) if checkpoint is not None else []
-    own = canonical_names(checkpoint.tensors).get("embed_tokens.weight") if checkpoint is not None else None
+    own = (
+        canonical_names(checkpoint.tensors).get("embed_tokens.weight")
+        if checkpoint is not None
+        else None
+    )
     if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
         more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes = pairing.tensor_parallel_sizes(head)
     return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 
 
-def compare_derived(kind: str, made: Path, source: Path, sample: int | None) -> HeadComparison | CheckpointComparison:
+def compare_derived(
+    kind: str, made: Path, source: Path, sample: int | None
+) -> HeadComparison | CheckpointComparison:
     """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
     tensor."""
     if kind == "head":
@@ -126,7 +149,11 @@ def compare_derived(kind: str, made: Path, source: Path, sample: int | None) -> 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:
     """What it is; then the rounding errors by class, of a checkpoint that was re-read."""
     compared = values.get("comparison", {})
-    facts = {key: value for key, value in (values | compared).items() if key not in ("comparison", "classes")}
+    facts = {
+        key: value
+        for key, value in (values | compared).items()
+        if key not in ("comparison", "classes")
+    }
     rows = [
         (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
         for name, error in compared.get("classes", {}).items()

@@ -38,24 +38,40 @@ class LintOptions:
         ),
     ]
     trtllm_version: Annotated[
-        str | None, option("Version to check for. Default: the one in the file's first line, else the installed one.")
+        str | None,
+        option(
+            "Version to check for. Default: the one in the file's first line, else the installed one."
+        ),
     ] = None
-    target: Annotated[str | None, option("Target that the file is for: a directory or a hub id.")] = None
-    head: Annotated[str | None, option("Eagle3 head that the file is for: a directory or a hub id.")] = None
+    target: Annotated[
+        str | None, option("Target that the file is for: a directory or a hub id.")
+    ] = None
+    head: Annotated[
+        str | None, option("Eagle3 head that the file is for: a directory or a hub id.")
+    ] = None
     gpu: Annotated[
-        str | None, option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120.")
+        str | None,
+        option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120."),
     ] = None
     installed: Annotated[
-        bool, option("Also validate with the classes of the installed TensorRT-LLM, in a separate process.")
+        bool,
+        option(
+            "Also validate with the classes of the installed TensorRT-LLM, in a separate process."
+        ),
     ] = False
     fix: Annotated[bool, option("Apply the corrections that are certain to the file.")] = False
-    diff: Annotated[bool, option("Print these corrections as a unified diff; writes nothing without --fix.")] = False
+    diff: Annotated[
+        bool, option("Print these corrections as a unified diff; writes nothing without --fix.")
+    ] = False
     strict: Annotated[bool, option("Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
         """The files, and the words after `--` (None where there are none)."""
-        end = next((n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"), len(self.files))
+        end = next(
+            (n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"),
+            len(self.files),
+        )
         return list(self.files[:end]), list(self.files[end:]) or None
 
 
@@ -89,12 +105,20 @@ class Judged:
         def move(one: Finding) -> Finding:
             line = part.first + one.line if one.line else part.command + 1
             column = one.column and one.column + part.indent
-            return replace(one, key=f"{part.place}: {one.key}".removesuffix(": "), line=line, column=column)
+            return replace(
+                one, key=f"{part.place}: {one.key}".removesuffix(": "), line=line, column=column
+            )
 
-        return replace(self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)])
+        return replace(
+            self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        fixable = set() if self.fix_applied else {(finding.code, finding.key) for finding in self.corrected}
+        fixable = (
+            set()
+            if self.fix_applied
+            else {(finding.code, finding.key) for finding in self.corrected}
+        )
         found: dict[str, Any] = {
             "ok": self.ok,
             "file": self.name,
@@ -104,7 +128,9 @@ class Judged:
                 {**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in fixable}
                 for finding in self.findings
             ],
-            "fixed": [finding.to_dict(self.name) for finding in self.corrected] if self.fix_applied else [],
+            "fixed": [finding.to_dict(self.name) for finding in self.corrected]
+            if self.fix_applied
+            else [],
             "diff": self.diff,
         }
         return found | ({"error": self.error.to_dict()} if self.error else {})
@@ -114,13 +140,21 @@ def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
     files, passed = options.split()
     if not files:
-        raise UsageError("no file is given before the options of trtllm-serve", "pass the engine YAML first")
+        raise UsageError(
+            "no file is given before the options of trtllm-serve", "pass the engine YAML first"
+        )
     if options.fix and "-" in files:
-        raise UsageError("--fix has no file to write for standard input", "use --diff, or pass a file")
+        raise UsageError(
+            "--fix has no file to write for standard input", "use --diff, or pass a file"
+        )
     if len(set(files)) < len(files):
         raise UsageError("a file is given twice", "give each file once")
     judged = [_judge(file, passed, options) for file in files]
-    failed = [(item.name, item.error.message) for item in judged if item.error is not None and len(judged) > 1]
+    failed = [
+        (item.name, item.error.message)
+        for item in judged
+        if item.error is not None and len(judged) > 1
+    ]
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
     return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
                   failure=_failure(judged, options.strict))  # fmt: skip
@@ -144,13 +178,17 @@ def lint_configuration(
         try:
             document = Document.parse(yaml.safe_dump(dict(config), sort_keys=False), "(dict)")
         except yaml.YAMLError as error:
-            raise UsageError(f"the configuration cannot be written as YAML: {error}", "use plain values") from None
+            raise UsageError(
+                f"the configuration cannot be written as YAML: {error}", "use plain values"
+            ) from None
     elif isinstance(config, str) and ("\n" in config or ": " in config):
         document = Document.parse(config, "(text)")
     else:
         document = Document.read(config)
     pair = [None if one is None else str(one) for one in (target, head)]
-    asked = LintOptions(files=(document.name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu)
+    asked = LintOptions(
+        files=(document.name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu
+    )
     judged = judge_part(document, Carried(""), list(options) or None, asked)
     problems = [finding.problem(document.name) for finding in judged.findings]
     return Result({"version": judged.version, "version_reason": judged.reason}, problems)
@@ -158,14 +196,21 @@ def lint_configuration(
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     """The error of the first file that could not be judged, else what the problems mean."""
-    wrong, warned = [item for item in judged if not item.ok], [item.name for item in judged if item.count("warning")]
+    wrong, warned = (
+        [item for item in judged if not item.ok],
+        [item.name for item in judged if item.count("warning")],
+    )
     if unjudged := [item.error for item in judged if item.error is not None]:
         return unjudged[0]
     if wrong:
         versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
         names = ", ".join(item.name for item in wrong)
         return CheckFailed(f"TensorRT-LLM {versions} would reject {names} or ignore a part of it")
-    return CheckFailed(f"--strict: there are warnings about {', '.join(warned)}") if strict and warned else None
+    return (
+        CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+        if strict and warned
+        else None
+    )
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -194,10 +239,16 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     text, shift, every = document.text, 0, list[Judged]()
     try:
         parts = sorted(carried(text), key=lambda part: part.first)
-        if not parts and (text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)):
-            raise UsageError(f"{file} is a script or template without engine settings", "pass the engine YAML")
+        if not parts and (
+            text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)
+        ):
+            raise UsageError(
+                f"{file} is a script or template without engine settings", "pass the engine YAML"
+            )
         for part in parts or [Carried("", text, lines=len(text.splitlines()))]:
-            inner = document if part.text == document.text else Document.parse(part.text, document.name)
+            inner = (
+                document if part.text == document.text else Document.parse(part.text, document.name)
+            )
             judged = judge_part(inner, part, passed, options)
             moved = replace(part, first=part.first + shift, command=part.command + shift)
             every.append(judged.placed(moved if options.fix else part))
@@ -225,13 +276,19 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     )
 
 
-def judge_part(document: Document, part: Carried, passed: list[str] | None, options: LintOptions) -> Judged:
+def judge_part(
+    document: Document, part: Carried, passed: list[str] | None, options: LintOptions
+) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
 
-    version, names, wrong = options.trtllm_version or part.version, {"target": options.target, "head": options.head}, []
+    version, names, wrong = (
+        options.trtllm_version or part.version,
+        {"target": options.target, "head": options.head},
+        [],
+    )
     passed = list(part.words) if passed is None and part.words is not None else passed
     for role, name in (("target", part.target), ("head", part.head)):
         if name and names[role] is None and "$" not in name:
@@ -247,21 +304,35 @@ def judge_part(document: Document, part: Carried, passed: list[str] | None, opti
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
     if options.fix and better.text != document.text:
-        findings, verdict = find(better, deployment), _engine_verdict(better, None) if verdict else None
+        findings, verdict = (
+            find(better, deployment),
+            _engine_verdict(better, None) if verdict else None,
+        )
     if verdict is not None:
-        findings, reason = [*findings, *verdict.findings], "installed here; its own classes judged too"
+        findings, reason = (
+            [*findings, *verdict.findings],
+            "installed here; its own classes judged too",
+        )
     elif version is not None and version == part.version:
         reason = "the image's tag"
     if part.elsewhere:  # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
-        more.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too"))
+        more.append(
+            Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too")
+        )
     # a shell puts variables in: what is written is not the value
-    hidden = {key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)}
+    hidden = {
+        key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)
+    }
     # Dynamo's parsers have names and releases of their own
     own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
     said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
-    kept = [one for one in said if one.key not in hidden and not (one.code in own and "parser" in one.key)]
+    kept = [
+        one
+        for one in said
+        if one.key not in hidden and not (one.code in own and "parser" in one.key)
+    ]
     return Judged(document.name, better, deployment.version, reason, kept, corrected)
 
 
@@ -272,14 +343,19 @@ def _engine_verdict(document: Document, asked: str | None) -> Verdict:
 
     verdict = judge(document)
     if asked and parse_version(asked) != parse_version(verdict.version):
-        raise UsageError(f"TensorRT-LLM {verdict.version} is installed, not {asked}", "leave out one of the options")
+        raise UsageError(
+            f"TensorRT-LLM {verdict.version} is installed, not {asked}",
+            "leave out one of the options",
+        )
     return verdict
 
 
 def _diff(before: Document, after: Document) -> str:
     old, new = before.text.splitlines(keepends=True), after.text.splitlines(keepends=True)
     lines = difflib.unified_diff(old, new, before.name, before.name)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
 
 
 def _lines(judged: Judged) -> Iterator[str]:
@@ -289,10 +365,18 @@ def _lines(judged: Judged) -> Iterator[str]:
     if judged.error is not None:
         return
     for finding in judged.findings:
-        at = ":".join(str(part) for part in (judged.name, finding.line, finding.column) if part is not None)
+        at = ":".join(
+            str(part) for part in (judged.name, finding.line, finding.column) if part is not None
+        )
         place = f"{at} {finding.key}".rstrip()
-        head, *remedy = problem_lines([Problem(finding.code, finding.severity, place, finding.message, finding.remedy)])
-        yield from [head, *(_excerpt(judged.document, finding) if judged.document and finding.line else []), *remedy]
+        head, *remedy = problem_lines(
+            [Problem(finding.code, finding.severity, place, finding.message, finding.remedy)]
+        )
+        yield from [
+            head,
+            *(_excerpt(judged.document, finding) if judged.document and finding.line else []),
+            *remedy,
+        ]
     errors, warnings = judged.count("error"), judged.count("warning")
     verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
     verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
@@ -306,7 +390,9 @@ def _excerpt(document: Document, finding: Finding) -> list[str]:
         return []
     line, column, width = lines[number - 1].rstrip("\r"), (finding.column or 1) - 1, finding.width
     shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
-    shown = "".join(char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS])
+    shown = "".join(
+        char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS]
+    )
     found = [f"{number:>12} | {shown}"]
     if finding.column is not None:
         carets = "^" * max(1, min(width, len(shown) - (column - shift)))

@@ -26,7 +26,9 @@ else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
 
 MOST = 1e6  # of a number in a list
-SourceArgument = Annotated[str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")]
+SourceArgument = Annotated[
+    str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
+]
 PolicyOption = Annotated[
     str | None,
     option(
@@ -105,7 +107,9 @@ class JsonObject:
         return self.text
 
 
-ExtraBody = Annotated[JsonObject, option("JSON object merged into every request, of keys that no option sets.")]
+ExtraBody = Annotated[
+    JsonObject, option("JSON object merged into every request, of keys that no option sets.")
+]
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ class GoodputLimits:
             try:
                 (limits[name],) = _numbers(value, float, above=0)
             except ValueError:
-                raise ValueError(f"{value!r} is not a number of milliseconds above 0, below {MOST:g}") from None
+                raise ValueError(
+                    f"{value!r} is not a number of milliseconds above 0, below {MOST:g}"
+                ) from None
         return cls(text, ServiceLevel(**{name: limit / 1000 for name, limit in limits.items()}))
 
     def __str__(self) -> str:

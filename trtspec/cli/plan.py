@@ -27,9 +27,16 @@ class PlanOptions:
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
     tp_size: Annotated[
         int | None,
-        option("Tensor-parallel size. Default: all GPUs; every layout is compared.", "--tp-size", "--tp", min=1),
+        option(
+            "Tensor-parallel size. Default: all GPUs; every layout is compared.",
+            "--tp-size",
+            "--tp",
+            min=1,
+        ),
     ] = None
-    ep_size: Annotated[int | None, option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1)] = None
+    ep_size: Annotated[
+        int | None, option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1)
+    ] = None
     attention_dp: Annotated[
         bool, option("Consider only attention data parallelism: each rank caches its own requests.")
     ] = False
@@ -44,21 +51,34 @@ class PlanOptions:
     ] = None
     acceptance: Annotated[
         str | None,
-        option("Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."),
+        option(
+            "Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."
+        ),
         Needs("head"),
     ] = None
     ttft: Annotated[
-        float | None, option("Upper limit of the mean time to the first token.", metavar="MS", min=0.001)
+        float | None,
+        option("Upper limit of the mean time to the first token.", metavar="MS", min=0.001),
     ] = None
-    tpot: Annotated[float | None, option("Upper limit of the mean time per output token.", metavar="MS", min=0.001)] = (
-        None
-    )
-    max_draft: Annotated[int, option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT), Needs("head")] = 8
+    tpot: Annotated[
+        float | None,
+        option("Upper limit of the mean time per output token.", metavar="MS", min=0.001),
+    ] = None
+    max_draft: Annotated[
+        int, option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT), Needs("head")
+    ] = 8
     kv_fraction: Annotated[
         float | None,
-        option("The engine's free_gpu_memory_fraction.", default="0.9; 0.75 with attention DP", min=0.01, max=1.0),
+        option(
+            "The engine's free_gpu_memory_fraction.",
+            default="0.9; 0.75 with attention DP",
+            min=0.01,
+            max=1.0,
+        ),
     ] = None
-    verbose: Annotated[bool, option("Also print the assumptions and the sources.", "-v"), Excludes("json_")] = False
+    verbose: Annotated[
+        bool, option("Also print the assumptions and the sources.", "-v"), Excludes("json_")
+    ] = False
     json_: JsonOption = False
 
 
@@ -69,7 +89,9 @@ def plan(options: PlanOptions) -> Result:
 
     decision = choose_layout(options)
     tables, lines = tables_and_lines(decision, options.verbose)
-    return Result(to_dict(decision), _warnings(decision.setting), tables, lines, _failure(decision, options))
+    return Result(
+        to_dict(decision), _warnings(decision.setting), tables, lines, _failure(decision, options)
+    )
 
 
 def choose_layout(options: PlanOptions) -> Decision:
@@ -82,11 +104,15 @@ def choose_layout(options: PlanOptions) -> Decision:
     from trtspec.specs import gpu_spec
 
     model, acceptance = load_target(options.target).spec, None
-    searched = options.concurrency is None and (options.ttft or options.tpot)  # every concurrency is then tried
+    searched = options.concurrency is None and (
+        options.ttft or options.tpot
+    )  # every concurrency is then tried
     concurrency = () if searched else tuple(sorted((options.concurrency or CONCURRENCY).values))
     if options.head is not None:
         given = options.acceptance
-        acceptance = parse_acceptance(given) if given else card_acceptance(options.head, options.target)
+        acceptance = (
+            parse_acceptance(given) if given else card_acceptance(options.head, options.target)
+        )
     setting = Setting(
         options.target, model, options.head, load_head(options.head).spec if options.head else None,
         gpu_spec(options.gpu), Workload(options.isl, options.osl, concurrency), acceptance, options.kv_fraction,
@@ -105,7 +131,9 @@ def _warnings(setting: Setting) -> list[Problem]:
 
     if setting.head is None:
         return []
-    pair = pair_problems(setting.head, setting.model, head_id=setting.head_name, target_id=setting.target)
+    pair = pair_problems(
+        setting.head, setting.model, head_id=setting.head_name, target_id=setting.target
+    )
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
 
@@ -113,15 +141,24 @@ def _warnings(setting: Setting) -> list[Problem]:
 def _failure(decision: Decision, options: PlanOptions) -> CheckFailed | None:
     """Why nothing was recommended (it does not fit, does not run, or misses the limits)."""
     setting = decision.setting
-    where, room = f"{options.gpus} x {setting.gpu.name.upper()}", f"requests of {setting.workload.tokens} tokens"
+    where, room = (
+        f"{options.gpus} x {setting.gpu.name.upper()}",
+        f"requests of {setting.workload.tokens} tokens",
+    )
     more = "use more GPUs or larger ones, or shorter requests"
     if not decision.fits:
         return CheckFailed(f"{options.target} does not fit on {where} with {room}", more)
     if decision.refused:
-        return CheckFailed(decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code)
+        return CheckFailed(
+            decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code
+        )
     if decision.best is None and setting.has_limits:
-        remedy = "the last line of the plan names what is nearest; use more GPUs, or shorter prompts"
+        remedy = (
+            "the last line of the plan names what is nearest; use more GPUs, or shorter prompts"
+        )
         return CheckFailed(f"nothing on {where} meets the targets", remedy)
     if decision.best is None and not decision.able:
-        return CheckFailed(f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}")
+        return CheckFailed(
+            f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}"
+        )
     return None

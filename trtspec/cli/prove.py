@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.cli.options import Gpu, IntList
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
-from trtspec.records import DryRunOption, HeadOption, JsonOption, RestartOption, TargetArgument, argument, fill, option
+from trtspec.records import (
+    DryRunOption,
+    HeadOption,
+    JsonOption,
+    RestartOption,
+    TargetArgument,
+    argument,
+    fill,
+    option,
+)
 from trtspec.report import Result, versions
 
 if TYPE_CHECKING:
@@ -17,8 +26,25 @@ if TYPE_CHECKING:
 
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
-    *("--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port", "--config"),
-    *("--dry-run", "--disaggregated", "--role", "--nodes", "--gpus-per-node", "--launcher", "--launcher-args"),
+    *(
+        "--head",
+        "--draft-len",
+        "--draft-sampling",
+        "--backend",
+        "--tp-size",
+        "--host",
+        "--port",
+        "--config",
+    ),
+    *(
+        "--dry-run",
+        "--disaggregated",
+        "--role",
+        "--nodes",
+        "--gpus-per-node",
+        "--launcher",
+        "--launcher-args",
+    ),
 )
 
 
@@ -26,23 +52,36 @@ OWN_OPTIONS = (
 class ProveOptions:
     target: TargetArgument
     passed: Annotated[
-        tuple[str, ...], argument("After `--`: options of `trtspec serve` for both launches.", "[-- OPTIONS]")
+        tuple[str, ...],
+        argument("After `--`: options of `trtspec serve` for both launches.", "[-- OPTIONS]"),
     ] = ()
     head: HeadOption = None
-    output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o")] = Path("proof")
+    output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o")] = Path(
+        "proof"
+    )
     backend: Annotated[
-        Literal["trtllm", "vllm", "reference"], option("What serves; reference rehearses a proof on a CPU.")
+        Literal["trtllm", "vllm", "reference"],
+        option("What serves; reference rehearses a proof on a CPU."),
     ] = "trtllm"
-    gpu: Annotated[Gpu | None, option("GPU type to plan for.", default="the one that is installed, where known")] = None
+    gpu: Annotated[
+        Gpu | None,
+        option("GPU type to plan for.", default="the one that is installed, where known"),
+    ] = None
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
     draft_len: Annotated[int, option("Tokens drafted per step.", min=1)] = 3
     dataset: Annotated[str, option("Questions, as for bench.")] = "nano"
     samples: Annotated[int, option("Questions at each concurrency.", min=3)] = 80
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=16)] = 256
-    concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList((1, 4, 16))
-    accept_unmeasured: Annotated[tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")] = ()
+    concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList(
+        (1, 4, 16)
+    )
+    accept_unmeasured: Annotated[
+        tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")
+    ] = ()
     port: Annotated[int, option("Port of both servers on 127.0.0.1.", min=1, max=65535)] = 8310
-    startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = 7200.0
+    startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = (
+        7200.0
+    )
     restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
@@ -63,17 +102,26 @@ def prove(options: ProveOptions) -> Result:
     from trtspec.launch.processes import duration
 
     dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
-    answers = sum(question.requests for question in dataset.questions) * len(options.concurrency.values)
+    answers = sum(question.requests for question in dataset.questions) * len(
+        options.concurrency.values
+    )
     steps = proving.script(setup, options.output, answers * setup.max_tokens)
     if options.dry_run:  # the script, and what it costs
-        text, tokens = proving.shell_text(setup, options.output, steps), sum(step.tokens for step in steps)
+        text, tokens = (
+            proving.shell_text(setup, options.output, steps),
+            sum(step.tokens for step in steps),
+        )
         spent = proving.seconds(setup, steps)
         about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens\n"
-        return Result({"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text)
+        return Result(
+            {"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text
+        )
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = proving.prove(setup, steps, options.output, same, options.startup_timeout, options.restart)
+        found = proving.prove(
+            setup, steps, options.output, same, options.startup_timeout, options.restart
+        )
     page, wrong = options.output / "report.html", None
     if not found.proved:
         why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict

@@ -21,14 +21,20 @@ class QuantizeOptions(OutputFlags):
     output: Annotated[Path, option("Directory for the NVFP4 checkpoint.", "-o")]
     policy: PolicyOption = None
     kv_cache: Annotated[
-        Literal["fp8", "none"], option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.")
+        Literal["fp8", "none"],
+        option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide."),
     ] = "fp8"
     input_scales: Annotated[
-        str, option("Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.")
+        str,
+        option(
+            "Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."
+        ),
     ] = "one"
     accept_input_scales: Annotated[
         bool,
-        option("Use a scale file that was not measured on SRC itself, or does not say so. The card names it."),
+        option(
+            "Use a scale file that was not measured on SRC itself, or does not say so. The card names it."
+        ),
         Excludes("input_scales=one"),
     ] = False
     weight_scales: Annotated[
@@ -38,13 +44,19 @@ class QuantizeOptions(OutputFlags):
             default="the policy's",
         ),
     ] = None
-    workers: Annotated[int, option("Threads; 0 starts one per core.", min=0), Excludes("engine=modelopt")] = 0
+    workers: Annotated[
+        int, option("Threads; 0 starts one per core.", min=0), Excludes("engine=modelopt")
+    ] = 0
     device: Annotated[
-        str, option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster."), Excludes("engine=modelopt")
+        str,
+        option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster."),
+        Excludes("engine=modelopt"),
     ] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
-        option("stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."),
+        option(
+            "stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."
+        ),
     ] = "stream"
     json_: JsonOption = False
 
@@ -64,7 +76,9 @@ def quantize(options: QuantizeOptions) -> Result:
         return estimate
     # of a dry run what the headers say, which are read from the hub if need be
     source = open_headers(options.source) if options.dry_run else directory_of(options.source)
-    policy = policy_of(options.policy, options.source, source if isinstance(source, Path) else source.path)
+    policy = policy_of(
+        options.policy, options.source, source if isinstance(source, Path) else source.path
+    )
     settings = fill(
         ConversionOptions,
         options,
@@ -73,7 +87,10 @@ def quantize(options: QuantizeOptions) -> Result:
         by_modelopt=options.engine != "stream",
     )
     if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        raise UsageError(f"`device` {options.device} is not one of cpu, cuda, cuda:N", "see `trtspec quantize --help`")
+        raise UsageError(
+            f"`device` {options.device} is not one of cpu, cuda, cuda:N",
+            "see `trtspec quantize --help`",
+        )
     with progress_bar("quantizing") as bar:
         result = quantize_checkpoint(source, options.output, policy, settings, options, bar)
     if isinstance(result, QuantizePlan):
@@ -84,7 +101,11 @@ def quantize(options: QuantizeOptions) -> Result:
     ]
     table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
     message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
-    failure = CheckFailed(message, "inspect and serve repeat them") if has_errors(result.problems) else None
+    failure = (
+        CheckFailed(message, "inspect and serve repeat them")
+        if has_errors(result.problems)
+        else None
+    )
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", options.source])
     lines = [
         "",
@@ -105,8 +126,16 @@ def _from_shapes(options: QuantizeOptions) -> Result | None:
     if absent is None or (spec := load_target(options.source).spec).quant.format.is_fp4:
         return None
     policy = policy_of(options.policy, options.source, Path(options.source))
-    quant = replace(spec.quant, format=WeightFormat.NVFP4, group_size=16, exclude=tuple(policy.exclude_patterns(spec)))
-    sizes = {"bytes_in": checkpoint_bytes(spec), "bytes_out": checkpoint_bytes(replace(spec, quant=quant))}
+    quant = replace(
+        spec.quant,
+        format=WeightFormat.NVFP4,
+        group_size=16,
+        exclude=tuple(policy.exclude_patterns(spec)),
+    )
+    sizes = {
+        "bytes_in": checkpoint_bytes(spec),
+        "bytes_out": checkpoint_bytes(replace(spec, quant=quant)),
+    }
     line = f"would write {options.output} with policy {policy.name}; by its shapes "
     line += f"{sizes['bytes_in']:,} bytes in, {sizes['bytes_out']:,} out"
     about = {"output": str(options.output), "policy": policy.name, "dry_run": True}

@@ -36,7 +36,11 @@ def serve(options: ServeOptions) -> Result | None:
         return None
     plan = _planned(options)
     # a dry run that found an error fails
-    wrong = CheckFailed("a launch would be refused for the errors above") if has_errors(plan.problems) else None
+    wrong = (
+        CheckFailed("a launch would be refused for the errors above")
+        if has_errors(plan.problems)
+        else None
+    )
     found = Result(plan.to_dict(), plan.problems, failure=wrong, text=plan.text())
     if options.dry_run:
         return found
@@ -56,7 +60,9 @@ def _planned(options: ServeOptions) -> ServerPlan:
 
         return plan_front(options, launching=not options.dry_run)
     if options.port == 0:
-        raise UsageError("an engine cannot be asked for any free port", "pass --port with a number above 0")
+        raise UsageError(
+            "an engine cannot be asked for any free port", "pass --port with a number above 0"
+        )
     if options.mode is VLLM:
         from trtspec.vllm import plan_vllm
 
@@ -79,7 +85,9 @@ def _command(options: ServeOptions) -> Result:
     chosen = replace(options, api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
     argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
-    env, key = ({API_KEY: "(not shown)"}, f'{API_KEY}="${API_KEY}" ') if options.api_key else ({}, "")
+    env, key = (
+        ({API_KEY: "(not shown)"}, f'{API_KEY}="${API_KEY}" ') if options.api_key else ({}, "")
+    )
     return Result({"argv": argv, "env": env, "config": {}}, text=f"{key}{shlex.join(argv)}\n")
 
 
@@ -95,6 +103,10 @@ def _run(options: ServeOptions) -> None:
 
     target = resolve(options.target)
     head = directory_of(options.head) if options.head else None
-    more = {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
-    settings = fill(ServerOptions, options, served_model_name=options.served_model_name or target.hub_id, **more)
+    more = (
+        {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
+    )
+    settings = fill(
+        ServerOptions, options, served_model_name=options.served_model_name or target.hub_id, **more
+    )
     run(directory_of(target), head, settings)

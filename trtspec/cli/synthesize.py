@@ -22,14 +22,20 @@ REASONS = ("empty", "noise", "loop", "cut off")
 class SynthesizeOptions(OutputFlags):
     prompts: Annotated[
         str,
-        argument("Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."),
+        argument(
+            "Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[:config]."
+        ),
     ]
     output: Annotated[Path, option("Data set to write (jsonl).", "-o")]
-    base_url: Annotated[str, option("OpenAI-compatible endpoint of the target, with or without /v1.")] = (
-        "http://127.0.0.1:8000"
-    )
-    model: Annotated[str | None, option("Model name.", default="the first one the server lists")] = None
-    api_key: Annotated[str, option("Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")] = "none"
+    base_url: Annotated[
+        str, option("OpenAI-compatible endpoint of the target, with or without /v1.")
+    ] = "http://127.0.0.1:8000"
+    model: Annotated[
+        str | None, option("Model name.", default="the first one the server lists")
+    ] = None
+    api_key: Annotated[
+        str, option("Bearer token; OPENAI_API_KEY is read too.", envvar="OPENAI_API_KEY")
+    ] = "none"
     concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 16
     split: Annotated[
         str | None,
@@ -38,16 +44,22 @@ class SynthesizeOptions(OutputFlags):
     ] = None
     samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 512
-    temperature: Annotated[float, option("Sampling temperature; use your production value.", min=0.0)] = 1.0
+    temperature: Annotated[
+        float, option("Sampling temperature; use your production value.", min=0.0)
+    ] = 1.0
     top_p: Annotated[float, option("Nucleus sampling probability.", min=0.0, max=1.0)] = 1.0
     thinking: Annotated[
         Literal["keep", "drop"],
         option("Whether the reasoning before each answer goes into the data set."),
         Excludes("raw"),
     ] = "keep"
-    raw: Annotated[bool, option("Send prompts to /completions as plain text, without the chat template.")] = False
+    raw: Annotated[
+        bool, option("Send prompts to /completions as plain text, without the chat template.")
+    ] = False
     extra_body: ExtraBody = JsonObject("{}", {})
-    shard: Annotated[str | None, option("i/n: process only part i of n, to share the work among machines.")] = None
+    shard: Annotated[
+        str | None, option("i/n: process only part i of n, to share the work among machines.")
+    ] = None
     timeout: Annotated[float, option("Seconds to wait for one request.", min=1.0)] = 600.0
     json_: JsonOption = False
 
@@ -67,7 +79,9 @@ def synthesize(options: SynthesizeOptions) -> Result:
     """
     from trtspec.heads import synthesis
 
-    endpoint = synthesis.TargetEndpoint(options.base_url, options.api_key, options.concurrency, options.timeout)
+    endpoint = synthesis.TargetEndpoint(
+        options.base_url, options.api_key, options.concurrency, options.timeout
+    )
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)
@@ -101,7 +115,9 @@ def synthesize(options: SynthesizeOptions) -> Result:
     return Result(summary, tables=[value_table(summary)], failure=failure)
 
 
-def _dry_run(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool) -> dict[str, Any]:
+def _dry_run(
+    options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool
+) -> dict[str, Any]:
     """What --dry-run prints; the key itself is never shown."""
     return {
         "prompts": prompts,
@@ -118,14 +134,22 @@ def _dry_run(options: SynthesizeOptions, prompts: int, sampling: AnswerSampling,
 
 
 def _record(
-    options: SynthesizeOptions, chosen: list[Prompt], sampling: AnswerSampling, summary: dict[str, Any]
+    options: SynthesizeOptions,
+    chosen: list[Prompt],
+    sampling: AnswerSampling,
+    summary: dict[str, Any],
 ) -> None:
     """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
     ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
     file = Path(options.prompts)
     digest = file_sha256(file) if file.is_file() else ids
     source = {"prompts": file.name, "prompts_sha256": digest, "endpoint": options.base_url}
-    used = {"sampling": sampling.__dict__, "split": options.split, "samples": options.samples, "shard": options.shard}
+    used = {
+        "sampling": sampling.__dict__,
+        "split": options.split,
+        "samples": options.samples,
+        "shard": options.shard,
+    }
     path = options.output.with_name(f"{options.output.name}.provenance.json")
     write_json(path, provenance("synthesize", source, used, **summary))
 
@@ -137,7 +161,9 @@ def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str,
 
     found = {}
     for row in rows:
-        last = row["conversations"][-1] if "conversations" in row else {"content": row["completion"]}
+        last = (
+            row["conversations"][-1] if "conversations" in row else {"content": row["completion"]}
+        )
         text = last.get("reasoning_content", "") + last["content"]
         reason = None if last.get("tool_calls") and not text else degeneration(text)
         if reason or row.get("finish_reason") == "length":

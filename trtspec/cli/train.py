@@ -15,7 +15,13 @@ from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
-from trtspec.heads.training.options import TrainingRecipe, TrainingRun, TrainOptions, dump_directory, feature_source
+from trtspec.heads.training.options import (
+    TrainingRecipe,
+    TrainingRun,
+    TrainOptions,
+    dump_directory,
+    feature_source,
+)
 from trtspec.records import (
     Excludes,
     JsonOption,
@@ -41,7 +47,10 @@ if TYPE_CHECKING:
     from trtspec.heads.training.samples import Sample
     from trtspec.models.kimi import KimiModel
 
-ACCEPTANCE_TOKENS, DRAFTS = 64, 3  # of an answer, and per step, when acceptance is measured at the end
+ACCEPTANCE_TOKENS, DRAFTS = (
+    64,
+    3,
+)  # of an answer, and per step, when acceptance is measured at the end
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
@@ -56,28 +65,41 @@ class TrainCommand(TrainOptions, OutputFlags):
         "attention": "Head", "ttt_steps": "Training", "held_out": "Data", "init": "Head", "features": "Run"
     }  # fmt: skip
 
-    target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = None
+    target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = (
+        None
+    )
     data: Annotated[
         tuple[str, ...],
         argument("Conversations answered by the target: files, or a directory of dumps."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
     aux_layers: Annotated[  # the text; TrainOptions has its numbers
-        CountList | None, option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4")
+        CountList | None,
+        option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4"),
     ] = None  # type: ignore[assignment]
-    init: Annotated[Path | None, option("Start from the weights of this head, with its architecture.")] = None
+    init: Annotated[
+        Path | None, option("Start from the weights of this head, with its architecture.")
+    ] = None
     features: Annotated[
         str,
-        option("Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."),
+        option(
+            "Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
+        ),
         Excludes("dumps"),
     ] = "auto"
     config: Annotated[
-        Path | None, option("YAML file with any of these options by name; flags and variables take precedence.")
+        Path | None,
+        option("YAML file with any of these options by name; flags and variables take precedence."),
     ] = None
-    save_every: Annotated[int, option("Steps between saved states.", min=1)] = TrainingRun.save_every
+    save_every: Annotated[int, option("Steps between saved states.", min=1)] = (
+        TrainingRun.save_every
+    )
     keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = TrainingRun.keep
     max_time: Annotated[
-        float | None, option("Hours in which the run must end; it leaves a usable head.", metavar="HOURS", min=0.01)
+        float | None,
+        option(
+            "Hours in which the run must end; it leaves a usable head.", metavar="HOURS", min=0.01
+        ),
     ] = None
     device: Annotated[str, option("cpu or cuda.")] = TrainingRun.device
     acceptance_prompts: Annotated[
@@ -85,7 +107,9 @@ class TrainCommand(TrainOptions, OutputFlags):
         option("Held-out prompts for the final acceptance measurement; 0 skips it.", min=0),
         Modes(DRY_RUN, WITH_LAYERS),
     ] = 48
-    gpu: Annotated[Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)] = "b200"
+    gpu: Annotated[
+        Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)
+    ] = "b200"
     json_: JsonOption = False
 
     @property
@@ -94,7 +118,14 @@ class TrainCommand(TrainOptions, OutputFlags):
         return dump_directory(self.data)
 
 
-NOT_IN_FILES = ("config", "dry_run", "restart", "force", "json_", "output")  # they belong to one call
+NOT_IN_FILES = (
+    "config",
+    "dry_run",
+    "restart",
+    "force",
+    "json_",
+    "output",
+)  # they belong to one call
 
 
 def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
@@ -105,13 +136,20 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
         return command, TrainingRecipe(), set()
     loaded = load_file(command.config) or {}
     if not isinstance(loaded, dict):
-        raise UsageError(f"{command.config} is not a mapping of option names to values", "see `trtspec train --help`")
+        raise UsageError(
+            f"{command.config} is not a mapping of option names to values",
+            "see `trtspec train --help`",
+        )
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    recipe = {key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values}
+    recipe = {
+        key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values
+    }
     known = {f.name for f in fields(TrainCommand)} - set(NOT_IN_FILES)
     if unknown := sorted(set(values) - known):
         allowed = ", ".join(sorted(known | {f.name for f in fields(TrainingRecipe)}))
-        raise UsageError(f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}")
+        raise UsageError(
+            f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
+        )
     values = {key: value for key, value in values.items() if value is not None}
     try:
         made_of_file = made(TrainCommand, {"output": command.output, **values})
@@ -150,15 +188,28 @@ def train(command: TrainCommand) -> Result | None:
         remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
         raise UsageError(f"{name} is missing", remedy)
     deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
-    run = fill(TrainingRun, command, target_dir=Path(), data=" ".join(command.data), deadline=deadline, again=command)
-    main = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts, the one that writes and talks
+    run = fill(
+        TrainingRun,
+        command,
+        target_dir=Path(),
+        data=" ".join(command.data),
+        deadline=deadline,
+        again=command,
+    )
+    main = (
+        os.environ.get("RANK", "0") == "0"
+    )  # of the processes that torchrun starts, the one that writes and talks
     resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
         from trtspec.heads.training.needs import dry_run
         from trtspec.specs import gpu_spec
 
-        found = dry_run(command.target, command.data, features, run, options, recipe, gpu_spec(command.gpu))
-        return _needs(found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes})
+        found = dry_run(
+            command.target, command.data, features, run, options, recipe, gpu_spec(command.gpu)
+        )
+        return _needs(
+            found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
+        )
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
     run = replace(run, target_dir=directory_of(command.target))
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
@@ -207,7 +258,12 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
 
 
 def _train(
-    run: TrainingRun, data: tuple[str, ...], features: FeatureSource, options: TrainOptions, prompts: int, asked: bool
+    run: TrainingRun,
+    data: tuple[str, ...],
+    features: FeatureSource,
+    options: TrainOptions,
+    prompts: int,
+    asked: bool,
 ) -> dict[str, Any]:
     """Plans, trains and measures on `prompts`. Returns the record of the run in the main process, {} in the others.
 
@@ -216,7 +272,10 @@ def _train(
     # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.checkpoint.target_problems import require_target
-    from trtspec.heads.training.plan import check_run, make_plan  # only now: importing torch takes seconds
+    from trtspec.heads.training.plan import (
+        check_run,
+        make_plan,
+    )  # only now: importing torch takes seconds
     from trtspec.heads.training.processes import process_group
 
     with process_group(run.device) as world:
@@ -230,30 +289,45 @@ def _train(
         if prompts and plan.features.with_layers and not plan.held_out:
             text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
             if asked:
-                raise UsageError(text, "give a larger --held-out or more data; or --acceptance-prompts 0")
+                raise UsageError(
+                    text, "give a larger --held-out or more data; or --acceptance-prompts 0"
+                )
             say(text)
 
         from trtspec.heads.training.producers import open_target
-        from trtspec.heads.training.run import run_training, write_record  # ModelOpt takes many seconds
+        from trtspec.heads.training.run import (
+            run_training,
+            write_record,
+        )  # ModelOpt takes many seconds
 
         model, whole = open_target(run.target_dir, plan, options.dtype, world.device(run.device))
         if not whole and asked and prompts:
             text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
             raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
         with progress_bar("training", plan.steps, "steps") as bar:
-            record = run_training(run, model, plan, options, on_step=_shown(bar.advance), world=world)
+            record = run_training(
+                run, model, plan, options, on_step=_shown(bar.advance), world=world
+            )
     if not record or not prompts or not record["training"]["finished"]:
         return record
     if not whole:
-        say("Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`")
+        say(
+            "Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`"
+        )
     elif record["held_out"]:
-        held = [sample for sample in plan.samples if sample.id in set(record["held_out"]) and sample.prompt > 0]
+        held = [
+            sample
+            for sample in plan.samples
+            if sample.id in set(record["held_out"]) and sample.prompt > 0
+        ]
         record["acceptance"] = measure_acceptance(model, run, held[:prompts])
         write_record(run.output, plan.spec, record)
     return record
 
 
-def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sample]) -> dict[str, Any]:
+def measure_acceptance(
+    model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
+) -> dict[str, Any]:
     """What the new head, drafting freely for greedy answers, has accepted on prompts that training never saw."""
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -275,7 +349,9 @@ def measure_acceptance(model: KimiModel, run: TrainingRun, samples: Sequence[Sam
         answer = done[sample.id]
         stats, tokens = answer.stats, len(answer.token_ids)
         counted = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
-        counts.append(TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine"))
+        counts.append(
+            TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine")
+        )
     groups = {"all": summarize(counts)} | by_category(
         sorted((one for one in counts if one.category), key=lambda one: one.category)
     )
@@ -330,7 +406,9 @@ def _result(output: Path, record: dict[str, Any], again: str) -> Result | None:
 
 def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     training = record["training"]
-    shares = ", ".join(f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"]))
+    shares = ", ".join(
+        f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"])
+    )
     yield f"head        {output}"
     yield f"parameters  {record['parameters']:,}"
     yield f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens"

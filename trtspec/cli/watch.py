@@ -19,18 +19,26 @@ from trtspec.records import Excludes, JsonOption, Needs, argument, option
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     url: Annotated[str, argument("Server whose metrics are read.")]
-    interval: Annotated[float, option("Seconds between two readings.", min=0.05), Excludes("once")] = 15.0
+    interval: Annotated[
+        float, option("Seconds between two readings.", min=0.05), Excludes("once")
+    ] = 15.0
     listen: Annotated[
-        str | None, option("HOST:PORT for Prometheus metrics of the watch; localhost without HOST."), Excludes("once")
+        str | None,
+        option("HOST:PORT for Prometheus metrics of the watch; localhost without HOST."),
+        Excludes("once"),
     ] = None
     once: Annotated[bool, option("Judge once; status 3 unless --baseline is reached.")] = False
-    baseline: Annotated[Path | None, option("results.json of `trtspec bench`, or its directory."), Needs("once")] = None
+    baseline: Annotated[
+        Path | None, option("results.json of `trtspec bench`, or its directory."), Needs("once")
+    ] = None
     max_drop: Annotated[
         float,
         option("Largest relative drop of accepted drafts per step that passes.", min=0.0, max=0.95),
         Needs("once"),
     ] = 0.15
-    min_steps: Annotated[int, option("Verification steps that a verdict needs.", min=50), Needs("once")] = 500
+    min_steps: Annotated[
+        int, option("Verification steps that a verdict needs.", min=50), Needs("once")
+    ] = 500
     json_: JsonOption = False
 
 
@@ -60,11 +68,15 @@ async def _judge_once(url: str, options: WatchOptions) -> report.Result:
     verdict = judge(found, baseline, options.max_drop, options.min_steps)
     code = "TS-WATCH-BASELINE" if verdict.status == "fail" else "TS-WATCH-UNMEASURED"
     problems = [Problem(code, "error", url, verdict.why)] if verdict.why else []
-    expected = f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
+    expected = (
+        f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
+    )
     message = f"{url}: {'below the baseline' if verdict.status == 'fail' else 'NOT PROVEN'}: {verdict.why}"
     wrong = CheckFailed(message, problems[0].remedy) if problems else None
     values = {**found.summary(), **asdict(verdict), "baseline": asdict(baseline)}
-    return report.Result(values, problems, lines=[found.line(), expected, verdict.status], failure=wrong)
+    return report.Result(
+        values, problems, lines=[found.line(), expected, verdict.status], failure=wrong
+    )
 
 
 async def _watch_on(url: str, options: WatchOptions) -> None:
@@ -85,7 +97,9 @@ async def _watch_on(url: str, options: WatchOptions) -> None:
                 if error.code == NO_METRICS:
                     raise
             shown = {"ok": not found.failure, **found.summary(), "problems": []}
-            sys.stdout.write((json.dumps(shown, ensure_ascii=False) if options.json_ else found.line()) + "\n")
+            sys.stdout.write(
+                (json.dumps(shown, ensure_ascii=False) if options.json_ else found.line()) + "\n"
+            )
             sys.stdout.flush()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), options.interval)

@@ -12,7 +12,9 @@ import re
 from trtspec.errors import UsageError
 
 EXAMPLE = "http://127.0.0.1:8000"
-SENDABLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")  # what every HTTP client and server takes in a header
+SENDABLE = re.compile(
+    r"[!-~](?:[ -~]*[!-~])?"
+)  # what every HTTP client and server takes in a header
 
 
 def shown(text: str) -> str:

@@ -23,7 +23,10 @@ from trtspec.client.addresses import key_header
 from trtspec.errors import TrtspecError, UsageError
 
 T = TypeVar("T")
-CHAT, RAW = "/v1/chat/completions", "/v1/completions"  # of messages, and of a prompt without a chat template
+CHAT, RAW = (
+    "/v1/chat/completions",
+    "/v1/completions",
+)  # of messages, and of a prompt without a chat template
 # keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
 OWNED = {
     "model": "give `model`",
@@ -45,7 +48,9 @@ POLL_S = 0.2  # between two requests to a server that is not ready
 class RequestFailed(TrtspecError):
     """A request without a usable answer, and why. `status`: HTTP status of the response; None without a response."""
 
-    def __init__(self, message: str, remedy: str = "look at the server's log", status: int | None = None) -> None:
+    def __init__(
+        self, message: str, remedy: str = "look at the server's log", status: int | None = None
+    ) -> None:
         super().__init__(message, remedy)
         self.status = status
 
@@ -78,9 +83,13 @@ class Answer:
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
     status: int | None = None  # other than 200, of the response or of an error event in its stream
-    tool_calls: list[dict[str, str]] = field(default_factory=list)  # id, name and arguments, joined from their chunks
+    tool_calls: list[dict[str, str]] = field(
+        default_factory=list
+    )  # id, name and arguments, joined from their chunks
     unindexed: int = 0  # chunks of tool calls without the index of their call
-    counted: list[int] = field(default_factory=list)  # tokens so far, from the token ids or the usage in chunks
+    counted: list[int] = field(
+        default_factory=list
+    )  # tokens so far, from the token ids or the usage in chunks
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
@@ -91,7 +100,11 @@ class Answer:
     @property
     def written(self) -> str:
         """Reasoning, text and tool calls: an answer that is only a tool call is not empty."""
-        return self.reasoning + self.text + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
+        return (
+            self.reasoning
+            + self.text
+            + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
+        )
 
 
 def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> None:
@@ -112,19 +125,29 @@ def new_client(
     `headers`: by default the key of OPENAI_API_KEY; raises UsageError if no header can carry it. `proxies`: use the
     proxy variables of the environment."""
     most, headers = concurrency + 4, key_header() if headers is None else headers
-    limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S)
-    times = httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None) if timeout else TIMEOUT
+    limits = httpx.Limits(
+        max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S
+    )
+    times = (
+        httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None)
+        if timeout
+        else TIMEOUT
+    )
     return httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=times, trust_env=proxies,
         verify=url.startswith("https"),  # loading certificates takes 20 ms
     )  # fmt: skip
 
 
-async def fetch(client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None) -> bytes:
+async def fetch(
+    client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None
+) -> bytes:
     """The body of the 200 response to a GET of `path`, or to a POST of `body`. `timeout` as in `new_client`, for this
     request. Raises RequestFailed."""
     times = timeout or httpx.USE_CLIENT_DEFAULT
-    request = client.build_request("GET" if body is None else "POST", path, json=body, timeout=times)
+    request = client.build_request(
+        "GET" if body is None else "POST", path, json=body, timeout=times
+    )
     try:
         response = await client.send(request)
     except httpx.TimeoutException:
@@ -133,7 +156,9 @@ async def fetch(client: httpx.AsyncClient, path: str, body: Any = None, timeout:
     except httpx.HTTPError as error:
         raise RequestFailed(f"{request.url} does not answer: {describe(error)}") from None
     if response.status_code != 200:
-        raise RequestFailed(error_message(response.status_code, response.text), status=response.status_code)
+        raise RequestFailed(
+            error_message(response.status_code, response.text), status=response.status_code
+        )
     return response.content
 
 
@@ -186,7 +211,9 @@ async def wait_ready(
             except RequestFailed as failure:
                 said = failure.message
             if time.monotonic() >= deadline:
-                raise RequestFailed(f"after {seconds:g} s {said}", "look at the server's log, or wait longer")
+                raise RequestFailed(
+                    f"after {seconds:g} s {said}", "look at the server's log, or wait longer"
+                )
             await asyncio.sleep(POLL_S)
     return False
 
@@ -223,7 +250,9 @@ def error_message(status: int, body: str) -> str:
     return f"HTTP {status}: {str(text)[:300]}"
 
 
-def chat_body(model: str, messages: list[dict[str, Any]], sampling: RequestSampling, index: int) -> dict[str, Any]:
+def chat_body(
+    model: str, messages: list[dict[str, Any]], sampling: RequestSampling, index: int
+) -> dict[str, Any]:
     """The body of a chat request without streaming keys."""
     return {
         "model": model,
@@ -253,13 +282,19 @@ async def stream_answer(
         if event.endswith(".send_request_headers.complete"):  # the body follows
             answer.started = time.perf_counter()
 
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True, **body.get("stream_options", {})}}
+    streamed = {
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True, **body.get("stream_options", {})},
+    }
     try:
         sending = client.stream("POST", path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(limit_s), sending as response:
             if response.status_code != 200:
                 answer.status = response.status_code
-                answer.error = error_message(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+                answer.error = error_message(
+                    response.status_code, (await response.aread()).decode("utf-8", "replace")
+                )
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)
@@ -269,7 +304,9 @@ async def stream_answer(
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        answer.error = f"the stream has an event that is not a chat completion chunk ({describe(error)})"
+        answer.error = (
+            f"the stream has an event that is not a chat completion chunk ({describe(error)})"
+        )
     answer.finished = time.perf_counter()
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
@@ -314,7 +351,12 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.reasoning += reasoning
         called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
         ids = [token_count(token) for token in choice.get("token_ids") or []]
-        answer.prompt_ids = answer.prompt_ids or choice.get("prompt_token_ids") or event.get("prompt_token_ids") or []
+        answer.prompt_ids = (
+            answer.prompt_ids
+            or choice.get("prompt_token_ids")
+            or event.get("prompt_token_ids")
+            or []
+        )
         answer.token_ids += ids
         if ids:
             answer.counted.append(len(answer.token_ids))
@@ -324,7 +366,9 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         if reason is not None and not isinstance(reason, str):
             raise ValueError(f"{str(reason)[:40]!r} is not a finish_reason")
         answer.finish_reason = reason or answer.finish_reason
-        answer.tokens_per_iteration = _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
+        answer.tokens_per_iteration = (
+            _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
+        )
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
 
@@ -337,7 +381,12 @@ def _status_in(event: dict[str, Any]) -> int:
 
 def token_count(value: Any) -> int:
     """`value` as a number of tokens. Raises ValueError for anything else that a server may send."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value < 2**53
+        or value != int(value)
+    ):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
     return int(value)
 
@@ -363,9 +412,15 @@ def _speculation(value: Any) -> dict[str, Any] | None:
     """`spec_decode` of a choice. Raises ValueError for invalid counts."""
     if value is None:
         return None
-    counts: dict[str, Any] = {key: token_count(value[key]) for key in ("steps", "drafted", "accepted")}
+    counts: dict[str, Any] = {
+        key: token_count(value[key]) for key in ("steps", "drafted", "accepted")
+    }
     histogram = value.get("histogram")
-    return {**value, **counts, "histogram": [token_count(entry) for entry in histogram] if histogram else None}
+    return {
+        **value,
+        **counts,
+        "histogram": [token_count(entry) for entry in histogram] if histogram else None,
+    }
 
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
@@ -392,4 +447,6 @@ async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     except (ValueError, LookupError, TypeError):
         pass
     start = " ".join(content[:80].decode("utf-8", "replace").split())
-    raise RequestFailed(f"HTTP 200, but not a chat completion: {start!r}", "ask the server, not a proxy", 200)
+    raise RequestFailed(
+        f"HTTP 200, but not a chat completion: {start!r}", "ask the server, not a proxy", 200
+    )

@@ -72,7 +72,9 @@ class Exchange:
     @property
     def refused(self) -> bool:
         """Whether the server refused the request by name."""
-        return self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
+        return (
+            self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
+        )
 
     @property
     def answered(self) -> bool:
@@ -83,7 +85,9 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
     """The exchange with its answer. A failure is an answer too: it is returned in `error`, never raised."""
     body = {"model": model, **asked.body}
     if body.get("stream"):
-        answer = await stream_answer(client, body, asked.key, asked.kind, path=asked.path, limit_s=timeout)
+        answer = await stream_answer(
+            client, body, asked.key, asked.kind, path=asked.path, limit_s=timeout
+        )
         return answered(asked, answer)
     answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
     try:
@@ -96,7 +100,14 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
         answer.counted = []
     except RequestFailed as failure:
         answer.error, answer.status = failure.message, failure.status
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         answer.error = f"the response is no chat completion ({type(error).__name__}: {error})"
     return answered(asked, answer)
 
@@ -138,7 +149,9 @@ def read_recording(path: Path) -> list[Exchange]:
         try:
             found.append(LINES.validate_json(line))
         except ValueError:
-            raise UsageError(f"{path}, line {number}, is no exchange of a recording", remedy) from None
+            raise UsageError(
+                f"{path}, line {number}, is no exchange of a recording", remedy
+            ) from None
     if not found:
         raise UsageError(f"{path} has no exchanges", remedy)
     return found

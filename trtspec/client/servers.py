@@ -113,8 +113,15 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
         kind = REFERENCE
     if kind is UNKNOWN:
         text = await _text(client, "/metrics")
-        kind = next((kind for kind in ADAPTERS.values() if kind.around_runs and kind.prefix in text), UNKNOWN)
-    reported = {key: value for key in ("version", "draft_sampling") if isinstance(value := named.get(key), str)}
+        kind = next(
+            (kind for kind in ADAPTERS.values() if kind.around_runs and kind.prefix in text),
+            UNKNOWN,
+        )
+    reported = {
+        key: value
+        for key in ("version", "draft_sampling")
+        if isinstance(value := named.get(key), str)
+    }
     return DetectedServer(kind.name, model or entry["id"], **reported)
 
 
@@ -170,7 +177,10 @@ def read_samples(text: str) -> Samples:
 
 def adapter_of(samples: Samples) -> Adapter | None:
     """The server that exports these metrics; None for an unknown one."""
-    return next((one for one in ADAPTERS.values() if any(name.startswith(one.prefix) for name in samples)), None)
+    return next(
+        (one for one in ADAPTERS.values() if any(name.startswith(one.prefix) for name in samples)),
+        None,
+    )
 
 
 def counters_in(samples: Samples, names: Adapter) -> Counters | None:
@@ -181,7 +191,11 @@ def counters_in(samples: Samples, names: Adapter) -> Counters | None:
     positions: dict[int, int] = {}
     for labels, value in samples.get(names.position, ()):
         digits = labels.get("position", "")
-        place = int(digits) - names.first + 1 if digits.isascii() and digits.isdigit() and len(digits) < 4 else 0
+        place = (
+            int(digits) - names.first + 1
+            if digits.isascii() and digits.isdigit() and len(digits) < 4
+            else 0
+        )
         if place < 1:
             raise ValueError(f"has {names.position} of the position {labels.get('position')!r:.40}")
         positions[place] = positions.get(place, 0) + count_of(names.position, value)
@@ -206,13 +220,19 @@ def read_iterations(text: str, source: str = "") -> Counters:
     Raises ValueError for any other text, and for an empty list on the first request (no `source`): the engine may not
     collect statistics."""
     records = parse_json(text)
-    if not all(isinstance(record, dict) for record in records):  # a text that begins with [ is a list
+    if not all(
+        isinstance(record, dict) for record in records
+    ):  # a text that begins with [ is a list
         raise ValueError("is JSON, but not a list of iterations")
     if not records and not source:
         raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
-    stats = [found for record in records if isinstance(found := record.get("specDecodingStats"), dict)]
+    stats = [
+        found for record in records if isinstance(found := record.get("specDecodingStats"), dict)
+    ]
     keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
-    steps, drafted, accepted = (sum(count_of(key, found.get(key)) for found in stats) for key in keys)
+    steps, drafted, accepted = (
+        sum(count_of(key, found.get(key)) for found in stats) for key in keys
+    )
     return Counters(steps, drafted, accepted)
 
 
@@ -222,11 +242,16 @@ def counted_between(before: Counters, after: Counters) -> Counters:
         after.steps - before.steps,
         after.drafted - before.drafted,
         after.accepted - before.accepted,
-        {place: count - before.per_position.get(place, 0) for place, count in sorted(after.per_position.items())},
+        {
+            place: count - before.per_position.get(place, 0)
+            for place, count in sorted(after.per_position.items())
+        },
     )
     fewest = min(found.steps, found.drafted, found.accepted, *found.per_position.values())
     if fewest < 0 or before.per_position.keys() - after.per_position.keys():
-        raise ValueError("counts less after the run than before it: it was started again, or is several servers")
+        raise ValueError(
+            "counts less after the run than before it: it was started again, or is several servers"
+        )
     return found
 
 
@@ -264,17 +289,27 @@ def counts_between(
         return None
     histogram = None
     reached = [counted.steps, *counted.per_position.values()]
-    if list(counted.per_position) != list(range(1, len(reached))) or reached != sorted(reached, reverse=True):
-        faults.append(f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps")
+    if list(counted.per_position) != list(range(1, len(reached))) or reached != sorted(
+        reached, reverse=True
+    ):
+        faults.append(
+            f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps"
+        )
     elif counted.per_position:  # entry j: steps that accepted exactly j drafts
-        histogram = tuple(here - there for here, there in zip(reached, [*reached[1:], 0], strict=True))
+        histogram = tuple(
+            here - there for here, there in zip(reached, [*reached[1:], 0], strict=True)
+        )
     counts = counted.steps, counted.accepted, counted.drafted, histogram
     return TurnCounts(f"all of {category}", category, tokens, *counts, FROM_COUNTERS)
 
 
 def counts_of(answer: Answer) -> TurnCounts | None:
     """Speculation as one answer reports it; None if it reports nothing."""
-    spec, average, tokens = answer.spec_decode, answer.tokens_per_iteration, answer.completion_tokens
+    spec, average, tokens = (
+        answer.spec_decode,
+        answer.tokens_per_iteration,
+        answer.completion_tokens,
+    )
     if spec is not None:
         histogram = tuple(spec["histogram"]) if spec["histogram"] else None
         counts = spec["steps"], spec["accepted"], spec["drafted"], histogram
@@ -282,7 +317,12 @@ def counts_of(answer: Answer) -> TurnCounts | None:
     if average is None or average < LEAST_AVERAGE or not tokens:
         return None
     iterations = max(1, min(tokens, round(tokens / average)))
-    counted = iterations - 1, tokens - iterations, None, None  # the server counts the prefill as an iteration
+    counted = (
+        iterations - 1,
+        tokens - iterations,
+        None,
+        None,
+    )  # the server counts the prefill as an iteration
     return TurnCounts(answer.question, answer.category, tokens, *counted, FROM_AVERAGE)
 
 
@@ -292,7 +332,9 @@ def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]
     good = [answer for answer in answers if not answer.error]
     averages = [answer.tokens_per_iteration for answer in good if answer.tokens_per_iteration]
     if low := next((average for average in averages if average < LEAST_AVERAGE), None):
-        faults.append(f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token")
+        faults.append(
+            f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token"
+        )
     return [counts for answer in good if (counts := counts_of(answer)) is not None]
 
 

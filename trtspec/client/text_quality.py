@@ -16,7 +16,12 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a unit: a word or a single punctuation mark
 NGRAM = 4
 MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
-NOISE = ("Cc", "Cn", "Co", "Cs")  # categories that no language writes: control, unassigned, private use, surrogate
+NOISE = (
+    "Cc",
+    "Cn",
+    "Co",
+    "Cs",
+)  # categories that no language writes: control, unassigned, private use, surrogate
 NOISE_SHARE = 0.1  # of the characters of an answer
 RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
 
@@ -48,7 +53,10 @@ def degeneration(text: str) -> str | None:
     """Why an answer is degenerate ("empty", "noise", "loop"), or None."""
     if not text.strip():
         return "empty"
-    noise = sum(char == "\ufffd" or unicodedata.category(char) in NOISE and char not in "\n\r\t" for char in text)
+    noise = sum(
+        char == "\ufffd" or unicodedata.category(char) in NOISE and char not in "\n\r\t"
+        for char in text
+    )
     if noise / len(text) > NOISE_SHARE:
         return "noise"
     ratio = distinct_ratio(WORD.findall(text))

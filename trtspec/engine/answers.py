@@ -21,7 +21,13 @@ def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
     keep every other thread waiting."""
     asked = call.asked
     if not asked.shown:
-        nothing = {"token_ids": [], "text": "", "finish_reason": "length", "logprobs": [], "stats": Stats()}
+        nothing = {
+            "token_ids": [],
+            "text": "",
+            "finish_reason": "length",
+            "logprobs": [],
+            "stats": Stats(),
+        }
         completions = [replace(one, **nothing) for one in completions]  # type: ignore[arg-type]
     yield f'{_json(head(call, "chat.completion"))[:-1]},"choices":['
     for index, (completion, request) in enumerate(zip(completions, call.requests, strict=True)):
@@ -29,9 +35,13 @@ def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
         reason: str | None = completion.finish_reason
         if asked.chat:
             choice["message"] = parse_reply(completion.text, call.thinking)
-            reason = "tool_calls" if choice["message"].get("tool_calls") and reason == "stop" else reason
+            reason = (
+                "tool_calls" if choice["message"].get("tool_calls") and reason == "stop" else reason
+            )
         else:
-            choice["text"] = (call.tokenizer.decode(request.prompt_ids) if asked.echo else "") + completion.text
+            choice["text"] = (
+                call.tokenizer.decode(request.prompt_ids) if asked.echo else ""
+            ) + completion.text
         if asked.return_token_ids:
             choice |= {"prompt_token_ids": request.prompt_ids, "token_ids": completion.token_ids}
         choice |= {"finish_reason": reason} | speculation(completion)
@@ -40,7 +50,9 @@ def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
             yield "null}"
             continue
         entries = [*completion.prompt_logprobs, *completion.logprobs]
-        for at, (name, items) in enumerate(scores(call, entries, request.prompt_ids if asked.echo else []).items()):
+        for at, (name, items) in enumerate(
+            scores(call, entries, request.prompt_ids if asked.echo else []).items()
+        ):
             yield f'{"," if at else "{"}"{name}":'
             yield from _listed(items)
         yield "}}"
@@ -75,7 +87,9 @@ def usage(prompt_tokens: int, completions: list[Output], n: int = 1) -> dict[str
     }
 
 
-def scores(call: ApiCall, entries: list[TokenLogprobs], echoed: list[int]) -> dict[str, Iterable[Any]]:
+def scores(
+    call: ApiCall, entries: list[TokenLogprobs], echoed: list[int]
+) -> dict[str, Iterable[Any]]:
     """The members of a choice's `logprobs`: lists, whose items are made when they are taken. Of an echoed prompt the
     first token has no log-probability."""
     top, table = call.asked.top, call.tokenizer.token_bytes
@@ -95,14 +109,19 @@ def scores(call: ApiCall, entries: list[TokenLogprobs], echoed: list[int]) -> di
     if call.asked.chat:
         return {
             "content": (
-                {**scored(entry.token, entry.logprob), "top_logprobs": [scored(*other) for other in others(entry)]}
+                {
+                    **scored(entry.token, entry.logprob),
+                    "top_logprobs": [scored(*other) for other in others(entry)],
+                }
                 for entry in entries
             )
         }
     texts = [text(token) for token in (*echoed[:1], *(entry.token for entry in entries))]
     none = [None] * len(echoed[:1])
     # several tokens may have one text, as parts of characters do: the likeliest keeps it
-    tops = ({text(token): value for token, value in reversed([*others(entry)])} for entry in entries)
+    tops = (
+        {text(token): value for token, value in reversed([*others(entry)])} for entry in entries
+    )
     return {
         "tokens": texts,
         "token_logprobs": [*none, *(entry.logprob for entry in entries)],
@@ -153,7 +172,9 @@ class ChoiceStream:
         asked, first, self.opened = self.call.asked, not self.opened, True
         if not asked.shown:
             output = replace(output, token_ids=[], text="", logprobs=[])
-        self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))  # its counts are what is needed
+        self.completion.add(
+            replace(output, text="", logprobs=[], prompt_logprobs=[])
+        )  # its counts are what is needed
         opening: list[dict[str, Any]] = []
         if first and asked.chat:
             opening = [{"delta": {"role": "assistant", "content": ""}}]
@@ -163,7 +184,9 @@ class ChoiceStream:
         chunks = list(self._texts(output))
         about = self._about(output, first)
         if output.finish_reason:
-            called = self.parser is not None and self.parser.calls and output.finish_reason == "stop"
+            called = (
+                self.parser is not None and self.parser.calls and output.finish_reason == "stop"
+            )
             reason = "tool_calls" if called else output.finish_reason
             chunks.append({**self._empty, "finish_reason": reason, **speculation(self.completion)})
         elif about and not chunks:  # tokens of an unfinished character are reported too
@@ -204,13 +227,20 @@ class ChoiceStream:
 
     def _chunk(self, choice: dict[str, Any]) -> str:
         shared = head(self.call, "chat.completion.chunk")
-        value = {**shared, "choices": [{"index": self.index, "logprobs": None, "finish_reason": None, **choice}]}
+        value = {
+            **shared,
+            "choices": [{"index": self.index, "logprobs": None, "finish_reason": None, **choice}],
+        }
         if (wanted := self.call.asked.usage_wanted) != "no":
-            value["usage"] = usage(len(self.prompt), [self.completion]) if wanted == "each" else None
+            value["usage"] = (
+                usage(len(self.prompt), [self.completion]) if wanted == "each" else None
+            )
         return f"data: {_json(value)}\n\n"
 
 
 def usage_chunk(call: ApiCall, completions: list[Output]) -> str:
     """The last chunk of a stream with `stream_options.include_usage`."""
     total = usage(call.prompt_tokens, completions, call.asked.n)
-    return f"data: {_json({**head(call, 'chat.completion.chunk'), 'choices': [], 'usage': total})}\n\n"
+    return (
+        f"data: {_json({**head(call, 'chat.completion.chunk'), 'choices': [], 'usage': total})}\n\n"
+    )

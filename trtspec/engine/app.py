@@ -46,11 +46,17 @@ class ErrorAnswer(BaseModel):
     error: ErrorText
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "What was wrong."}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorAnswer, "description": "What was wrong."}
+}
 
 
 def create_app(
-    engine: Engine, tokenizer: KimiTokenizer, served: str, api_key: str | None = None, max_queue: int = 512
+    engine: Engine,
+    tokenizer: KimiTokenizer,
+    served: str,
+    api_key: str | None = None,
+    max_queue: int = 512,
 ) -> FastAPI:
     """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it.
 
@@ -58,7 +64,9 @@ def create_app(
     that run."""
     worker = Worker(engine, max_queue)
     end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
-    grammars = Grammars(tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])}))
+    grammars = Grammars(
+        tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])})
+    )
     preparation = Preparation(engine, tokenizer, served)
 
     @asynccontextmanager
@@ -68,7 +76,9 @@ def create_app(
         worker.stop()
         grammars.close()
 
-    app = FastAPI(title="trtspec reference server", version=metadata.version("trtspec"), lifespan=lifespan)
+    app = FastAPI(
+        title="trtspec reference server", version=metadata.version("trtspec"), lifespan=lifespan
+    )
     app.router.route_class = BodyRoute
     app.state.worker, app.state.body_limit = worker, body_limit(engine.max_seq_len)
     app.add_middleware(Boundary, api_key=api_key)
@@ -82,10 +92,14 @@ def create_app(
         _require_model(asked.model, served)
         try:
             grammar = None
-            if asked.form is not None:  # first: a flood of forms is refused here, and takes no place in the queue
+            if (
+                asked.form is not None
+            ):  # first: a flood of forms is refused here, and takes no place in the queue
                 grammar = await _unless_disconnected(request, _compiled(asked.form, grammars))
             _require_room(asked.choices, reservation)  # before anything is tokenized
-            job = await asyncio.to_thread(preparation.call, asked, grammar)  # templates and long texts take a while
+            job = await asyncio.to_thread(
+                preparation.call, asked, grammar
+            )  # templates and long texts take a while
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
             if asked.stream:
                 return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
@@ -113,7 +127,9 @@ def create_app(
 class Reply(StreamingResponse):
     """An answer in chunks. What its request held is free when it is sent, or cannot be."""
 
-    def __init__(self, reservation: Reservation, chunks: AsyncIterator[str] | list[bytes], **options: Any) -> None:
+    def __init__(
+        self, reservation: Reservation, chunks: AsyncIterator[str] | list[bytes], **options: Any
+    ) -> None:
         super().__init__(chunks, **options)
         self.reservation = reservation
 
@@ -138,7 +154,9 @@ async def _compiled(form: Form, grammars: Grammars) -> Grammar:
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
     """The result of `work`; it is cancelled when the client goes away, with an ApiError that nobody reads."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    working.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
+    working.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+    )  # which nobody may ask for
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -159,8 +177,12 @@ async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     streams = [ChoiceStream(job, index) for index in range(len(job.requests))]
     try:
         async for index, output in worker.run(job.requests):
-            push = streams[index].push  # a long prompt's log-probabilities are written beside the event loop
-            chunk = await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
+            push = streams[
+                index
+            ].push  # a long prompt's log-probabilities are written beside the event loop
+            chunk = (
+                await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
+            )
             if chunk:
                 yield chunk
     except (ApiError, RequestRefused) as failure:
@@ -184,19 +206,27 @@ def _require_room(wanted: int, reservation: Reservation) -> None:
     if not worker.healthy:
         raise ApiError("the engine stopped", status=503)
     if wanted > worker.capacity:
-        raise ApiError(f"{wanted} generations in one request; this server takes {worker.capacity} at once")
+        raise ApiError(
+            f"{wanted} generations in one request; this server takes {worker.capacity} at once"
+        )
     if not reservation.take(generations=wanted):
-        raise ApiError("too many requests wait", status=429, code="queue_full", retry_after=RETRY_SECONDS)
+        raise ApiError(
+            "too many requests wait", status=429, code="queue_full", retry_after=RETRY_SECONDS
+        )
 
 
 def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
     """Reserves so many scores. Raises ApiError 400 for too many, 429 while those of all requests would be too many."""
-    most = f"this server keeps log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at once"
+    most = (
+        f"this server keeps log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at once"
+    )
     if wanted > SCORES_IN_FLIGHT:
         remedy = "lower max_tokens, the alternatives, or the number of prompts or choices"
         raise ApiError(f"{wanted} in one request; {most}: {remedy}", param="logprobs")
     if not reservation.take(scores=wanted):
-        raise ApiError(most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS)
+        raise ApiError(
+            most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS
+        )
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -205,7 +235,11 @@ def _as_api_error(error: Exception) -> ApiError:
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         return ApiError(error.message, param=error.param, code=code)
     assert isinstance(error, RoutingError)
-    return error if isinstance(error, ApiError) else ApiError(str(error.detail), status=error.status_code)
+    return (
+        error
+        if isinstance(error, ApiError)
+        else ApiError(str(error.detail), status=error.status_code)
+    )
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -265,9 +299,18 @@ class EngineCollector(Collector):
         }
         if self.engine.prefix is not None:
             prefix = self.engine.prefix.stats
-            counters["prefix_tokens"] = (prefix.tokens, "Prompt tokens looked up among computed prefixes.")
-            counters["prefix_cached_tokens"] = (prefix.cached_tokens, "Prompt tokens that needed no computation.")
-            counters["prefix_evicted_blocks"] = (prefix.evicted_blocks, "Blocks of prefixes that made room for others.")
+            counters["prefix_tokens"] = (
+                prefix.tokens,
+                "Prompt tokens looked up among computed prefixes.",
+            )
+            counters["prefix_cached_tokens"] = (
+                prefix.cached_tokens,
+                "Prompt tokens that needed no computation.",
+            )
+            counters["prefix_evicted_blocks"] = (
+                prefix.evicted_blocks,
+                "Blocks of prefixes that made room for others.",
+            )
         for name, (value, text) in counters.items():
             yield CounterMetricFamily(f"trtspec_{name}", text, value=value)
         name, text = "accepted_tokens_per_position", "Steps that accepted this draft position."
@@ -275,5 +318,9 @@ class EngineCollector(Collector):
         for position in range(1, len(totals.histogram)):
             positions.add_metric([str(position)], sum(totals.histogram[position:]))
         yield positions
-        yield GaugeMetricFamily("trtspec_requests_running", "Requests in the batch.", value=len(self.engine.batch))
-        yield GaugeMetricFamily("trtspec_requests_waiting", "Requests in the queue.", value=len(self.engine.waiting))
+        yield GaugeMetricFamily(
+            "trtspec_requests_running", "Requests in the batch.", value=len(self.engine.batch)
+        )
+        yield GaugeMetricFamily(
+            "trtspec_requests_waiting", "Requests in the queue.", value=len(self.engine.waiting)
+        )

@@ -44,7 +44,9 @@ class DecodeBatch:
     def append(self, sequence: Sequence, token: int) -> None:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
-        self.block[row, 0].fill_(token)  # assigning a number to one element is a copy from the host that waits
+        self.block[row, 0].fill_(
+            token
+        )  # assigning a number to one element is a copy from the host that waits
         self.start[row].fill_(len(sequence.request.prompt_ids))
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
@@ -73,7 +75,11 @@ class DecodeBatch:
         self.start[:rows] += accepted + 1
         if self.sampling is None:
             return
-        drawn = [sequence.uniform(self.uniform.shape[1]) for sequence in self.sequences if sequence.sampled]
+        drawn = [
+            sequence.uniform(self.uniform.shape[1])
+            for sequence in self.sequences
+            if sequence.sampled
+        ]
         self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device, non_blocking=True)
 
     def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:

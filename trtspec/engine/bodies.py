@@ -9,7 +9,14 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import HTTPException
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from trtspec import files
 from trtspec.engine.grammars import compact_schema
@@ -24,7 +31,16 @@ Prompts = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
 # Fields of a message that are taken whatever the template does with them: some of no template's business, some that
 # templates leave out on purpose (the reasoning of earlier turns). Any other must be read by the template.
 MESSAGE_FIELDS = frozenset(
-    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "annotations"}
+    {
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "reasoning",
+        "annotations",
+    }
 )
 
 
@@ -40,12 +56,16 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(status, message, {"Retry-After": str(retry_after)} if retry_after else None)
+        super().__init__(
+            status, message, {"Retry-After": str(retry_after)} if retry_after else None
+        )
         self.message, self.status, self.param, self.code = message, status, param, code
 
     def to_dict(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclass(frozen=True)
@@ -67,18 +87,32 @@ def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
     except ValidationError as error:
         raise _named(error) from None
     except ValueError as error:
-        raise ApiError(f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}") from None
+        raise ApiError(
+            f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}"
+        ) from None
 
 
 def _named(error: ValidationError) -> ApiError:
     """The deepest fault: of a value that may be of several types, the one that it comes closest to."""
-    fault = max(error.errors(include_context=False, include_input=False), key=lambda one: len(one["loc"]))
+    fault = max(
+        error.errors(include_context=False, include_input=False), key=lambda one: len(one["loc"])
+    )
     *path, last = fault["loc"] or ("body",)
     # between field names and indices, pydantic names the types that it tried: `str`, `list[TextPart]`, `NamedTool`
-    kept = [step for step in path if isinstance(step, int) or step.isidentifier() and step.islower() and step != "str"]
-    if isinstance(last, int) or fault["type"] in ("extra_forbidden", "missing") or last not in ("str", "[key]"):
+    kept = [
+        step
+        for step in path
+        if isinstance(step, int) or step.isidentifier() and step.islower() and step != "str"
+    ]
+    if (
+        isinstance(last, int)
+        or fault["type"] in ("extra_forbidden", "missing")
+        or last not in ("str", "[key]")
+    ):
         kept.append(last)
-    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept).removeprefix(".")
+    param = "".join(
+        f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept
+    ).removeprefix(".")
     if fault["type"] == "extra_forbidden":
         return ApiError(f"Unrecognized request argument supplied: {param}", param=param)
     return ApiError(f"{param}: {fault['msg']}", param=param)
@@ -114,7 +148,9 @@ class ResponseFormat(Body):
             given = getattr(self, name) is not None
             if given != (self.type == name):
                 verb = "has a" if given else "lacks its"
-                raise ApiError(f"response_format of type {self.type} {verb} {name}", param="response_format")
+                raise ApiError(
+                    f"response_format of type {self.type} {verb} {name}", param="response_format"
+                )
         return self
 
 
@@ -136,7 +172,9 @@ class GenerationBody(Sampling):
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     n: int = Field(1, ge=1, le=16)
-    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024
+    )
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     user: Any = None
@@ -150,21 +188,32 @@ class GenerationBody(Sampling):
     @classmethod
     def _drop_null(cls, body: Any) -> Any:
         # null means "not given" in the API, whatever standard default is
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+        return (
+            {key: value for key, value in body.items() if value is not None}
+            if isinstance(body, dict)
+            else body
+        )
 
     @model_validator(mode="after")
     def _streams_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
-        if self.form is not None and self.ignore_eos:  # the form is made here, beside the event loop
-            raise ApiError("an answer with a form ends when that is complete: omit ignore_eos", param="ignore_eos")
+        if (
+            self.form is not None and self.ignore_eos
+        ):  # the form is made here, beside the event loop
+            raise ApiError(
+                "an answer with a form ends when that is complete: omit ignore_eos",
+                param="ignore_eos",
+            )
         return self
 
     @property
     def usage_wanted(self) -> Literal["no", "last", "each"]:
         """Which chunks of a stream have the token counts."""
         options = self.stream_options or StreamOptions()
-        return "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
+        return (
+            "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
+        )
 
     @property
     def choices(self) -> int:
@@ -174,7 +223,11 @@ class GenerationBody(Sampling):
     @property
     def stops(self) -> list[str]:
         """Stop strings, without empty ones."""
-        return [word for word in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if word]
+        return [
+            word
+            for word in ([self.stop] if isinstance(self.stop, str) else self.stop or [])
+            if word
+        ]
 
     @cached_property
     def form(self) -> Form | None:
@@ -203,7 +256,9 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _answers_something(self) -> Self:
         if not self.max_tokens and not self.echo:
-            raise ApiError("max_tokens is 0 and echo is off: nothing would be answered", param="max_tokens")
+            raise ApiError(
+                "max_tokens is 0 and echo is off: nothing would be answered", param="max_tokens"
+            )
         return self
 
     @property
@@ -237,13 +292,19 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
-    partial: Literal[False] | None = None  # with these two, other servers continue where the message ends
+    partial: Literal[False] | None = (
+        None  # with these two, other servers continue where the message ends
+    )
     prefix: Literal[False] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As templates expect it: text parts joined, no null fields, and a developer's message is the system's, since
         OpenAI renamed that role."""
-        given = {key: value for key, value in self if value or key in MESSAGE_FIELDS and value is not None}
+        given = {
+            key: value
+            for key, value in self
+            if value or key in MESSAGE_FIELDS and value is not None
+        }
         if isinstance(self.content, list):
             given["content"] = "".join(part.text for part in self.content)
         if self.role == "developer":
@@ -297,10 +358,18 @@ class ChatBody(GenerationBody):
     def _one_meaning(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ApiError("max_tokens and max_completion_tokens differ: leave one of them out", param="max_tokens")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ApiError(
+                "max_tokens and max_completion_tokens differ: leave one of them out",
+                param="max_tokens",
+            )
         if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
-            raise ApiError("reasoning_effort and thinking are two names of one thing", param="reasoning_effort")
+            raise ApiError(
+                "reasoning_effort and thinking are two names of one thing", param="reasoning_effort"
+            )
         return self
 
     @property
@@ -320,14 +389,18 @@ class ChatBody(GenerationBody):
         functions = [tool.function for tool in self.tools]
         if self.tool_choice == "required":
             if not functions:
-                raise ApiError("tool_choice is required and there are no tools", param="tool_choice")
+                raise ApiError(
+                    "tool_choice is required and there are no tools", param="tool_choice"
+                )
             return functions
         if not isinstance(self.tool_choice, NamedTool):
             return []
         name = self.tool_choice.function.name
         named = [function for function in functions if function.name == name]
         if not named:
-            raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+            raise ApiError(
+                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
+            )
         return named[:1]
 
     @property
@@ -337,7 +410,9 @@ class ChatBody(GenerationBody):
         functions = [tool.function for tool in self.tools]
         if self.tool_choice != "auto" or not any(function.strict for function in functions):
             return []
-        return [function if function.strict else Function(name=function.name) for function in functions]
+        return [
+            function if function.strict else Function(name=function.name) for function in functions
+        ]
 
     @cached_property
     def form(self) -> Form | None:
@@ -347,7 +422,9 @@ class ChatBody(GenerationBody):
             return asked
         if asked is not None:
             named = "a demanded tool call" if self.demanded_tools else "a strict function"
-            raise ApiError(f"{named} and response_format exclude each other", param="response_format")
+            raise ApiError(
+                f"{named} and response_format exclude each other", param="response_format"
+            )
         several = self.parallel_tool_calls and isinstance(self.tool_choice, str)
         try:
             text = tool_call_grammar(functions, several, opened=not self.demanded_tools)

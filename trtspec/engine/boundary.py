@@ -30,7 +30,10 @@ from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 BODY_BYTES = 4 << 20  # of a body, beside BYTES_PER_TOKEN for each token of the context
 BYTES_PER_TOKEN = 64
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-BODIES: dict[str, type[BaseModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+}
 PARSERS = ThreadPoolExecutor(2, "body")  # large bodies wait for each other, and nobody for them
 
 
@@ -100,24 +103,39 @@ class Boundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode())]}
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", name.encode())],
+                }
             await send(message)
 
-        if self.api_key is not None and scope["path"] != "/health" and not _has_key(scope, self.api_key):
-            refusal = ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")
+        if (
+            self.api_key is not None
+            and scope["path"] != "/health"
+            and not _has_key(scope, self.api_key)
+        ):
+            refusal = ApiError(
+                "the API key is missing or wrong", status=401, code="invalid_api_key"
+            )
             await error_response(refusal)(scope, receive, send_named)
             return
         try:
             await self.app(scope, receive, send_named)
         except ClientDisconnect:
             return
-        except asyncio.CancelledError:  # a stop whose grace is over; raised on, it would be logged as a fault
+        except (
+            asyncio.CancelledError
+        ):  # a stop whose grace is over; raised on, it would be logged as a fault
             if not started:
-                await error_response(ApiError("the server was stopped", status=503))(scope, receive, send_named)
+                await error_response(ApiError("the server was stopped", status=503))(
+                    scope, receive, send_named
+                )
         except Exception as error:
             log_exception(f"request {name}", error)
             if not started:
-                await error_response(ApiError("internal error", status=500))(scope, receive, send_named)
+                await error_response(ApiError("internal error", status=500))(
+                    scope, receive, send_named
+                )
 
 
 def error_response(error: ApiError) -> JSONResponse:

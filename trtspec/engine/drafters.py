@@ -35,7 +35,9 @@ class Drafter:
         """Writes up to `batch.draft_len` drafts of each row behind its last token; returns how many."""
         return [0] * len(batch)
 
-    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
+    def learn(
+        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
+    ) -> None:
         """Takes what a verification says of the batch's rows, before they advance: the captured states
         [B, T, n_aux*H] of the block's tokens, the tokens int64 [B, T] that follow each, and accepted drafts int64 [B].
         """
@@ -56,7 +58,12 @@ class Eagle3Drafter(Drafter):
     """
 
     def __init__(
-        self, head: Eagle3Head, target: KimiModel, rows: int, max_len: int, draft_sampling: DraftSampling
+        self,
+        head: Eagle3Head,
+        target: KimiModel,
+        rows: int,
+        max_len: int,
+        draft_sampling: DraftSampling,
     ) -> None:
         self.head = head
         self.draws = draft_sampling == "probabilistic"
@@ -64,7 +71,9 @@ class Eagle3Drafter(Drafter):
         self.draft_ids = head.target_ids
         self.cache: LatentCache = head.new_cache(rows, max_len)
         weight, hidden = head.fc.weight, head.spec.hidden_size
-        self.feedback = weight.new_zeros(rows, 1, hidden)  # of each row's last true state: the first step's input,
+        self.feedback = weight.new_zeros(
+            rows, 1, hidden
+        )  # of each row's last true state: the first step's input,
         self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
@@ -84,13 +93,19 @@ class Eagle3Drafter(Drafter):
         for step in range(length):
             if step:
                 x, steps = self.head(
-                    x, drafts[:, step - 1 : step], start + (step - 1), self.cache, length=batch.reach + step - 1
+                    x,
+                    drafts[:, step - 1 : step],
+                    start + (step - 1),
+                    self.cache,
+                    length=batch.reach + step - 1,
                 )
                 normed = steps[:, 0]
             drafts[:, step] = self._choose(batch, step, self.head.logits(normed))
         return [length] * rows
 
-    def learn(self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor) -> None:
+    def learn(
+        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
+    ) -> None:
         """Runs the head over the true states."""
         rows, end = len(batch), batch.reach + tokens.shape[1] - 1
         assert aux is not None

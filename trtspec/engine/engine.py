@@ -20,7 +20,15 @@ from trtspec.engine.batch import Chunk, DecodeBatch
 from trtspec.engine.drafters import Drafter, DraftSampling, Eagle3Drafter
 from trtspec.engine.prefix import BLOCK_TOKENS, PrefixCache, PrefixStats
 from trtspec.engine.request import GenerationRequest, check_request
-from trtspec.engine.sampling import BatchSampling, accept_sampled, draw, leading, on_device, on_host, token_logprobs
+from trtspec.engine.sampling import (
+    BatchSampling,
+    accept_sampled,
+    draw,
+    leading,
+    on_device,
+    on_host,
+    token_logprobs,
+)
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.errors import UsageError
 from trtspec.models.layers import TextPiece
@@ -73,7 +81,9 @@ class Engine:
         self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
-        cache_len = options.max_seq_len + self.draft_len  # drafts of a row that is nearly full reach beyond its end
+        cache_len = (
+            options.max_seq_len + self.draft_len
+        )  # drafts of a row that is nearly full reach beyond its end
         self.cache = target.new_cache(options.max_batch_size, cache_len)
         self.drafter = Drafter()
         if head is not None:
@@ -81,15 +91,23 @@ class Engine:
                 message = f"draft length {options.draft_len} drafts nothing"
                 raise UsageError(message, "use a draft length of 1 or more, or no head")
             prepare_for_decoding(head)
-            self.drafter = Eagle3Drafter(head, target, options.max_batch_size, cache_len, options.draft_sampling)
+            self.drafter = Eagle3Drafter(
+                head, target, options.max_batch_size, cache_len, options.draft_sampling
+            )
         self.prefix: PrefixCache | None = None
         if options.prefix_bytes:
-            self.prefix = PrefixCache(self.cache, self.drafter.cache, options.prefix_bytes, options.block_tokens)
+            self.prefix = PrefixCache(
+                self.cache, self.drafter.cache, options.prefix_bytes, options.block_tokens
+            )
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: Sequence | None = None  # the prompt that was begun, in cache row `prefill_row`
+        self.prefilling: Sequence | None = (
+            None  # the prompt that was begun, in cache row `prefill_row`
+        )
         self.prefill_row = 0
-        self.cancelled: set[str] = set()  # ids of requests that end at the next step; unknown ones are ignored
+        self.cancelled: set[str] = (
+            set()
+        )  # ids of requests that end at the next step; unknown ones are ignored
         self.submitted = 0
         self.reset_counters()
 
@@ -105,7 +123,9 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
-        check_request(request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None)
+        check_request(
+            request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None
+        )
 
     def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
         """Queues a request that `check` took, behind `earlier` ones of the same call. For each of them, and for its own
@@ -143,7 +163,10 @@ class Engine:
 
         # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
         found = drafter.propose(batch)
-        offered = [min(count, sequence.remaining - 1) for count, sequence in zip(found, batch.sequences, strict=True)]
+        offered = [
+            min(count, sequence.remaining - 1)
+            for count, sequence in zip(found, batch.sequences, strict=True)
+        ]
 
         # Verify: one pass of the target over each row's last token and its drafts.
         block = batch.block[:rows, : 1 + max(offered)]
@@ -156,7 +179,9 @@ class Engine:
 
         # Learn: the drafter reads the target's states of the emitted tokens. No row keeps states behind `known`.
         known = max(map(len, emitted))
-        drafter.learn(batch, None if out.aux is None else out.aux[:, :known], tokens[:, :known], accepted)
+        drafter.learn(
+            batch, None if out.aux is None else out.aux[:, :known], tokens[:, :known], accepted
+        )
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
@@ -193,13 +218,17 @@ class Engine:
         try:
             output = sequence.emit(tokens, offered)
             if self.prefix is not None and output.finish_reason:
-                self.prefix.save((sequence.request.prompt_ids + sequence.token_ids)[:-1], row)  # the last never ran
+                self.prefix.save(
+                    (sequence.request.prompt_ids + sequence.token_ids)[:-1], row
+                )  # the last never ran
             logits = logits[: len(output.token_ids)]
             if self.options.record_gaps:
                 first, second = logits.topk(2, -1).values.unbind(-1)
                 output.gaps = (first - second).tolist()
             if sequence.request.logprobs:
-                output.logprobs = token_logprobs(logits.log_softmax(-1), output.token_ids, sequence.request.logprobs)
+                output.logprobs = token_logprobs(
+                    logits.log_softmax(-1), output.token_ids, sequence.request.logprobs
+                )
             return output
         except Exception as error:
             return sequence.fail(error)
@@ -242,7 +271,12 @@ class Engine:
                 break
             self.prefilling = None
             begin = sequence.prefilled
-            chunks.append(Chunk(sequence, TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids)))))
+            chunks.append(
+                Chunk(
+                    sequence,
+                    TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids))),
+                )
+            )
             room -= len(chunks[-1])
         return chunks
 
@@ -254,7 +288,8 @@ class Engine:
         request = self.waiting[0].request
         prefix = None if request.prompt_logprobs else self.prefix
         if prefix is not None and any(
-            prefix.gains(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens) for chunk in beside
+            prefix.gains(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens)
+            for chunk in beside
         ):
             return None
         sequence = self.waiting.popleft()
@@ -283,20 +318,28 @@ class Engine:
 
         The chunks lie one behind the other in a single row of tokens, without padding. Every product takes them all at
         once, so that a weight is read once; only attention goes from text to text."""
-        tokens = [token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]]
+        tokens = [
+            token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]
+        ]
         kept: list[int] = []  # positions whose logits are needed
         end = 0
         for chunk in chunks:
             end += len(chunk)
             kept += range(end - chunk.scored, end)
         pieces = [chunk.piece for chunk in chunks]
-        out = self.target.prompts(on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept)
-        for chunk, logits in zip(chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True):
+        out = self.target.prompts(
+            on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept
+        )
+        for chunk, logits in zip(
+            chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True
+        ):
             chunk.logits = logits[-1]
             if chunk.sequence.request.prompt_logprobs:
                 known = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
                 scores = logits[: len(known)].log_softmax(-1)
-                chunk.logprobs = token_logprobs(scores, known, max(1, chunk.sequence.request.logprobs))
+                chunk.logprobs = token_logprobs(
+                    scores, known, max(1, chunk.sequence.request.logprobs)
+                )
         first = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
         following = []
         for chunk in chunks:
@@ -320,7 +363,10 @@ class Engine:
         except Exception as error:
             return [sequence.fail(error)]
         output = self._emit(row, [chunk.following], None, chunk.logits.unsqueeze(0))
-        output.prompt_logprobs, output.cached_tokens = sequence.prompt_logprobs, sequence.cached_tokens
+        output.prompt_logprobs, output.cached_tokens = (
+            sequence.prompt_logprobs,
+            sequence.cached_tokens,
+        )
         if output.finish_reason:
             self._remove(row)
         return [output]
@@ -363,4 +409,7 @@ class Engine:
             if self.batch.sequences[row].id in gone:
                 dropped.append(self.batch.sequences[row])
                 self._remove(row)
-        return [Output(s.id, text=s.text.finish(), finish_reason="cancelled", stats=s.stats) for s in dropped]
+        return [
+            Output(s.id, text=s.text.finish(), finish_reason="cancelled", stats=s.stats)
+            for s in dropped
+        ]

@@ -35,7 +35,9 @@ from trtspec.engine.request import RequestRefused
 
 MOST_WAITING = 4  # grammars that wait for their turn; further ones are refused at once
 COMPILE_SECONDS, COMPILE_BYTES = 0.5, 256 << 20  # of processor time and of memory, for one grammar
-TOO_DEAR = f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
+TOO_DEAR = (
+    f"it takes more than {COMPILE_SECONDS:g} s or {COMPILE_BYTES >> 20} MB to compile: simplify it"
+)
 # On the clock, before a client is asked to come again: for its turn, and for its try. On a busy machine a try gets a
 # tenth of a core, and one that is given up begins again: given up too early, it would never end.
 TURN_SECONDS, ANSWER_SECONDS = 0.5, 10.0
@@ -57,7 +59,13 @@ class Grammar:
     """A grammar of one request, of which each answer follows a copy. `ends`: the tokens that end an answer; `spent`:
     [seconds, masks] of all copies; `size`: bytes, 0 where it was not compiled for this request alone."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int] = (), spent: list[float] | None = None, size: int = 0) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        ends: Sequence[int] = (),
+        spent: list[float] | None = None,
+        size: int = 0,
+    ) -> None:
         self.matcher, self.ends, self.size = matcher, ends, size
         self.spent = spent if spent is not None else [0.0, 0.0]
 
@@ -100,10 +108,14 @@ class Grammars:
         self.tokenizer, self.ends = tokenizer, list(ends)
         self._kept: dict[tuple[str, str], tuple[Any, float]] = {}  # in the order of their last use
         self._live = weakref.WeakSet[Grammar]()
-        self._thread = ThreadPoolExecutor(1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW))
+        self._thread = ThreadPoolExecutor(
+            1, "grammar", lambda: os.setpriority(os.PRIO_PROCESS, 0, LOW)
+        )
         self._turn, self._waiting = asyncio.Lock(), 0
         self._starting = asyncio.Lock()
-        self._forking: subprocess.Popen[bytes] | None = None  # `main`, which gets each try through `_control`
+        self._forking: subprocess.Popen[bytes] | None = (
+            None  # `main`, which gets each try through `_control`
+        )
         self._control: socket.socket | None = None
         self._vocabulary: Any = None
 
@@ -115,7 +127,9 @@ class Grammars:
         """
         matcher, _ = self._kept.pop((kind, text), (None, 0.0))
         size = 0 if matcher else await self._tried(kind, text)
-        matcher = matcher or await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, kind, text)
+        matcher = matcher or await asyncio.get_running_loop().run_in_executor(
+            self._thread, self.compile, kind, text
+        )
         now, oldest = time.monotonic(), next(iter(self._kept), None)
         if len(self._kept) >= KEPT and oldest and now - self._kept[oldest][1] > KEPT_SECONDS:
             del self._kept[oldest]
@@ -134,7 +148,9 @@ class Grammars:
             control = await self._started()
             await asyncio.wait_for(self._turn.acquire(), TURN_SECONDS)
             try:
-                reply = await asyncio.wait_for(self._ask(control, json.dumps([kind, text]).encode()), ANSWER_SECONDS)
+                reply = await asyncio.wait_for(
+                    self._ask(control, json.dumps([kind, text]).encode()), ANSWER_SECONDS
+                )
             finally:
                 self._turn.release()
         except (TimeoutError, BlockingIOError):
@@ -159,7 +175,9 @@ class Grammars:
             writer.write(asked)
             writer.write_eof()
             answer = await reader.read()
-            return dict(json.loads(answer)) if answer else {"error": TOO_DEAR}  # the kernel ended it
+            return (
+                dict(json.loads(answer)) if answer else {"error": TOO_DEAR}
+            )  # the kernel ended it
         finally:
             writer.close()
 
@@ -168,12 +186,22 @@ class Grammars:
         async with self._starting:
             if self._control is None or self._forking is None or self._forking.poll() is not None:
                 self._control, theirs = socket.socketpair()
-                words = [sys.executable, "-m", __name__, str(self.tokenizer.directory), json.dumps(self.ends)]
+                words = [
+                    sys.executable,
+                    "-m",
+                    __name__,
+                    str(self.tokenizer.directory),
+                    json.dumps(self.ends),
+                ]
                 with theirs:
                     null = subprocess.DEVNULL
-                    self._forking = subprocess.Popen(words, stdin=theirs.fileno(), stdout=null, stderr=null)
+                    self._forking = subprocess.Popen(
+                        words, stdin=theirs.fileno(), stdout=null, stderr=null
+                    )
                 self._control.setblocking(False)
-                await asyncio.get_running_loop().sock_recv(self._control, 1)  # it holds the vocabulary
+                await asyncio.get_running_loop().sock_recv(
+                    self._control, 1
+                )  # it holds the vocabulary
             return self._control
 
     def compile(self, kind: str, text: str) -> Any:
@@ -182,16 +210,25 @@ class Grammars:
             self._vocabulary = llguidance.tiktoken.lltokenizer_from_encoding(
                 self.tokenizer.encoding, n_vocab=self.tokenizer.vocab_size, eos_token=self.ends
             )
-        from_text = {"json": "grammar_from_json_schema", "regex": "grammar_from_regex", "lark": "grammar_from_lark"}
+        from_text = {
+            "json": "grammar_from_json_schema",
+            "regex": "grammar_from_regex",
+            "lark": "grammar_from_lark",
+        }
         made = getattr(LLMatcher, from_text[kind])(compact_schema(text) if kind == "json" else text)
         limits = LLParserLimits(  # a state of the lexer takes about 2 KB
-            step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=5_000, verbose_errors=False
+            step_lexer_fuel=50_000,
+            step_max_items=20_000,
+            max_lexer_states=5_000,
+            verbose_errors=False,
         )
         matcher = LLMatcher(self._vocabulary, made, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first mask builds most of the lexer, and fails where that is too large
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
-        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)  # glibc keeps freed memory; nothing to do elsewhere
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(
+            0
+        )  # glibc keeps freed memory; nothing to do elsewhere
         return matcher
 
     def close(self) -> None:
@@ -216,7 +253,9 @@ def main() -> None:
                 try:
                     asked = b"".join(iter(lambda: connection.recv(1 << 16), b""))
                     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-                    connection.sendall(json.dumps(_try_within_limits(grammars, *json.loads(asked))).encode())
+                    connection.sendall(
+                        json.dumps(_try_within_limits(grammars, *json.loads(asked))).encode()
+                    )
                 finally:
                     os._exit(0)
 

@@ -51,7 +51,9 @@ class BlockStore:
         # bytes: torch indexes no FP8 type
         self.cache = cache.data.view(torch.uint8)
         layers, _, _, width = self.cache.shape
-        self.data = torch.zeros(layers, blocks, block_tokens, width, dtype=torch.uint8, device=self.cache.device)
+        self.data = torch.zeros(
+            layers, blocks, block_tokens, width, dtype=torch.uint8, device=self.cache.device
+        )
 
     def save(self, row: int, begin: int, slots: Sequence[int]) -> None:
         """Fills these blocks, in their order, with a row's entries from token `begin` on. None lie before 0."""
@@ -63,7 +65,9 @@ class BlockStore:
         for block, entries in self._pairs(row, begin, slots):
             entries.copy_(block)
 
-    def _pairs(self, row: int, begin: int, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(
+        self, row: int, begin: int, slots: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         count = self.data.shape[2]
         for at, slot in zip(itertools.count(begin - self.behind, count), slots, strict=False):
             skip = max(0, -at)
@@ -74,16 +78,25 @@ class PrefixCache:
     """Blocks of computed texts, the least recently used one leaving first. Raises UsageError if `max_bytes` hold no
     block."""
 
-    def __init__(self, target: LatentCache, head: LatentCache | None, max_bytes: int, block_tokens: int) -> None:
+    def __init__(
+        self, target: LatentCache, head: LatentCache | None, max_bytes: int, block_tokens: int
+    ) -> None:
         self.block_tokens = block_tokens
         block_bytes = block_tokens * (target.token_bytes + (head.token_bytes if head else 0))
         self.capacity = max_bytes // block_bytes
         if not self.capacity:
             message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
-            raise UsageError(message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off")
+            raise UsageError(
+                message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off"
+            )
         caches = [target, head] if head else [target]
-        self.stores = [BlockStore(cache, self.capacity, block_tokens, behind) for behind, cache in enumerate(caches)]
-        self.computed_again = len(caches) - 1  # a head needs the last position that is reused computed again
+        self.stores = [
+            BlockStore(cache, self.capacity, block_tokens, behind)
+            for behind, cache in enumerate(caches)
+        ]
+        self.computed_again = (
+            len(caches) - 1
+        )  # a head needs the last position that is reused computed again
         # A parent always counts as used after its children, so the oldest block, which leaves first, has no child.
         self.blocks: OrderedDict[Key, Block] = OrderedDict()
         self.free = list(range(self.capacity))
@@ -106,7 +119,9 @@ class PrefixCache:
         """Whether more of a prompt could be loaded after the prompt `computed`, of which `cached_tokens` are known."""
         size = self.block_tokens
         shared = 0
-        while tokens[shared : shared + size] == computed[shared : shared + size] and shared + size <= len(tokens):
+        while tokens[shared : shared + size] == computed[
+            shared : shared + size
+        ] and shared + size <= len(tokens):
             shared += size
         return shared - self.computed_again > cached_tokens
 

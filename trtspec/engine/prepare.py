@@ -48,7 +48,9 @@ class ApiCall:
         found = 0
         for request in self.requests:
             prompt = len(request.prompt_ids)
-            tokens = min(request.max_tokens, max_seq_len - prompt) + (prompt if request.prompt_logprobs else 0)
+            tokens = min(request.max_tokens, max_seq_len - prompt) + (
+                prompt if request.prompt_logprobs else 0
+            )
             found += tokens * (1 + request.logprobs) if request.logprobs else 0
         return found
 
@@ -62,7 +64,11 @@ class Preparation:
 
     def call(self, asked: CompletionBody | ChatBody, grammar: Grammar | None = None) -> ApiCall:
         """The call; each choice follows its own copy of the grammar."""
-        return self.chat(asked, grammar) if isinstance(asked, ChatBody) else self.completion(asked, grammar)
+        return (
+            self.chat(asked, grammar)
+            if isinstance(asked, ChatBody)
+            else self.completion(asked, grammar)
+        )
 
     def completion(self, asked: CompletionBody, grammar: Grammar | None) -> ApiCall:
         for prompt in asked.prompts:  # all of them, before the first is tokenized
@@ -73,21 +79,37 @@ class Preparation:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            length = max(1, asked.max_tokens)  # of 0 tokens, an echo alone, one is generated and not shown
+            length = max(
+                1, asked.max_tokens
+            )  # of 0 tokens, an echo alone, one is generated and not shown
             requests += self._choices(asked, prompt, length, grammar, prompt_logprobs=scored)
         return ApiCall(asked, self.tokenizer, self.model, requests)
 
     def chat(self, asked: ChatBody, grammar: Grammar | None) -> ApiCall:
         text, prompt = self._rendered(asked)
-        limit = asked.max_completion_tokens or asked.max_tokens or max(1, self.engine.max_seq_len - len(prompt))
+        limit = (
+            asked.max_completion_tokens
+            or asked.max_tokens
+            or max(1, self.engine.max_seq_len - len(prompt))
+        )
         thinking = text.rstrip().endswith("<think>")
         special = self.tokenizer.special_tokens
         marks = ["<|im_end|>"] if not asked.ignore_eos else []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")  # a free answer ends after its first call
         stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]
-        mark = "" if grammar is None else SECTION if asked.strict_tools else "</think>" if thinking else ""
-        requests = self._choices(asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=special.get(mark))
+        mark = (
+            ""
+            if grammar is None
+            else SECTION
+            if asked.strict_tools
+            else "</think>"
+            if thinking
+            else ""
+        )
+        requests = self._choices(
+            asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=special.get(mark)
+        )
         return ApiCall(asked, self.tokenizer, self.model, requests, thinking)
 
     def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
@@ -96,10 +118,14 @@ class Preparation:
         variables = dict(asked.chat_template_kwargs)
         if unknown := variables.keys() - template.variables:
             names = ", ".join(sorted(unknown))
-            raise ApiError(f"the chat template has no {names} that could be set", param="chat_template_kwargs")
+            raise ApiError(
+                f"the chat template has no {names} that could be set", param="chat_template_kwargs"
+            )
         if asked.reasoning_effort:
             if "thinking" not in template.variables:
-                raise ApiError("the chat template cannot switch reasoning on or off", param="reasoning_effort")
+                raise ApiError(
+                    "the chat template cannot switch reasoning on or off", param="reasoning_effort"
+                )
             variables["thinking"] = asked.reasoning_effort != "none"
         messages = [message.to_dict() for message in asked.messages]
         for index, message in enumerate(messages):
@@ -115,19 +141,30 @@ class Preparation:
         except PromptTooLong:
             raise
         except TrtspecError as error:
-            reason = error.message.removeprefix(f"{template.where}: ")  # a path is nobody's business
+            reason = error.message.removeprefix(
+                f"{template.where}: "
+            )  # a path is nobody's business
             if reason != error.message:
                 reason = f"the chat template refuses the request: {reason}"
             raise ApiError(reason, param="messages") from None
 
     def _choices(
-        self, asked: CompletionBody | ChatBody, prompt: list[int], max_tokens: int, grammar: Grammar | None, **more: Any
+        self,
+        asked: CompletionBody | ChatBody,
+        prompt: list[int],
+        max_tokens: int,
+        grammar: Grammar | None,
+        **more: Any,
     ) -> list[GenerationRequest]:
         """The checked requests behind the choices for one prompt; a seed that is given is moved on for each."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
-        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)  # 0 alternatives: the chosen token's alone
-        common = GenerationRequest("", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields)
+        fields["logprobs"] = (
+            0 if asked.top is None else max(1, asked.top)
+        )  # 0 alternatives: the chosen token's alone
+        common = GenerationRequest(
+            "", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields
+        )
         self.engine.check(common)
         # after the check of what the client asked: an answer ends where its grammar does, also with ignore_eos
         stops = [*common.stop_token_ids, *(grammar.ends if grammar is not None else [])]
@@ -135,8 +172,14 @@ class Preparation:
         for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
-                seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
-            requests.append(common.model_copy(update={"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}))
+                seed = (
+                    seed + choice + SEEDS // 2
+                ) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
+            requests.append(
+                common.model_copy(
+                    update={"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
+                )
+            )
         return requests
 
     def _require_short(self, size: int, param: str) -> None:

@@ -67,7 +67,9 @@ class GenerationRequest(Sampling):
 
     def __init__(self, id: str, prompt_ids: list[int], max_tokens: int, **fields: Any) -> None:
         try:
-            super().__init__(**{"id": id, "prompt_ids": prompt_ids, "max_tokens": max_tokens, **fields})
+            super().__init__(
+                **{"id": id, "prompt_ids": prompt_ids, "max_tokens": max_tokens, **fields}
+            )
         except ValidationError as error:
             first = error.errors()[0]
             param = str(first["loc"][0])
@@ -80,7 +82,9 @@ class GenerationRequest(Sampling):
         return bool(penalties or self.min_tokens or self.logit_bias or self.grammar)
 
 
-def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool) -> None:
+def check_request(
+    request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool
+) -> None:
     """Raises RequestRefused for a request that cannot run in this engine. `max_seq_len` bounds prompt plus output, in
     tokens."""
     length = len(request.prompt_ids)
@@ -89,12 +93,20 @@ def check_request(request: GenerationRequest, max_seq_len: int, vocab_size: int,
     if length >= max_seq_len:
         message = f"{length} prompt tokens leave no room in a context of {max_seq_len} tokens"
         raise PromptTooLong(message, "shorten the prompt or raise `max_seq_len`", "prompt")
-    fields = {"prompt": request.prompt_ids, "stop_token_ids": request.stop_token_ids, "logit_bias": request.logit_bias}
+    fields = {
+        "prompt": request.prompt_ids,
+        "stop_token_ids": request.stop_token_ids,
+        "logit_bias": request.logit_bias,
+    }
     for param, tokens in fields.items():
         if not all(0 <= token < vocab_size for token in tokens):
             message = f"a token of {param} is outside the vocabulary of {vocab_size}"
             raise RequestRefused(message, "check the tokenizer", param)
     if request.stop and not has_tokenizer:
-        raise RequestRefused("stop strings need an engine with a tokenizer", "pass tokenizer= to the engine", "stop")
+        raise RequestRefused(
+            "stop strings need an engine with a tokenizer", "pass tokenizer= to the engine", "stop"
+        )
     if request.stop and request.min_tokens:
-        raise RequestRefused("min_tokens does not hold back stop strings", "leave one of them out", "min_tokens")
+        raise RequestRefused(
+            "min_tokens does not hold back stop strings", "leave one of them out", "min_tokens"
+        )

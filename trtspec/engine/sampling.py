@@ -47,12 +47,22 @@ class BatchSampling:
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
         """None when every sequence is greedy."""
-        picked = [(row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled]
+        picked = [
+            (row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled
+        ]
         if not picked:
             return None
         requests = [request for _, request in picked]
-        top_p = on_device([r.top_p for r in requests], device) if any(r.top_p < 1 for r in requests) else None
-        top_k = on_device([r.top_k for r in requests], device) if any(r.top_k > 0 for r in requests) else None
+        top_p = (
+            on_device([r.top_p for r in requests], device)
+            if any(r.top_p < 1 for r in requests)
+            else None
+        )
+        top_k = (
+            on_device([r.top_k for r in requests], device)
+            if any(r.top_k > 0 for r in requests)
+            else None
+        )
         return BatchSampling(
             on_device([row for row, _ in picked], device),
             on_device([r.temperature for r in requests], device, torch.float32),
@@ -89,7 +99,11 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
+    return (
+        torch.searchsorted(cumulative, threshold, right=True)
+        .squeeze(-1)
+        .clamp(max=probs.shape[-1] - 1)
+    )
 
 
 def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -125,7 +139,9 @@ def accept_sampled(
     rows = torch.arange(len(drafts), device=drafts.device)
     p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     q = draft_probs
-    if q is not None and draft_ids is not None:  # zero for tokens that a pruned draft vocabulary lacks
+    if (
+        q is not None and draft_ids is not None
+    ):  # zero for tokens that a pruned draft vocabulary lacks
         q = q.new_zeros(*q.shape[:-1], target.shape[-1]).index_copy_(-1, draft_ids, q)
     q_drafted = torch.ones_like(p) if q is None else q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     accepted = leading(uniform[:, :width] * q_drafted < p, counts)
@@ -135,7 +151,9 @@ def accept_sampled(
         last = accepted.clamp(max=width - 1)
         offered = torch.full_like(accepted, width) if counts is None else counts
         if q is None:
-            rejected = torch.zeros_like(final).scatter_(1, drafts[rows, last].unsqueeze(1), float("inf"))
+            rejected = torch.zeros_like(final).scatter_(
+                1, drafts[rows, last].unsqueeze(1), float("inf")
+            )
         else:
             rejected = q[rows, last]
         final = torch.where((accepted < offered).unsqueeze(1), residual(final, rejected), final)
@@ -154,7 +172,11 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
     """The chosen tokens' scores [T, V] and the `count` best ones of each row."""
-    chosen = scores.gather(-1, torch.tensor(tokens, device=scores.device).unsqueeze(-1)).squeeze(-1).tolist()
+    chosen = (
+        scores.gather(-1, torch.tensor(tokens, device=scores.device).unsqueeze(-1))
+        .squeeze(-1)
+        .tolist()
+    )
     top = scores.topk(min(count, scores.shape[-1]), -1)
     ids, values = top.indices.tolist(), top.values.tolist()
     return [

@@ -110,7 +110,9 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= COLDEST
-        self.generator = torch.Generator().manual_seed(request.seed if request.seed is not None else seed)
+        self.generator = torch.Generator().manual_seed(
+            request.seed if request.seed is not None else seed
+        )
         self.turn = 0  # in the queue
         self.prefilled = 0  # prompt tokens in the caches
         self.failure: Exception | None = None  # met where no output could tell it; `emit` raises it
@@ -182,7 +184,9 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
         grammar = sequence.request.grammar
         try:
             if grammar is not None and grammar.slow and time.thread_time() - began > STEP_SECONDS:
-                raise RequestRefused("the form of the answer takes too long to follow beside others: simplify it")
+                raise RequestRefused(
+                    "the form of the answer takes too long to follow beside others: simplify it"
+                )
             sequence.steering.apply(logits[row], drafts[row].tolist())
         except Exception as error:
             sequence.failure = error
@@ -210,7 +214,9 @@ class TextStream:
             return self._detokenizer.push(ids), len(ids)
         for used, token in enumerate(ids, 1):
             self._pending += self._detokenizer.push((token,))
-            found = min((at for word in self.stop if (at := self._pending.find(word)) >= 0), default=None)
+            found = min(
+                (at for word in self.stop if (at := self._pending.find(word)) >= 0), default=None
+            )
             if found is not None:
                 self.stopped = True
                 text, self._pending = self._pending[:found], ""

@@ -63,16 +63,22 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 
     Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
-    listener = bind(options.host, options.port)  # before the weights: a taken port should not cost a load
+    listener = bind(
+        options.host, options.port
+    )  # before the weights: a taken port should not cost a load
     engine, tokenizer = build_engine(target, head, options)
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # idle clients should not keep out the others
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # idle clients should not keep out the others
     app = create_app(engine, tokenizer, name, options.api_key, options.max_queue)
     worker: Worker = app.state.worker
-    drafting = f"drafter eagle3, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    drafting = (
+        f"drafter eagle3, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
+    )
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
     ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
@@ -92,17 +98,25 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 def compute_dtype(options: ServerOptions) -> torch.dtype:
     """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
     if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto")
+        raise UsageError(
+            f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto"
+        )
     check_device(options.device)
-    return serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    return (
+        serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    )
 
 
-def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tuple[Engine, KimiTokenizer]:
+def build_engine(
+    target: Path, head: Path | None, options: ServerOptions
+) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency, before anything is
     loaded, where memory lacks."""
     dtype, device, spec = compute_dtype(options), options.device, require_target(target).spec
     length = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
-    load = MemoryLoad(device, dtype, options.max_batch_size, length, options.draft_len, options.prefix_bytes)
+    load = MemoryLoad(
+        device, dtype, options.max_batch_size, length, options.draft_len, options.prefix_bytes
+    )
     require_fitting(target, spec, None if head is None else open_head(head, spec), load)
     tokenizer = KimiTokenizer(target)
     model = load_target(target, dtype=dtype, device=device)
@@ -112,8 +126,12 @@ def build_engine(target: Path, head: Path | None, options: ServerOptions) -> tup
 
 def warm_up(engine: Engine) -> None:
     """One short generation, so that the first request does not pay for tables and lazy initialisation."""
-    request = GenerationRequest("warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1)
-    if not all(math.isfinite(token.logprob) for token in engine.generate([request])[request.id].logprobs):
+    request = GenerationRequest(
+        "warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1
+    )
+    if not all(
+        math.isfinite(token.logprob) for token in engine.generate([request])[request.id].logprobs
+    ):
         message = f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}"
         raise TrtspecError(message, "use `dtype` float32")
     engine.reset_counters()
@@ -124,7 +142,9 @@ def thread_count(hidden_size: int) -> int:
     wanted = os.environ.get("TRTSPEC_THREADS", "")
     if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
-            raise UsageError(f"TRTSPEC_THREADS is {wanted!r}", "set it to a positive number or unset it")
+            raise UsageError(
+                f"TRTSPEC_THREADS is {wanted!r}", "set it to a positive number or unset it"
+            )
         return int(wanted)
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
@@ -134,7 +154,9 @@ def thread_count(hidden_size: int) -> int:
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises TrtspecError when the address is taken or not ours."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -149,7 +171,13 @@ class AnnouncingServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, worker: Worker, ready: str, grace: int) -> None:
         super().__init__(
-            uvicorn.Config(app, http="h11", log_level="error", timeout_graceful_shutdown=grace + 5, lifespan="on")
+            uvicorn.Config(
+                app,
+                http="h11",
+                log_level="error",
+                timeout_graceful_shutdown=grace + 5,
+                lifespan="on",
+            )
         )
         self.worker, self.ready, self.grace = worker, ready, grace
         self.ended_by: int | None = None
@@ -170,7 +198,9 @@ class AnnouncingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        previous = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous = {
+            number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:

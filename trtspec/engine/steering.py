@@ -30,7 +30,9 @@ class Steering:
         self.prompt = torch.tensor(sorted(set(request.prompt_ids)), dtype=torch.int64)
         self.length = 0
         self.guided = request.grammar is not None and request.grammar_after is None
-        self.dead_end: tuple[int, str] | None = None  # after so many tokens of the step nothing is allowed, and why
+        self.dead_end: tuple[int, str] | None = (
+            None  # after so many tokens of the step nothing is allowed, and why
+        )
 
     @cached_property
     def grammar(self) -> Grammar:
@@ -44,7 +46,9 @@ class Steering:
         request = self.request
         for token in tokens:
             if self.guided and token not in self.ends and not self.grammar.consume(token):
-                raise RequestRefused(f"the form of the answer cannot be followed: {self.grammar.fault}")
+                raise RequestRefused(
+                    f"the form of the answer cannot be followed: {self.grammar.fault}"
+                )
             self.guided = self.guided or token == request.grammar_after
         self.length += len(tokens)
         self.counts.update(tokens)
@@ -70,7 +74,9 @@ class Steering:
                 fault = self.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
-            if draft is None or row[draft] == -math.inf:  # what lies behind a rejected draft is not read
+            if (
+                draft is None or row[draft] == -math.inf
+            ):  # what lies behind a rejected draft is not read
                 break
             if guided:
                 if draft in self.ends or not self.grammar.consume(draft):
@@ -80,7 +86,9 @@ class Steering:
             length += 1
             counts[draft] += 1
         if consumed:
-            self.grammar.rollback(consumed)  # drafts are only tried: `advance` takes what is emitted
+            self.grammar.rollback(
+                consumed
+            )  # drafts are only tried: `advance` takes what is emitted
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:
@@ -93,12 +101,19 @@ class Steering:
             row[known] = torch.where(values > 0, values / factor, values * factor)
         if len(seen) and (request.frequency_penalty or request.presence_penalty):
             times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
-            row[seen] -= (request.frequency_penalty * times + request.presence_penalty).to(row.device)
+            row[seen] -= (request.frequency_penalty * times + request.presence_penalty).to(
+                row.device
+            )
 
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""
         bits = torch.frombuffer(bytearray(self.grammar.mask()), dtype=torch.uint8)
-        allowed = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)).bitwise_and(1).flatten().bool()
+        allowed = (
+            (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8))
+            .bitwise_and(1)
+            .flatten()
+            .bool()
+        )
         size = min(len(allowed), len(row))
         row[:size][~allowed[:size].to(row.device)] = -math.inf
         row[size:] = -math.inf

@@ -30,7 +30,11 @@ class Reservation:
         """Holds more, where there is room for it."""
         held = self.worker.reserved
         room = self.worker.capacity - sum(one.generations for one in held)
-        if generations > room or scores and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held):
+        if (
+            generations > room
+            or scores
+            and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held)
+        ):
             return False
         held.add(self)
         self.generations += generations
@@ -110,7 +114,9 @@ class Worker:
         finally:
             for name in running:
                 del self._outputs[name]
-            self._commands.put(lambda: self.engine.cancelled.update(running))  # nobody else touches the engine
+            self._commands.put(
+                lambda: self.engine.cancelled.update(running)
+            )  # nobody else touches the engine
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """The whole answers; raises what `run` raises."""

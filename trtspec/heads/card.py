@@ -41,9 +41,14 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
     )
 
 
-def _rendered(spec: HeadSpec, record: dict[str, Any], *, converted: bool = False, **values: Any) -> str:
+def _rendered(
+    spec: HeadSpec, record: dict[str, Any], *, converted: bool = False, **values: Any
+) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(DATA), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=jinja2.FileSystemLoader(DATA),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     return environment.get_template("head_card.md").render(
         spec=spec, record=record, source=record["source"], converted=converted, dialects=DIALECTS, engines=ENGINES,
@@ -51,7 +56,9 @@ def _rendered(spec: HeadSpec, record: dict[str, Any], *, converted: bool = False
     )  # fmt: skip
 
 
-def serving_commands(spec: HeadSpec, head: str, target: str | None, capture: list[int] | None) -> dict[str, str]:
+def serving_commands(
+    spec: HeadSpec, head: str, target: str | None, capture: list[int] | None
+) -> dict[str, str]:
     """Shell commands (and YAML) for each engine: what serves the head, behind a conversion if the engine misreads its
     layout; for a head that it cannot load, a comment with the reason.
 

@@ -25,13 +25,24 @@ from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
-from trtspec.client.client import CHAT, OWNED, RAW, RequestFailed, complete, first_model, new_client, refuse_owned
+from trtspec.client.client import (
+    CHAT,
+    OWNED,
+    RAW,
+    RequestFailed,
+    complete,
+    first_model,
+    new_client,
+    refuse_owned,
+)
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar, OutputOptions, write_atomic
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-THINKING = re.compile(r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL)  # up to the end of the reasoning
+THINKING = re.compile(
+    r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL
+)  # up to the end of the reasoning
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 # keys of a request that options or the prompts set, and the provenance states
 SYNTHESIS_OWNED = {
@@ -70,7 +81,9 @@ def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -
     splits, found, seen = split.split(",") if split else [None], list[Prompt](), set[str]()
     for number, name in enumerate(splits):
         share = (limit - len(found)) // (len(splits) - number)
-        prompts = list(islice(distinct(read_conversations(source, name), seen), share if limit else None))
+        prompts = list(
+            islice(distinct(read_conversations(source, name), seen), share if limit else None)
+        )
         if len(splits) > 1:
             prompts = [replace(prompt, category=prompt.category or str(name)) for prompt in prompts]
         found += prompts
@@ -93,7 +106,9 @@ def prompt_of(conversation: Conversation) -> Prompt:
     turns = tuple(tuple(turn) for turn in _turns(conversation))
     if not turns:
         raise UsageError(f"TS-PROMPTS-ROW {conversation.where}: no user turn to answer", REMEDY)
-    digest = hashlib.sha256(json.dumps([turns, conversation.tools], sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        json.dumps([turns, conversation.tools], sort_keys=True).encode()
+    ).hexdigest()[:16]
     return Prompt(digest, turns, conversation.category, conversation.tools)
 
 
@@ -188,8 +203,12 @@ def synthesize(
     """
     with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar or Bar()))
-        outcome.rows = [journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done]
-        write_atomic(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows))
+        outcome.rows = [
+            journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done
+        ]
+        write_atomic(
+            output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows)
+        )
     return outcome
 
 
@@ -199,16 +218,24 @@ def work_directory(output: Path) -> OutputDirectory:
 
 
 async def _answer_all(
-    prompts: list[Prompt], endpoint: TargetEndpoint, sampling: AnswerSampling, journal: Journal, bar: Bar
+    prompts: list[Prompt],
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    journal: Journal,
+    bar: Bar,
 ) -> Outcome:
     todo = [prompt for prompt in prompts if prompt.id not in journal.done]
     outcome = Outcome(resumed=len(prompts) - len(todo))
-    bar.advance(outcome.resumed, f"{outcome.resumed} were answered before" if outcome.resumed else "")
+    bar.advance(
+        outcome.resumed, f"{outcome.resumed} were answered before" if outcome.resumed else ""
+    )
     began = time.monotonic()
     queue = iter(todo)
     in_a_row = 0
     url, headers = server_url(endpoint.base_url), bearer(endpoint.api_key)
-    async with new_client(url, endpoint.concurrency, endpoint.timeout, headers, proxies=True) as client:
+    async with new_client(
+        url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
+    ) as client:
         if todo and sampling.model is None:
             sampling = replace(sampling, model=await _first_model(client, endpoint))
 
@@ -291,17 +318,31 @@ def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[s
     content = answer.get("content") or ""
     reasoning = answer.get("reasoning_content") or answer.get("reasoning")
     calls = answer.get("tool_calls")
-    for name, value, kind in (("content", content, str), ("reasoning", reasoning, str), ("tool_calls", calls, list)):
+    for name, value, kind in (
+        ("content", content, str),
+        ("reasoning", reasoning, str),
+        ("tool_calls", calls, list),
+    ):
         if value and not isinstance(value, kind):
-            raise RequestFailed(f"the answer's {name} is {type(value).__name__}: {str(value)[:200]}")
+            raise RequestFailed(
+                f"the answer's {name} is {type(value).__name__}: {str(value)[:200]}"
+            )
     if thinking == "drop":
         content, reasoning = THINKING.sub("", content), None
     message = {"role": "assistant", "content": content}
-    return message | {key: value for key, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
+    return message | {
+        key: value
+        for key, value in (("reasoning_content", reasoning), ("tool_calls", calls))
+        if value
+    }
 
 
 async def _ask(
-    client: httpx.AsyncClient, body: dict[str, Any], seed: int, sampling: AnswerSampling, target: TargetEndpoint
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    seed: int,
+    sampling: AnswerSampling,
+    target: TargetEndpoint,
 ) -> tuple[dict[str, Any], int]:
     """(the first choice, completion tokens)."""
     path = RAW if sampling.raw else CHAT

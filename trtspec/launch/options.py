@@ -43,18 +43,28 @@ class ServeOptions:
     head: Annotated[HeadOption, SERVERS] = None
     backend: Annotated[
         Literal["trtllm", "vllm", "reference"],
-        option("trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."),
+        option(
+            "trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."
+        ),
     ] = "trtllm"
     config: Annotated[
-        Path | None, option("Engine YAML, or vLLM's configuration file. Default: one for this launch."), ENGINES
+        Path | None,
+        option("Engine YAML, or vLLM's configuration file. Default: one for this launch."),
+        ENGINES,
     ] = None
     trtllm_version: Annotated[
         str | None, option("Version to check for. Default: the installed one."), Modes(ENGINE)
     ] = None
-    vllm_version: Annotated[str | None, option("Release to check for. Default: the installed one."), Modes(VLLM)] = None
-    host: Annotated[str, option("Address to listen on; 0.0.0.0 in a container."), SERVERS] = "localhost"
+    vllm_version: Annotated[
+        str | None, option("Release to check for. Default: the installed one."), Modes(VLLM)
+    ] = None
+    host: Annotated[str, option("Address to listen on; 0.0.0.0 in a container."), SERVERS] = (
+        "localhost"
+    )
     port: Annotated[
-        int, option("Port to listen on; 0: any free port (reference backend only).", min=0, max=65535), SERVERS
+        int,
+        option("Port to listen on; 0: any free port (reference backend only).", min=0, max=65535),
+        SERVERS,
     ] = 8000
     goal: Annotated[
         Literal["latency", "throughput"] | None,
@@ -62,26 +72,41 @@ class ServeOptions:
         Modes(ENGINE),
     ] = None
     tp_size: Annotated[
-        int | None, option("Tensor-parallel size. Default: the file's, else 4; with vLLM 8.", min=1), ENGINES
+        int | None,
+        option("Tensor-parallel size. Default: the file's, else 4; with vLLM 8.", min=1),
+        ENGINES,
     ] = None
     # without a file: the goal's sizes with TensorRT-LLM, vLLM's own with vLLM
     max_batch_size: Annotated[
-        int | None, option("Requests per step. Default: the file's or the engine's; reference: 16.", min=1), SERVERS
+        int | None,
+        option("Requests per step. Default: the file's or the engine's; reference: 16.", min=1),
+        SERVERS,
     ] = None
     max_num_tokens: Annotated[
-        int | None, option("Tokens per step. Default: the file's or the engine's; reference: 512.", min=1), SERVERS
+        int | None,
+        option("Tokens per step. Default: the file's or the engine's; reference: 512.", min=1),
+        SERVERS,
     ] = None
     max_seq_len: Annotated[
         int | None,
-        option("Prompt and answer together. Default: the file's or the engine's; reference: at most 4096.", min=1),
+        option(
+            "Prompt and answer together. Default: the file's or the engine's; reference: at most 4096.",
+            min=1,
+        ),
         SERVERS,
     ] = None
     draft_len: Annotated[
-        int | None, option("Tokens drafted per step. Default: 3.", min=1), SERVERS, Excludes("config"), Needs("head")
+        int | None,
+        option("Tokens drafted per step. Default: 3.", min=1),
+        SERVERS,
+        Excludes("config"),
+        Needs("head"),
     ] = None
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
-        option("Drafts of sampled requests: the head's likeliest tokens (argmax, default), or from its distribution."),
+        option(
+            "Drafts of sampled requests: the head's likeliest tokens (argmax, default), or from its distribution."
+        ),
         Modes(VLLM, REFERENCE),
         Needs("head"),
     ] = None
@@ -96,27 +121,44 @@ class ServeOptions:
         Modes(VLLM, REFERENCE),
     ] = "auto"
     device: Annotated[str, option("cpu or cuda."), Modes(REFERENCE)] = "cpu"
-    served_model_name: Annotated[str | None, option("Name in /v1/models. Default: the target's."), SERVERS] = None
+    served_model_name: Annotated[
+        str | None, option("Name in /v1/models. Default: the target's."), SERVERS
+    ] = None
     max_queue: Annotated[
-        int | None, option("Requests that may wait; more get status 429. Default: 512.", min=0), Modes(REFERENCE)
+        int | None,
+        option("Requests that may wait; more get status 429. Default: 512.", min=0),
+        Modes(REFERENCE),
     ] = None
     api_key: Annotated[
         str | None,
-        option("Key that requests must carry. Better TRTSPEC_SERVE_API_KEY: other users see a command line."),
+        option(
+            "Key that requests must carry. Better TRTSPEC_SERVE_API_KEY: other users see a command line."
+        ),
         Modes(VLLM, REFERENCE),
     ] = field(default=None, repr=False)
-    trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), ENGINES] = False
+    trust_remote_code: Annotated[
+        bool, option("Let the engine run the Python code in the checkpoint."), ENGINES
+    ] = False
     launcher: Annotated[
         Literal["direct", "lws"],
-        option("What starts the ranks: trtllm-serve itself, or mpirun in the leader pod of a LeaderWorkerSet."),
+        option(
+            "What starts the ranks: trtllm-serve itself, or mpirun in the leader pod of a LeaderWorkerSet."
+        ),
         Modes(ENGINE),
     ] = "direct"
-    nodes: Annotated[int | None, option("Number of nodes. Default: the file's, else 1.", min=1), Modes(ENGINE)] = None
+    nodes: Annotated[
+        int | None, option("Number of nodes. Default: the file's, else 1.", min=1), Modes(ENGINE)
+    ] = None
     gpus_per_node: Annotated[
-        int | None, option("GPUs to use on each node. Default: ranks divided by nodes.", min=1), Modes(ENGINE)
+        int | None,
+        option("GPUs to use on each node. Default: ranks divided by nodes.", min=1),
+        Modes(ENGINE),
     ] = None
     launcher_args: Annotated[
-        str, option("Extra arguments for mpirun, as one quoted string."), Modes(ENGINE), Needs("launcher=lws")
+        str,
+        option("Extra arguments for mpirun, as one quoted string."),
+        Modes(ENGINE),
+        Needs("launcher=lws"),
     ] = ""
     role: Annotated[
         Literal["context", "generation"] | None,
@@ -124,14 +166,24 @@ class ServeOptions:
         Modes(ENGINE),
     ] = None
     disaggregated: Annotated[
-        Path | None, option("Launch the front of a disaggregated deployment from this file."), Modes(FRONT)
+        Path | None,
+        option("Launch the front of a disaggregated deployment from this file."),
+        Modes(FRONT),
     ] = None
-    startup_timeout: Annotated[float, option("Seconds until the server must be ready.", min=0), LAUNCHED] = 7200.0
+    startup_timeout: Annotated[
+        float, option("Seconds until the server must be ready.", min=0), LAUNCHED
+    ] = 7200.0
     stop_grace: Annotated[
-        float, option("Seconds to wait for a clean shutdown before sending SIGKILL.", min=0), LAUNCHED
+        float,
+        option("Seconds to wait for a clean shutdown before sending SIGKILL.", min=0),
+        LAUNCHED,
     ] = 30.0
     hung_after: Annotated[
-        float, option("Seconds without an answer from /health until a server is stopped; 0: never.", min=0), LAUNCHED
+        float,
+        option(
+            "Seconds without an answer from /health until a server is stopped; 0: never.", min=0
+        ),
+        LAUNCHED,
     ] = 120.0
     dry_run: DryRunOption = False
     json_: JsonOption = False

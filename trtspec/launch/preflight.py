@@ -44,7 +44,9 @@ def read_gpus() -> list[InstalledGpu] | None:
     """None where nvidia-smi is missing, fails, or is too old for the question."""
     command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=TIMEOUT
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     found = []
@@ -95,16 +97,24 @@ class EngineProgram:
         found = shutil.which(self.executable)
         if found is None:
             return None
-        packages = Path(found).resolve().parent.parent.glob(f"lib/python3*/*-packages/{self.package}-*.dist-info")
+        packages = (
+            Path(found)
+            .resolve()
+            .parent.parent.glob(f"lib/python3*/*-packages/{self.package}-*.dist-info")
+        )
         said = next((place.name for place in packages), "")
         if not said:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 command = [found, "--version"]
-                said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+                said = subprocess.run(
+                    command, capture_output=True, text=True, timeout=120, check=True
+                ).stdout
         match = VERSION.search(said)
         return match[1] if match else None
 
-    def check_version(self, asked: str | None, installed: str | None, judged: str) -> Iterator[Problem]:
+    def check_version(
+        self, asked: str | None, installed: str | None, judged: str
+    ) -> Iterator[Problem]:
         """Before a launch: whether the engine that would run is the one that is judged."""
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
@@ -112,7 +122,9 @@ class EngineProgram:
             yield Problem("TS-SERVE-OTHER-ENGINE", "error", option, message, "leave the option out")
         if not asked and not installed and shutil.which(self.executable):
             message = f"the installed engine does not tell its version; judged for {judged}"
-            yield Problem("TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message, f"pass {option}")
+            yield Problem(
+                "TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message, f"pass {option}"
+            )
 
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
@@ -151,7 +163,13 @@ def as_in_dry_run(problem: Problem) -> Problem:
 def check_port(host: str, port: int) -> Iterator[Problem]:
     if why := port_fault(host, port):
         message = f"port {port} on {host} cannot be taken ({why})"
-        yield Problem("TS-SERVE-PORT", "error", f"{host}:{port}", message, "stop what holds it, or pass `port`")
+        yield Problem(
+            "TS-SERVE-PORT",
+            "error",
+            f"{host}:{port}",
+            message,
+            "stop what holds it, or pass `port`",
+        )
 
 
 def port_fault(host: str, port: int) -> str | None:
@@ -175,7 +193,11 @@ def check_gpus(
         return
     seen = visible_gpus(gpus, environ)
     if len(seen) < needed:
-        hidden = f" (CUDA_VISIBLE_DEVICES hides {len(gpus) - len(seen)})" if len(seen) < len(gpus) else ""
+        hidden = (
+            f" (CUDA_VISIBLE_DEVICES hides {len(gpus) - len(seen)})"
+            if len(seen) < len(gpus)
+            else ""
+        )
         message = f"{needed} GPUs are needed and {len(seen)} are here{hidden}"
         remedy = "unset CUDA_VISIBLE_DEVICES" if len(gpus) >= needed else "use a larger node"
         yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, f"lower `tp_size`, or {remedy}")
@@ -189,24 +211,45 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
-                yield from (one for one in read_target(resolved.path).problems if one.severity == "error")
+                yield from (
+                    one for one in read_target(resolved.path).problems if one.severity == "error"
+                )
             else:
                 Checkpoint.open(resolved.path)
         except TrtspecError as error:
-            yield Problem("TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy)
+            yield Problem(
+                "TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy
+            )
     elif not is_online():
         message = f"{resolved.hub_id} is not on this machine and HF_HUB_OFFLINE is set"
-        yield Problem("TS-SERVE-OFFLINE", "error", resolved.name, message, "unset it, or pass a local directory")
+        yield Problem(
+            "TS-SERVE-OFFLINE",
+            "error",
+            resolved.name,
+            message,
+            "unset it, or pass a local directory",
+        )
 
 
 def remote_code_problem(target: Resolved) -> Problem:
     """Names every file of code that the engine would run, with its hash."""
-    files = sorted(path for path in target.path.rglob("*.py") if path.is_file()) if target.path is not None else []
+    files = (
+        sorted(path for path in target.path.rglob("*.py") if path.is_file())
+        if target.path is not None
+        else []
+    )
     if files:
-        listed = "; ".join(f"{path.relative_to(target.path or '.')} sha256:{file_sha256(path)}" for path in files)
+        listed = "; ".join(
+            f"{path.relative_to(target.path or '.')} sha256:{file_sha256(path)}" for path in files
+        )
         message = f"{target.name} brings code that the engine would run: {listed}"
     else:
-        modules = sorted({str(value).rpartition(".")[0] for value in target.config().get("auto_map", {}).values()})
+        modules = sorted(
+            {
+                str(value).rpartition(".")[0]
+                for value in target.config().get("auto_map", {}).values()
+            }
+        )
         message = f"{target.name} brings code that the engine would run ({', '.join(modules)}); it is not here to hash"
     remedy = "read it, then pass `trust_remote_code`"
     return Problem("TS-SERVE-REMOTE-CODE", "error", target.name, message, remedy)
@@ -222,15 +265,25 @@ def check_shared_memory(place: Path) -> Iterator[Problem]:
 
 def check_modules_cache(environ: Mapping[str, str]) -> Iterator[Problem]:
     """Code of a checkpoint is copied there before it is run."""
-    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    place = Path(os.path.expanduser(environ.get("HF_MODULES_CACHE") or os.path.join(home, "modules")))
+    home = environ.get("HF_HOME") or os.path.join(
+        environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
+    )
+    place = Path(
+        os.path.expanduser(environ.get("HF_MODULES_CACHE") or os.path.join(home, "modules"))
+    )
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
             return
     except OSError as error:
         message = f"{place} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
-        yield Problem("TS-SERVE-CACHE", "error", "HF_MODULES_CACHE", message, "set it to a place that can be written")
+        yield Problem(
+            "TS-SERVE-CACHE",
+            "error",
+            "HF_MODULES_CACHE",
+            message,
+            "set it to a place that can be written",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +311,9 @@ class ServerPlan(ServerLaunch):
             "config_text": self.config_text,
             "version": self.version[0],
             "version_reason": self.version[1],
-            "endpoint": {key: value for key, value in asdict(self.endpoint).items() if key != "api_key"},
+            "endpoint": {
+                key: value for key, value in asdict(self.endpoint).items() if key != "api_key"
+            },
             "limits": asdict(self.limits),
         }
 

@@ -27,36 +27,52 @@ POLL_SECONDS = 0.02
 
 
 def run_trtspec(
-    words: Sequence[str], output: Path, log: Path | None = None, show: Callable[[], None] = lambda: None
+    words: Sequence[str],
+    output: Path,
+    log: Path | None = None,
+    show: Callable[[], None] = lambda: None,
 ) -> int:
     """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
     `show` is called again and again while it runs."""
     with ExitStack() as files:
         out = files.enter_context(output.open("wb"))
         err = files.enter_context(log.open("wb")) if log else None
-        process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err))
+        process = files.enter_context(
+            child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err)
+        )
         wait(process, show)
         os.fsync(out.fileno())
     return int(process.returncode)
 
 
 @contextmanager
-def served(words: Sequence[str], url: str, log: Path, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+def served(
+    words: Sequence[str], url: str, log: Path, seconds: float
+) -> Iterator[subprocess.Popen[bytes]]:
     """`trtspec WORDS` until the block ends, ready and with one generation done. Raises TrtspecError with the end of its
     log if it ends, or is not ready after `seconds`."""
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
-    with log.open("wb") as stream, child(command, stdout=stream, stderr=stream, start_new_session=True) as process:
+    with (
+        log.open("wb") as stream,
+        child(command, stdout=stream, stderr=stream, start_new_session=True) as process,
+    ):
         why = ""
         with deferred_signals() as noted:
             try:
-                asyncio.run(wait_ready(url, seconds, generate_once, lambda: noted or process.poll() is not None))
+                asyncio.run(
+                    wait_ready(
+                        url, seconds, generate_once, lambda: noted or process.poll() is not None
+                    )
+                )
             except RequestFailed:
                 why = f"was not ready after {seconds:.0f} s"
             if process.poll() is not None and not noted:
                 why = f"ended with status {process.returncode} before it was ready"
         if why:
-            raise TrtspecError(f"the server {why}; {log} ends:\n{tail(log)}", f"trtspec {shlex.join(words)}")
+            raise TrtspecError(
+                f"the server {why}; {log} ends:\n{tail(log)}", f"trtspec {shlex.join(words)}"
+            )
         yield process
 
 
@@ -87,7 +103,9 @@ def deferred_signals() -> Iterator[list[int]]:
     """
     noted: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    heard = {
+        number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN
+    }
     try:
         for number in heard:
             signal.signal(number, lambda caught, _: noted.append(caught))
@@ -127,7 +145,9 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     for port in range(first, first + count):
         while error := port_fault("127.0.0.1", port):
             if time.monotonic() > deadline:
-                raise TrtspecError(f"port {port} is taken: {error}", f"pass `port` N: {count} free ports from N on")
+                raise TrtspecError(
+                    f"port {port} is taken: {error}", f"pass `port` N: {count} free ports from N on"
+                )
             time.sleep(1.0)
 
 

@@ -39,7 +39,9 @@ def main(grace: float, control: int) -> int:
     asked: list[int] = []
     wake = _wake_on_signals(asked)
     try:
-        engine = subprocess.Popen(argv, process_group=0, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+        engine = subprocess.Popen(
+            argv, process_group=0, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        )
     except OSError as error:
         _report(f"{argv[0]} cannot be started: {error.strerror}")
         return 127
@@ -88,7 +90,9 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
         if deadline is not None and time.monotonic() >= deadline:
             _signal_group(engine, signal.SIGKILL)
             _signal_all(signal.SIGKILL)
-            if time.monotonic() > deadline + UNKILLABLE:  # stuck in a driver; _end_descendants says so
+            if (
+                time.monotonic() > deadline + UNKILLABLE
+            ):  # stuck in a driver; _end_descendants says so
                 return -signal.SIGKILL
         timeout = None if deadline is None else max(0.05, deadline - time.monotonic())
         ready = select.select(watched, [], [], timeout)[0]

@@ -54,11 +54,17 @@ class LogPatterns:
 
     def explain(self, lines: list[str]) -> tuple[str, str] | None:
         """(what happened, remedy) for the first known failure that the log names."""
-        named = (known for known in self.failures if any(re.search(known["pattern"], line) for line in lines))
+        named = (
+            known
+            for known in self.failures
+            if any(re.search(known["pattern"], line) for line in lines)
+        )
         return next(((known["says"], known["remedy"]) for known in named), None)
 
     def phase(self, line: str) -> str | None:
-        return next((phase["says"] for phase in self.phases if re.search(phase["pattern"], line)), None)
+        return next(
+            (phase["says"] for phase in self.phases if re.search(phase["pattern"], line)), None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,11 +61,15 @@ def run(launch: ServerLaunch) -> int:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
                 seconds = time.monotonic() - started
-                announce(f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)")
+                announce(
+                    f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)"
+                )
                 _wait_end(process, launch, asked)
         finally:
             # for one that loads and has its signal already
-            loading_grace = min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
+            loading_grace = (
+                min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
+            )
             reaper_killed = _end(process, launch.limits.stop_grace, loading_grace)
             _kill_adopted(already_there)
             prctl(PR_SET_CHILD_SUBREAPER, 0)
@@ -74,12 +78,20 @@ def run(launch: ServerLaunch) -> int:
     if process.returncode < 0 and not reaper_killed:
         name = signal.Signals(-process.returncode).name
         message = f"another process ended the subreaper (process {process.pid}) with {name}; trtspec killed the server"
-        raise ServerFailed(message, "find out what sent the signal, then start again", "TS-SERVE-KILLED", status)
+        raise ServerFailed(
+            message, "find out what sent the signal, then start again", "TS-SERVE-KILLED", status
+        )
     if len(asked) == 1 and status == KILLED and not ready:
-        announce(f"trtspec: stopped as requested: killed while it loaded, as it did not end in {loading_grace:g} s")
+        announce(
+            f"trtspec: stopped as requested: killed while it loaded, as it did not end in {loading_grace:g} s"
+        )
         return 128 + asked[0]
     # under mpirun, 128 + signal does not come through: all but a kill counts as the end that was asked for
-    ended = status != KILLED if launch.own_statuses else status in (0, *(128 + number for number in FORWARDED))
+    ended = (
+        status != KILLED
+        if launch.own_statuses
+        else status in (0, *(128 + number for number in FORWARDED))
+    )
     if asked and ended:
         announce("trtspec: stopped as requested")
     elif status or not ready:
@@ -139,7 +151,9 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]) -> bool:
+def _wait_ready(
+    process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]
+) -> bool:
     """True once a generation came back; False when the server ended or was stopped before."""
     endpoint, startup = launch.endpoint, launch.limits.startup
 
@@ -154,7 +168,9 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
             return False
     except RequestFailed:
         remedy = "look at the log above, or pass a larger `startup_timeout`"
-        raise ServerFailed(f"the server was not ready after {startup:.0f} s", remedy, "TS-SERVE-NOT-READY") from None
+        raise ServerFailed(
+            f"the server was not ready after {startup:.0f} s", remedy, "TS-SERVE-NOT-READY"
+        ) from None
     other, failure = foreign_listener(endpoint.port, process.pid), ""
     if endpoint.generates and not other:
         seconds = min(FIRST_GENERATION, max(left(), 1.0))
@@ -177,7 +193,9 @@ def _wait_ready(process: subprocess.Popen[str], launch: ServerLaunch, started: f
 def foreign_listener(port: int, root: int) -> str | None:
     """The process that listens on `port`, in words, unless it is `root` or below it; None where nobody can tell."""
     with contextlib.suppress(psutil.Error, OSError):
-        found = (one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN)
+        found = (
+            one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN
+        )
         listeners = {one.pid for one in found if one.laddr.port == port}
         ours = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
         # None: a process that may not be looked into, which can be one of ours
@@ -188,7 +206,10 @@ def foreign_listener(port: int, root: int) -> str | None:
 
 
 def _failure(
-    url: str, look: Callable[[httpx.AsyncClient], Awaitable[None]], timeout: float, headers: dict[str, str]
+    url: str,
+    look: Callable[[httpx.AsyncClient], Awaitable[None]],
+    timeout: float,
+    headers: dict[str, str],
 ) -> str:
     """Why `look` fails; empty if it does not."""
     try:
@@ -244,7 +265,10 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
     grace, patterns = launch.limits.stop_grace, launch.patterns
     if asked > 1 and status == KILLED:
-        message, remedy = "a second signal came, so the server was killed", "send one signal and wait for the end"
+        message, remedy = (
+            "a second signal came, so the server was killed",
+            "send one signal and wait for the end",
+        )
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if asked and status == KILLED:
         message = f"the server did not end within {grace:g} s of the signal and was killed"
@@ -252,12 +276,16 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
     known = patterns.explain(tail)
     ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
     if known is None and status == KILLED:
-        what = "another process or the kernel killed it, most often because the host's memory ran out"
+        what = (
+            "another process or the kernel killed it, most often because the host's memory ran out"
+        )
         known = what, "look at `dmesg`, give it more memory"
     if known is not None:
         raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status or 1)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise ServerFailed(f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status or 1)
+    raise ServerFailed(
+        f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status or 1
+    )
 
 
 class LogReader(threading.Thread):

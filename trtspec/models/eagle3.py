@@ -38,7 +38,11 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, spec: HeadSpec, input_size: int) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        heads, kv_heads, head_dim = (
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+        )
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.qkv_proj = Linear(input_size, (heads + 2 * kv_heads) * head_dim)
         self.o_proj = Linear(heads * head_dim, spec.hidden_size)
@@ -48,7 +52,9 @@ class LlamaAttention(nn.Module):
         batch, tokens, _ = x.shape
         qkv = self.qkv_proj(x).view(batch, tokens, -1, self.head_dim)
         rotated = step.rotate(qkv[:, :, : self.heads + self.kv_heads])
-        entry = torch.cat((rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]), 2).flatten(2)
+        entry = torch.cat(
+            (rotated[:, :, self.heads :], qkv[:, :, self.heads + self.kv_heads :]), 2
+        ).flatten(2)
         return self.o_proj(step.attend(entry, rotated[:, :, : self.heads], self.mix))
 
     def mix(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
@@ -58,7 +64,9 @@ class LlamaAttention(nn.Module):
         groups = self.heads // self.kv_heads
         grouped = queries.unflatten(2, (self.kv_heads, groups)).permute(0, 2, 3, 1, 4)
         keys, values = cached[:, : self.kv_heads], cached[:, self.kv_heads :]
-        scores = torch.matmul(grouped.flatten(2, 3) * self.head_dim**-0.5, keys.transpose(2, 3))  # [B, kv, G*T, S]
+        scores = torch.matmul(
+            grouped.flatten(2, 3) * self.head_dim**-0.5, keys.transpose(2, 3)
+        )  # [B, kv, G*T, S]
         scores = scores.unflatten(2, (groups, tokens)) + mask.blocked[:, None, None]
         weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype).flatten(2, 3)
         attended = torch.matmul(weights, values).unflatten(2, (groups, tokens))  # [B, kv, G, T, D]
@@ -68,7 +76,9 @@ class LlamaAttention(nn.Module):
 class Eagle3Head(nn.Module):
     """The function that every server computes for a head of shape `spec`. Build with `head_weights.load_head`."""
 
-    target_ids: Tensor | None  # of each draft id, int64 [Vd], ascending; None when the vocabulary is the target's
+    target_ids: (
+        Tensor | None
+    )  # of each draft id, int64 [Vd], ascending; None when the vocabulary is the target's
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -82,7 +92,9 @@ class Eagle3Head(nn.Module):
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
         self.mla = spec.attention == "mla"
-        if self.mla:  # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's
+        if (
+            self.mla
+        ):  # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's
             self.self_attn: nn.Module = LatentAttention(spec, 2 * hidden, spec.rms_norm_eps)
         else:
             self.self_attn = LlamaAttention(spec, 2 * hidden)
@@ -92,13 +104,17 @@ class Eagle3Head(nn.Module):
         self.lm_head: nn.Module = Linear(hidden, spec.draft_vocab_size)
         self.embed: nn.Module = embedding(spec.vocab_size, hidden)
         self.register_buffer("target_ids", None, persistent=False)
-        self.rope = RopeTables(spec.rope, spec.qk_rope_head_dim if self.mla else spec.head_dim, interleaved=self.mla)
+        self.rope = RopeTables(
+            spec.rope, spec.qk_rope_head_dim if self.mla else spec.head_dim, interleaved=self.mla
+        )
 
     def new_cache(self, rows: int, max_len: int) -> LatentCache:
         """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype: one layer, as wide as the latent
         (MLA) or as K and V together (MHA)."""
         weight = self.fc.weight
-        return LatentCache(1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device)
+        return LatentCache(
+            1, rows, max_len, self.spec.kv_elements_per_token, weight.dtype, weight.device
+        )
 
     def fuse(self, aux: Tensor) -> Tensor:
         """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
@@ -106,7 +122,10 @@ class Eagle3Head(nn.Module):
             aux = self.input_norm(aux)
         if self.spec.fc_norm:
             states = aux.unflatten(-1, self.fc_norm.shape)
-            aux = (F.rms_norm(states, self.fc_norm.shape[1:], eps=self.spec.rms_norm_eps) * self.fc_norm).flatten(-2)
+            aux = (
+                F.rms_norm(states, self.fc_norm.shape[1:], eps=self.spec.rms_norm_eps)
+                * self.fc_norm
+            ).flatten(-2)
         return self.fc(aux)
 
     def forward(
@@ -127,7 +146,9 @@ class Eagle3Head(nn.Module):
         batch, count, _ = x.shape
         tables = self.rope.of(cache.max_len if cache else count, x.device)
         step = AttentionStep(batch, count, start, tables, self.mla, x.dtype, cache, row, length)
-        return self._run(x, tokens, step, None if at is None else (torch.arange(batch, device=x.device), at))
+        return self._run(
+            x, tokens, step, None if at is None else (torch.arange(batch, device=x.device), at)
+        )
 
     def prompts(
         self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: LatentCache

@@ -39,14 +39,18 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
     """A head that can draft for `target`, unread. Raises as `load_head` does, except for its embedding."""
     checkpoint = Checkpoint.open(Path(path))
     spec, found = read_head(checkpoint)
-    found = [problem for problem in found + pair_problems(spec, target) if problem.severity == "error"]
+    found = [
+        problem for problem in found + pair_problems(spec, target) if problem.severity == "error"
+    ]
     _refuse(path, found or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 
 
 def _refuse(path: Path | str, found: list[Problem]) -> None:
     if found:
-        listed = "; ".join(f"[{problem.code}] {problem.where}: {problem.message}" for problem in found)
+        listed = "; ".join(
+            f"[{problem.code}] {problem.where}: {problem.message}" for problem in found
+        )
         raise TrtspecError(f"{path} cannot draft for this target: {listed}", found[0].remedy)
 
 
@@ -58,12 +62,19 @@ def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
     with LazyTensors(checkpoint) as stored:
         own = stored[name]
         rows = torch.from_numpy(embedding_rows(len(own)))
-        ours, theirs = (weight[rows].double().numpy() for weight in (own, target.embed.weight.detach().cpu()))
+        ours, theirs = (
+            weight[rows].double().numpy() for weight in (own, target.embed.weight.detach().cpu())
+        )
     return [problem for problem in compare_embeddings(ours, theirs) if problem.severity == "error"]
 
 
 def assemble(
-    spec: HeadSpec, tensors: Tensors, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    spec: HeadSpec,
+    tensors: Tensors,
+    target: KimiModel,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> Eagle3Head:
     """The head of shape `spec` from its tensors; the target lends its embedding and lm_head where there are none."""
     with torch.device("meta"):
@@ -71,11 +82,23 @@ def assemble(
     for parameter, names in layout(spec).items():
         parts = [tensors[name] for name in names]
         owner, _, leaf = parameter.rpartition(".")
-        value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts) if len(parts) > 1 else parts[0]
-        setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device=device, dtype=dtype), False))
+        value = (
+            torch.stack(parts)
+            if parameter == "fc_norm"
+            else torch.cat(parts)
+            if len(parts) > 1
+            else parts[0]
+        )
+        setattr(
+            head.get_submodule(owner),
+            leaf,
+            nn.Parameter(value.to(device=device, dtype=dtype), False),
+        )
     if "lm_head.weight" in tensors:
         head.lm_head = Linear(spec.hidden_size, spec.draft_vocab_size)
-        head.lm_head.weight = nn.Parameter(tensors["lm_head.weight"].to(device=device, dtype=dtype), False)
+        head.lm_head.weight = nn.Parameter(
+            tensors["lm_head.weight"].to(device=device, dtype=dtype), False
+        )
     else:
         head.lm_head = target.lm_head
     head.embed = target.embed
@@ -94,16 +117,32 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     layer = spec.layer_prefix
     attention = ("q_proj", "k_proj", "v_proj")
     fused: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": attention}
-    plain = ["self_attn.o_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.down_proj"]
+    plain = [
+        "self_attn.o_proj",
+        "input_layernorm",
+        "hidden_norm",
+        "post_attention_layernorm",
+        "mlp.down_proj",
+    ]
     if spec.attention == "mla":
         fused = {"self_attn.qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-        plain += [f"self_attn.{name}" for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")]
-    table: dict[str, tuple[str, ...]] = {"fc.weight": ("fc.weight",), "norm.weight": ("norm.weight",)}
+        plain += [
+            f"self_attn.{name}"
+            for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
+        ]
+    table: dict[str, tuple[str, ...]] = {
+        "fc.weight": ("fc.weight",),
+        "norm.weight": ("norm.weight",),
+    }
     table |= {f"{name}.weight": (f"{layer}{name}.weight",) for name in plain}
     table |= {
-        f"{ours}.weight": tuple(f"{layer}self_attn.{name}.weight" for name in names) for ours, names in fused.items()
+        f"{ours}.weight": tuple(f"{layer}self_attn.{name}.weight" for name in names)
+        for ours, names in fused.items()
     }
-    table["mlp.gate_up_proj.weight"] = (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight")
+    table["mlp.gate_up_proj.weight"] = (
+        f"{layer}mlp.gate_proj.weight",
+        f"{layer}mlp.up_proj.weight",
+    )
     if spec.fc_norm:
         table["fc_norm"] = tuple(f"fc_norm.{i}.weight" for i in range(spec.num_aux))
     if spec.norm_before_fc:

@@ -53,7 +53,9 @@ class DecoderLayer(nn.Module):
 class KimiModel(nn.Module):
     """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
 
-    def __init__(self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None
+    ) -> None:
         """`layers=0` leaves the decoder layers out: embeddings, final norm and lm_head alone (see stream.py)."""
         super().__init__()
         self.spec = spec
@@ -107,14 +109,20 @@ class KimiModel(nn.Module):
     ) -> TargetOutput:
         """Runs tokens int64 [1, N]: pieces of texts, one behind the other, each in its cache row and seeing its own
         text only. `logits` and `hidden` are those of the positions `kept` alone, `aux` that of all."""
-        step = PackedStep(pieces, cache, self.rope.of(cache.max_len, tokens.device), True, self.dtype)
+        step = PackedStep(
+            pieces, cache, self.rope.of(cache.max_len, tokens.device), True, self.dtype
+        )
         wanted = torch.tensor(kept).to(tokens.device, non_blocking=True)
         x, aux = self._run(tokens, step, aux_layers, wanted)
         hidden = self.norm(x)
         return TargetOutput(self.lm_head(hidden).float(), hidden, aux)
 
     def _run(
-        self, tokens: Tensor, step: AttentionStep, aux_layers: tuple[int, ...], kept: Tensor | None = None
+        self,
+        tokens: Tensor,
+        step: AttentionStep,
+        aux_layers: tuple[int, ...],
+        kept: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The last layer's output [B, T, H], or [B, K, H] of the positions `kept`; and the captured [B, T, n_aux*H]."""
         x, last = self.embed(tokens), len(self.layers) - 1

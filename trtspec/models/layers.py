@@ -60,7 +60,9 @@ class RMSNorm(nn.Module):
     where torch's own takes nine: a third of the time for few rows of float32 on a CPU.
     """
 
-    folded: tuple[Tensor, Tensor] | None = None  # sqrt(n eps) and weight * sqrt(n), set by `prepare_for_decoding`
+    folded: tuple[Tensor, Tensor] | None = (
+        None  # sqrt(n eps) and weight * sqrt(n), set by `prepare_for_decoding`
+    )
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -127,7 +129,9 @@ class RopeTables:
 
     def of(self, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         if self.tables is None or len(self.tables[0]) < length:
-            cos, sin = rope_tables(self.rope, self.dim, max(length, FEWEST_POSITIONS), self.interleaved)
+            cos, sin = rope_tables(
+                self.rope, self.dim, max(length, FEWEST_POSITIONS), self.interleaved
+            )
             self.tables = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
         return self.tables
 
@@ -147,13 +151,19 @@ class LatentAttention(nn.Module):
     q_a_proj and kv_a_proj_with_mqa share their input and are one matrix here, `qkv_a_proj`.
     """
 
-    def __init__(self, spec: ModelSpec | HeadSpec, input_size: int, norm_eps: float = LATENT_NORM_EPS) -> None:
+    def __init__(
+        self, spec: ModelSpec | HeadSpec, input_size: int, norm_eps: float = LATENT_NORM_EPS
+    ) -> None:
         """`spec` gives ranks, head sizes and rope; the input may be wider than its hidden_size, which is the output."""
         super().__init__()
         heads, rope = spec.num_attention_heads, spec.rope
         self.num_heads = heads
         self.q_lora_rank, self.kv_lora_rank = spec.q_lora_rank, spec.kv_lora_rank
-        self.nope, self.rope_dim, self.v_head_dim = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
+        self.nope, self.rope_dim, self.v_head_dim = (
+            spec.qk_nope_head_dim,
+            spec.qk_rope_head_dim,
+            spec.v_head_dim,
+        )
         self.qkv_a_proj = Linear(input_size, self.q_lora_rank + self.kv_lora_rank + self.rope_dim)
         self.q_a_layernorm = RMSNorm(self.q_lora_rank, norm_eps)
         self.q_b_proj = Linear(self.q_lora_rank, heads * (self.nope + self.rope_dim))
@@ -169,10 +179,14 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]. `step` holds positions, mask and the cache rows of this call."""
         heads, rank = self.num_heads, self.kv_lora_rank
-        q_latent, latent, k_rope = self.qkv_a_proj(x).split((self.q_lora_rank, rank, self.rope_dim), -1)
+        q_latent, latent, k_rope = self.qkv_a_proj(x).split(
+            (self.q_lora_rank, rank, self.rope_dim), -1
+        )
         # the query heads and the one shared key are rotated together
         queries = self.latent_queries(self.q_a_layernorm(q_latent))
-        vectors = torch.cat((queries, self.kv_a_layernorm(latent), k_rope), -1).unflatten(-1, (heads + 1, -1))
+        vectors = torch.cat((queries, self.kv_a_layernorm(latent), k_rope), -1).unflatten(
+            -1, (heads + 1, -1)
+        )
         step.rotate_(vectors[..., rank:])
         return self.lift(step.attend(vectors[:, :, heads], vectors[:, :, :heads], self.mix))
 
@@ -181,7 +195,9 @@ class LatentAttention(nn.Module):
         batch, tokens, heads, _ = queries.shape
         flat = queries.reshape(batch, tokens * heads, -1)
         scores = torch.baddbmm(mask.by_head(heads), flat, keys.transpose(1, 2), alpha=self.scale)
-        mixed = torch.bmm(scores.softmax(-1), keys[..., : self.kv_lora_rank])  # softmax accumulates in float32
+        mixed = torch.bmm(
+            scores.softmax(-1), keys[..., : self.kv_lora_rank]
+        )  # softmax accumulates in float32
         return mixed.view(batch, tokens, -1)
 
     def latent_queries(self, q_latent: Tensor) -> Tensor:
@@ -209,15 +225,21 @@ class LatentAttention(nn.Module):
     def fold(self) -> None:
         """Multiplies W_UK into q_b_proj and W_UV into o_proj, in float64: two products for four, where that takes no
         more weights."""
-        if self.kv_lora_rank > min(self.nope, self.v_head_dim) or not isinstance(self.q_b_proj, Linear):
+        if self.kv_lora_rank > min(self.nope, self.v_head_dim) or not isinstance(
+            self.q_b_proj, Linear
+        ):
             return
         if not isinstance(self.o_proj, Linear):
             return
         heads, weight = self.num_heads, self.q_b_proj.weight
         k_up, v_up = (part.double() for part in self.k_up_v_up())
         q_b = weight.double().view(heads, self.nope + self.rope_dim, -1)
-        absorbed = torch.cat((k_up.transpose(1, 2) @ q_b[:, : self.nope], q_b[:, self.nope :]), 1).flatten(0, 1)
-        lifted = self.o_proj.weight.double().view(-1, heads, self.v_head_dim).transpose(0, 1) @ v_up  # [N, H, C]
+        absorbed = torch.cat(
+            (k_up.transpose(1, 2) @ q_b[:, : self.nope], q_b[:, self.nope :]), 1
+        ).flatten(0, 1)
+        lifted = (
+            self.o_proj.weight.double().view(-1, heads, self.v_head_dim).transpose(0, 1) @ v_up
+        )  # [N, H, C]
         lift = lifted.transpose(0, 1).flatten(1)
         self.folded = by_input(absorbed.to(weight.dtype)), by_input(lift.to(weight.dtype))
 
@@ -235,7 +257,13 @@ class LatentCache:
     """
 
     def __init__(
-        self, layers: int, rows: int, max_len: int, width: int, dtype: torch.dtype, device: str | torch.device
+        self,
+        layers: int,
+        rows: int,
+        max_len: int,
+        width: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
     ) -> None:
         self.data = torch.zeros(layers, rows, max_len, width, dtype=dtype, device=device)
 
@@ -282,7 +310,9 @@ class CausalMask:
         return self.repeated[heads]
 
 
-Mix = Callable[[Tensor, Tensor, CausalMask], Tensor]  # queries [B, T, ...], entries seen [B, S, D], mask
+Mix = Callable[
+    [Tensor, Tensor, CausalMask], Tensor
+]  # queries [B, T, ...], entries seen [B, S, D], mask
 
 
 class AttentionStep:
@@ -325,18 +355,26 @@ class AttentionStep:
             self.written = cache.data.flatten(1, 2).unbind(0)
             self.seen = [cache.data[:, first : first + batch, :length].unbind(0)]
         hidden = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
-        blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+            hidden, float("-inf")
+        )
         self._rotate_at(positions, tables, interleaved, dtype)
         self.masks = [CausalMask(blocked.expand(batch, tokens, length))]
         self.spans = [slice(None)]
 
     def _rotate_at(
-        self, positions: Tensor, tables: tuple[Tensor, Tensor], interleaved: bool, dtype: torch.dtype
+        self,
+        positions: Tensor,
+        tables: tuple[Tensor, Tensor],
+        interleaved: bool,
+        dtype: torch.dtype,
     ) -> None:
         self.interleaved = interleaved
         self.cos = tables[0][positions].to(dtype).unsqueeze(2)  # [B, T, 1, R]
         self.sin = tables[1][positions].to(dtype).unsqueeze(2)
-        self.turn: Tensor | None = None  # [B, T, 1, R / 2], where one complex product is the whole rotation
+        self.turn: Tensor | None = (
+            None  # [B, T, 1, R / 2], where one complex product is the whole rotation
+        )
         if interleaved and dtype == torch.float32:
             self.turn = torch.complex(self.cos[..., ::2], self.sin[..., 1::2])
 
@@ -351,7 +389,9 @@ class AttentionStep:
 
     def rotate_(self, x: Tensor) -> None:
         """The same in place."""
-        if self.turn is None or x.stride(2) % 2:  # a pair of floats is a complex number only at an even place
+        if (
+            self.turn is None or x.stride(2) % 2
+        ):  # a pair of floats is a complex number only at an even place
             x.copy_(self.rotate(x))
         else:
             torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(self.turn)
@@ -363,7 +403,10 @@ class AttentionStep:
         stored, target = entry.flatten(0, 1), self.written[self.index]
         if target.dtype == torch.float8_e4m3fn:
             # the cast saturates in the engines but gives NaN in torch; index_copy_ knows no FP8 type, only its bytes
-            stored, target = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8), target.view(torch.uint8)
+            stored, target = (
+                stored.clamp(-448, 448).to(target.dtype).view(torch.uint8),
+                target.view(torch.uint8),
+            )
         target.index_copy_(0, self.slots, stored)
         seen = [of_layer[self.index].to(entry.dtype) for of_layer in self.seen]
         if len(seen) == 1:
@@ -384,7 +427,9 @@ class PackedStep(AttentionStep):
         dtype: torch.dtype,
     ) -> None:
         device = tables[0].device
-        places = torch.tensor([(p.row * cache.max_len, at) for p in pieces for at in range(p.begin, p.end)])
+        places = torch.tensor(
+            [(p.row * cache.max_len, at) for p in pieces for at in range(p.begin, p.end)]
+        )
         first, positions = places.to(device, non_blocking=True).unbind(1)
         self._rotate_at(positions.unsqueeze(0), tables, interleaved, dtype)
         self.slots = first + positions
@@ -394,7 +439,9 @@ class PackedStep(AttentionStep):
         self.spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self.masks = []
         for p in pieces:
-            blocked = torch.full((1, p.end - p.begin, p.end), float("-inf"), dtype=dtype, device=device)
+            blocked = torch.full(
+                (1, p.end - p.begin, p.end), float("-inf"), dtype=dtype, device=device
+            )
             self.masks.append(CausalMask(blocked.triu_(p.begin + 1)))
 
 

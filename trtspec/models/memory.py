@@ -31,7 +31,9 @@ def check_device(device: str) -> None:
     if kind not in ("cpu", "cuda"):
         raise UsageError(f"`device` {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise MissingDependency(f"`device` {device}: torch sees no GPU", "use `device` cpu, or install CUDA")
+        raise MissingDependency(
+            f"`device` {device}: torch sees no GPU", "use `device` cpu, or install CUDA"
+        )
 
 
 def free_bytes(device: str) -> int:
@@ -96,9 +98,13 @@ class Footprint:
         return min(tokens, self.length) if tokens >= MIN_LENGTH else 0
 
 
-def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> Footprint:
+def footprint(
+    path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
+) -> Footprint:
     """Footprint of a target and a head; reads only the headers of the target."""
-    weights = target_bytes(path, spec, load.dtype, load.device) + (head_bytes(head[0], load.dtype) if head else 0)
+    weights = target_bytes(path, spec, load.dtype, load.device) + (
+        head_bytes(head[0], load.dtype) if head else 0
+    )
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
     # an entry in each layer of the target (FP8 if the checkpoint asks for it), and the head's
     token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
@@ -107,7 +113,9 @@ def footprint(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | N
     return Footprint(weights, int(SPARE * weights) + load.prefix_bytes, row, logits, load.length)
 
 
-def require_fitting(path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad) -> None:
+def require_fitting(
+    path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
+) -> None:
     """Raises MissingDependency with the bytes needed and free, and the sizes that fit."""
     found, free = footprint(path, spec, head, load), free_bytes(load.device)
     needed = found.needed(load.rows)

@@ -46,7 +46,9 @@ class Router(nn.Module):
         """Zeroes all but the `topk_group` groups whose two best experts sum highest."""
         groups = choice.unflatten(-1, (self.spec.n_group, -1))
         best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.topk_group, dim=-1).indices
-        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, best, True)
+        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(
+            -1, best, True
+        )
         return groups.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(-2)
 
 
@@ -63,7 +65,9 @@ class Experts(nn.Module):
         """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H]."""
         if x.is_cpu:
             return self.by_slices(x, ids, weights)
-        return dispatch(x, ids, weights, len(self.down), self.one_expert)  # index_add's order varies on a GPU
+        return dispatch(
+            x, ids, weights, len(self.down), self.one_expert
+        )  # index_add's order varies on a GPU
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
@@ -72,11 +76,16 @@ class Experts(nn.Module):
     def by_slices(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Expert after expert over its slice of the sorted tokens; reads the slices' sizes."""
         experts = ids.flatten()
-        order, sizes = experts.argsort(stable=True), experts.bincount(minlength=len(self.gate_up)).tolist()
+        order, sizes = (
+            experts.argsort(stable=True),
+            experts.bincount(minlength=len(self.gate_up)).tolist(),
+        )
         tokens = order // ids.shape[1]
         wide = through_float32(x.dtype) and is_small(self.gate_up, self.down)
         kind = torch.float32 if wide else x.dtype
-        gate, up = each_expert(x.index_select(0, tokens).to(kind), self.gate_up.to(kind), sizes).chunk(2, -1)
+        gate, up = each_expert(
+            x.index_select(0, tokens).to(kind), self.gate_up.to(kind), sizes
+        ).chunk(2, -1)
         active = F.silu(gate) * up * weights.flatten().index_select(0, order).unsqueeze(-1).to(kind)
         outputs = each_expert(active, self.down.to(kind), sizes)
         summed = x.new_zeros(x.shape, dtype=torch.promote_types(kind, torch.float32))
@@ -85,11 +94,17 @@ class Experts(nn.Module):
 
 def each_expert(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
     """x [n, in] in slices of `sizes`, each times its expert of weight [E, out, in] -> [n, out]."""
-    slices = [(part, expert) for part, expert, size in zip(x.split(sizes), weight.mT, sizes, strict=True) if size]
+    slices = [
+        (part, expert)
+        for part, expert, size in zip(x.split(sizes), weight.mT, sizes, strict=True)
+        if size
+    ]
     if torch.is_grad_enabled():
         return torch.cat([part @ expert for part, expert in slices])
     output = x.new_empty(len(x), weight.shape[1])
-    for (part, expert), into in zip(slices, output.split([size for size in sizes if size]), strict=True):
+    for (part, expert), into in zip(
+        slices, output.split([size for size in sizes if size]), strict=True
+    ):
         torch.mm(part, expert, out=into)
     return output
 
@@ -107,9 +122,13 @@ def dispatch(
     Reads the sizes of the groups back from the device, once per layer.
     """
     ordered, order = ids.flatten().sort(stable=True)  # pairs of token and expert, [tokens * k]
-    ends = torch.searchsorted(ordered, torch.arange(count, device=ids.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        ordered, torch.arange(count, device=ids.device), right=True, out_int32=True
+    )
     inputs = x[order // ids.shape[1]].tensor_split(ends[:-1].tolist())
-    outputs = torch.cat([one_expert(expert, part) for expert, part in enumerate(inputs) if len(part)])
+    outputs = torch.cat(
+        [one_expert(expert, part) for expert, part in enumerate(inputs) if len(part)]
+    )
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     by_token = outputs[back].unflatten(0, weights.shape)
     return (by_token * weights.unsqueeze(-1).to(outputs.dtype)).sum(1)
@@ -129,7 +148,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
-        if self.together is not None and len(flat) <= DENSE_EXPERT_TOKENS and not torch.is_grad_enabled():
+        if (
+            self.together is not None
+            and len(flat) <= DENSE_EXPERT_TOKENS
+            and not torch.is_grad_enabled()
+        ):
             return self.together(flat, ids, weights).view_as(x)
         return (self.experts(flat, ids, weights) + self.shared_experts(flat)).view_as(x)
 
@@ -150,7 +173,11 @@ class AllExperts(nn.Module):
         gate_shared, up_shared = shared.gate_up_proj.weight.detach().chunk(2, 0)
         stacked = (gate.reshape(-1, hidden), gate_shared, up.reshape(-1, hidden), up_shared)
         down = torch.cat(
-            (routed.down.detach().transpose(0, 1).reshape(hidden, -1), shared.down_proj.weight.detach()), 1
+            (
+                routed.down.detach().transpose(0, 1).reshape(hidden, -1),
+                shared.down_proj.weight.detach(),
+            ),
+            1,
         )
         always = torch.arange(down.shape[1] // inner, device=down.device) >= count
         self.up = product_with(torch.cat(stacked))

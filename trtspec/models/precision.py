@@ -81,8 +81,14 @@ class PackedWeight:
     def product(self, x: Tensor) -> Tensor:
         """x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
         if x.dtype == torch.float32:
-            return torch.ops.quantized.linear_dynamic_fp16.default(x, self.packed).mul_(self.unscale)
-        return torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed).mul_(self.unscale).to(x.dtype)
+            return torch.ops.quantized.linear_dynamic_fp16.default(x, self.packed).mul_(
+                self.unscale
+            )
+        return (
+            torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
+            .mul_(self.unscale)
+            .to(x.dtype)
+        )
 
 
 def pack(weight: Tensor) -> PackedWeight | None:
@@ -91,7 +97,11 @@ def pack(weight: Tensor) -> PackedWeight | None:
 
     BF16 weights have 8 significant bits: FP16 with its 11 holds all that are within a factor of 2^31 of the largest.
     """
-    pays = weight.dtype == torch.float32 and weight.numel() >= MIN_ELEMENTS or through_float32(weight.dtype)
+    pays = (
+        weight.dtype == torch.float32
+        and weight.numel() >= MIN_ELEMENTS
+        or through_float32(weight.dtype)
+    )
     if not pays or not weight.is_cpu or "fbgemm" not in torch.backends.quantized.supported_engines:
         return None
     weight = weight.float()
@@ -102,4 +112,6 @@ def pack(weight: Tensor) -> PackedWeight | None:
     scaled = weight * scale
     if not torch.equal(scaled.half().float() / scale, weight):
         return None
-    return PackedWeight(torch.ops.quantized.linear_prepack_fp16(scaled.contiguous(), None), 1 / scale)
+    return PackedWeight(
+        torch.ops.quantized.linear_prepack_fp16(scaled.contiguous(), None), 1 / scale
+    )

@@ -89,7 +89,13 @@ class LayerStream:
         with ThreadPoolExecutor(self.threads) as pool:
             for source in layer_layout(self.spec, index):
                 install(
-                    layer, source, self._tensors, self.spec, dtype=self.dtype, activation=self.activation, pool=pool
+                    layer,
+                    source,
+                    self._tensors,
+                    self.spec,
+                    dtype=self.dtype,
+                    activation=self.activation,
+                    pool=pool,
                 )
         return layer.eval().requires_grad_(False)
 
@@ -101,7 +107,15 @@ class LayerStream:
         for source in layout(self.spec):
             if source.parameter in (parameters or ENDS):
                 tensors, spec = self._tensors, self.spec
-                install(model, source, tensors, spec, dtype=self.dtype, device=self.device, activation="decoded")
+                install(
+                    model,
+                    source,
+                    tensors,
+                    spec,
+                    dtype=self.dtype,
+                    device=self.device,
+                    activation="decoded",
+                )
         return model.eval().requires_grad_(False)
 
     @torch.inference_mode()
@@ -139,7 +153,10 @@ class LayerStream:
                 with torch.inference_mode():
                     states.begin(index + 1)
                     for number, tokens in enumerate(batches):
-                        output = layer(states.get(number).to(self.device), self._attention_step(tuple(tokens.shape)))
+                        output = layer(
+                            states.get(number).to(self.device),
+                            self._attention_step(tuple(tokens.shape)),
+                        )
                         states.put(number, output)
                         on_output(index, number, output)
                     states.seal()
@@ -238,7 +255,11 @@ class States:
         if self._source is not None:
             self._source.close()
         self._source, self._target = self._target, None
-        self.record = {"generation": self._generation, "bytes": self.bytes, "sha256": self._sha256.hexdigest()}
+        self.record = {
+            "generation": self._generation,
+            "bytes": self.bytes,
+            "sha256": self._sha256.hexdigest(),
+        }
         if self.durable:
             fsync_directory(path.parent)
         else:
@@ -247,13 +268,19 @@ class States:
     def restore(self, record: dict[str, Any]) -> bool:
         """Takes up a sealed generation; False when its file is not what the record says."""
         path = self.path(record["generation"])
-        if not path.is_file() or path.stat().st_size != record["bytes"] or record["bytes"] != self.bytes:
+        if (
+            not path.is_file()
+            or path.stat().st_size != record["bytes"]
+            or record["bytes"] != self.bytes
+        ):
             return False
         if file_sha256(path) != record["sha256"]:
             return False
         self._source, self._generation = path.open("rb"), record["generation"]
         if self.in_memory:
-            self._memory = {number: self._read(self._source, number) for number in range(len(self.shapes))}
+            self._memory = {
+                number: self._read(self._source, number) for number in range(len(self.shapes))
+            }
         return True
 
     def drop_older(self) -> None:
@@ -282,7 +309,9 @@ class States:
         raw = torch.empty(end - begin, dtype=torch.uint8)
         file.seek(begin)
         if file.readinto(raw.numpy().data) < len(raw):  # type: ignore[attr-defined]
-            raise TrtspecError(f"{self.directory}: the states end early", "run again with `restart`")
+            raise TrtspecError(
+                f"{self.directory}: the states end early", "run again with `restart`"
+            )
         return raw.view(self.dtype).view(self.shapes[number])
 
     @contextmanager
@@ -291,7 +320,9 @@ class States:
             yield
         except OSError as error:
             message = f"cannot write {self.path(self._generation)}: {error.strerror}"
-            raise TrtspecError(message, "free space on that disk, then run the command again") from error
+            raise TrtspecError(
+                message, "free space on that disk, then run the command again"
+            ) from error
 
 
 def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:

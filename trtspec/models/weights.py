@@ -26,7 +26,9 @@ from trtspec.models.precision import pack
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
-Activation = Literal["w4a4", "weight-only", "decoded"]  # how NVFP4 weights are computed; decoded: as plain ones
+Activation = Literal[
+    "w4a4", "weight-only", "decoded"
+]  # how NVFP4 weights are computed; decoded: as plain ones
 
 
 def load_target(
@@ -78,14 +80,18 @@ def install(
     """
     owner, _, leaf = source.parameter.rpartition(".")
     if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
-        linear = partial(nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device)
+        linear = partial(
+            nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device
+        )
         if not owner.endswith(".experts"):
             module.set_submodule(owner, linear(source.names))
         elif leaf == "gate_up":
             pairs = zip(source.names[::2], source.names[1::2], strict=True)
             module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
         else:
-            module.get_submodule(owner).down = nn.ModuleList(linear([name]) for name in source.names)
+            module.get_submodule(owner).down = nn.ModuleList(
+                linear([name]) for name in source.names
+            )
         return
     place = module.get_submodule(owner)
     shape = getattr(place, leaf).shape
@@ -137,7 +143,10 @@ def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
         """`names` are those beside the parameter's; without any it has the same name in a checkpoint."""
         owner, _, leaf = parameter.rpartition(".")
         stem = f"{spec.name_prefix}model.layers.{index}.{owner.rpartition('.')[0]}".rstrip(".")
-        return Source(parameter, tuple(f"{stem}.{name}" for name in names or (f"{owner.rpartition('.')[2]}.{leaf}",)))
+        return Source(
+            parameter,
+            tuple(f"{stem}.{name}" for name in names or (f"{owner.rpartition('.')[2]}.{leaf}",)),
+        )
 
     yield source("input_layernorm.weight")
     yield source("post_attention_layernorm.weight")
@@ -153,7 +162,9 @@ def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
     yield source("mlp.gate.weight")
     yield source("mlp.gate.e_score_correction_bias")
     experts = range(spec.n_routed_experts)
-    pairs = [f"experts.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")]
+    pairs = [
+        f"experts.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")
+    ]
     yield source("mlp.experts.gate_up", *pairs)
     yield source("mlp.experts.down", *(f"experts.{expert}.down_proj.weight" for expert in experts))
 
@@ -176,7 +187,9 @@ class NVFP4Linear(nn.Module):
     scale_2: Tensor  # float32 scalar
     input_scale: Tensor  # float32 scalar
 
-    def __init__(self, values: Tensor, scale_2: Tensor, input_scale: Tensor, activation: str) -> None:
+    def __init__(
+        self, values: Tensor, scale_2: Tensor, input_scale: Tensor, activation: str
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.register_buffer("values", values)
@@ -188,7 +201,9 @@ class NVFP4Linear(nn.Module):
         if self.activation == "weight-only":
             return (F.linear(x, self.values) * self.scale_2).to(x.dtype)
         values, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
-        return (F.linear(values.to(x.dtype), self.values) * (self.scale_2 * input_scale)).to(x.dtype)
+        return (F.linear(values.to(x.dtype), self.values) * (self.scale_2 * input_scale)).to(
+            x.dtype
+        )
 
 
 class NVFP4Experts(nn.Module):
@@ -221,7 +236,9 @@ def nvfp4_linear(
                 "requantize the checkpoint: trtspec quantize SRC -o OUT",
             )
     packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
-    scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(torch.float8_e4m3fn)
+    scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(
+        torch.float8_e4m3fn
+    )
     weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
     values = nvfp4.codes_times_scale(weight).to(dtype)
     return NVFP4Linear(values, weight.scale_2, scales[0][1], activation).to(device)
@@ -251,8 +268,15 @@ def prepare_for_decoding(model: nn.Module) -> None:
                 module.fold()
         elif isinstance(module, MoE) and module.together is None:
             module.together = together(module)
-        elif isinstance(module, Experts) and is_float32_on_cpu(module.down) and is_small(module.gate_up, module.down):
-            module.gate_up.data, module.down.data = by_input(module.gate_up.data), by_input(module.down.data)
+        elif (
+            isinstance(module, Experts)
+            and is_float32_on_cpu(module.down)
+            and is_small(module.gate_up, module.down)
+        ):
+            module.gate_up.data, module.down.data = (
+                by_input(module.gate_up.data),
+                by_input(module.down.data),
+            )
 
 
 def is_float32_on_cpu(weight: Tensor) -> bool:

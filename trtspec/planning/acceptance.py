@@ -57,7 +57,9 @@ class Acceptance:
 
     def measured(self, drafts: int) -> bool:
         """Whether the length for that many drafts was measured, and does not rest on the published decay."""
-        return drafts <= len(self.known) or (self.length_at is not None and drafts == self.length_at[1])
+        return drafts <= len(self.known) or (
+            self.length_at is not None and drafts == self.length_at[1]
+        )
 
     def decays(self, drafts: int) -> dict[str, Decay]:
         """The decay of each published curve by itself, between which the length for `drafts` drafts is not settled;
@@ -81,14 +83,24 @@ def parse_acceptance(text: str) -> Acceptance:
         return _from_bench(path / "results.json" if path.is_dir() else path)
     found = VALUE.fullmatch(text)
     if found is None:
-        raise UsageError(f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE)
+        raise UsageError(
+            f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE
+        )
     value, drafts = float(found[1]), int(found[2] or 3)
     if 0 < value < 1 and drafts:
-        return Acceptance(f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts)
+        return Acceptance(
+            f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts
+        )
     if not 1 <= value <= drafts + 1:
-        raise UsageError(f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE)
+        raise UsageError(
+            f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE
+        )
     measured = f"{value} tokens per step at {drafts} drafts, as given"
-    measured += "" if found[2] else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
+    measured += (
+        ""
+        if found[2]
+        else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
+    )
     return Acceptance(measured, length_at=(value, drafts))
 
 
@@ -100,9 +112,10 @@ def card_acceptance(head: str, target: str) -> Acceptance | None:
     if card is None or not real_pair(head, target):
         return None
     source = (
-        f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, as the card of {head} "
+        f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, "
+        f"as the card of {head} states; your own traffic may differ, "
+        "so measure it with `trtspec bench`"
     )
-    source += "states; your own traffic may differ, so measure it with `trtspec bench`"
     return Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)
 
 
@@ -112,13 +125,19 @@ def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
     if not name or Path(name).resolve().name.casefold() == Path(target).resolve().name.casefold():
         return []
     message = f"the acceptance was measured on {name}, and this plan is for {target}"
-    return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")]
+    return [
+        Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")
+    ]
 
 
 def _from_bench(path: Path) -> Acceptance:
     try:
         results = files.read_object(path)
-        doubts = tuple(problem["message"] for problem in results.get("problems", ()) if problem["severity"] != "info")
+        doubts = tuple(
+            problem["message"]
+            for problem in results.get("problems", ())
+            if problem["severity"] != "info"
+        )
         model = str((results.get("server") or {}).get("model") or "")
         source = f"{path}, served as {model}" if model else str(path)
         known = tuple(float(rate) for rate in results.get("conditional") or [] if rate is not None)
@@ -157,7 +176,9 @@ class Decay:
 
     def rate(self, position: int) -> float:
         """Of draft `position`, counted from 1; never above 1."""
-        return self.first if position == 1 else min(0.999, self.second * self.ratio ** (position - 2))
+        return (
+            self.first if position == 1 else min(0.999, self.second * self.ratio ** (position - 2))
+        )
 
     def beyond(self, known: Sequence[float], drafts: int) -> list[float]:
         """Rates of positions len(known) + 1 .. drafts of a head whose first rates are `known`.

@@ -53,7 +53,10 @@ class Row:
         once per answer."""
         if self.point is None or self.point.decode_rate is None:
             return None
-        return 1000 / self.point.decode_rate + (self.concurrency - 1) * self.stall_ms / self.plan.setting.workload.osl
+        return (
+            1000 / self.point.decode_rate
+            + (self.concurrency - 1) * self.stall_ms / self.plan.setting.workload.osl
+        )
 
     @property
     def ttft_ms(self) -> float | None:
@@ -61,7 +64,11 @@ class Row:
         if self.point is None or self.tpot_ms is None or self.plan.steps is None:
             return None
         alone = self.plan.steps.prefill(self.plan.setting.workload.isl) / 1000
-        busy = (self.concurrency - 1) * self.stall_ms / (self.plan.setting.workload.osl * self.tpot_ms + alone)
+        busy = (
+            (self.concurrency - 1)
+            * self.stall_ms
+            / (self.plan.setting.workload.osl * self.tpot_ms + alone)
+        )
         return self.point.step_ms + self.stall_ms * busy / (2 * (1 - busy)) + alone
 
     @property
@@ -77,13 +84,22 @@ class Row:
         """How far the farther limit is missed, as a factor; 1 or less where both are met."""
         setting = self.plan.setting
         pairs = ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms))
-        return max((float("inf") if ours is None else ours / asked for ours, asked in pairs if asked), default=0.0)
+        return max(
+            (float("inf") if ours is None else ours / asked for ours, asked in pairs if asked),
+            default=0.0,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
         point, plan, acceptance = self.point, self.plan, self.plan.setting.acceptance
-        figures = {"tokens_per_s": self.tokens_per_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms}
-        known = point is not None and (acceptance is not None or (plan.steps is not None and not plan.steps.head))
+        figures = {
+            "tokens_per_s": self.tokens_per_s,
+            "ttft_ms": self.ttft_ms,
+            "tpot_ms": self.tpot_ms,
+        }
+        known = point is not None and (
+            acceptance is not None or (plan.steps is not None and not plan.steps.head)
+        )
         spread = plan.speedup_range(point) if point is not None else None
         return {
             "concurrency": self.concurrency,
@@ -138,23 +154,34 @@ def decide(chosen: list[Layout], setting: Setting) -> Decision:
     if not setting.workload.concurrency:
         most = 1
         for layout in chosen:
-            room = memory(setting.model, setting.head, setting.gpu, layout, fraction=setting.fraction)
+            room = memory(
+                setting.model, setting.head, setting.gpu, layout, fraction=setting.fraction
+            )
             measured = MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)
             most = max(most, min(room.sequences(setting.workload.tokens), measured))
-        setting = replace(setting, workload=replace(setting.workload, concurrency=tuple(ladder(most))))
+        setting = replace(
+            setting, workload=replace(setting.workload, concurrency=tuple(ladder(most)))
+        )
     plans = [plan_layout(layout, setting) for layout in chosen]
     rows, refused = [], []
     for plan in plans:
         reason = next(iter(route_refusals(plan.layout, setting)), None)
         refused += [reason] if reason else []
         for concurrency in setting.workload.concurrency:
-            rows.append(Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason))
+            rows.append(
+                Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason)
+            )
     rows.sort(key=_rank, reverse=True)
     return Decision(setting, plans, rows, refused if len(refused) == len(plans) else [])
 
 
 def _rank(row: Row) -> tuple[bool, float, float, int]:
-    return (row.held and row.refused is None, -max(1.0, row.excess), row.tokens_per_s or 0.0, row.concurrency)
+    return (
+        row.held and row.refused is None,
+        -max(1.0, row.excess),
+        row.tokens_per_s or 0.0,
+        row.concurrency,
+    )
 
 
 def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
@@ -186,10 +213,19 @@ def command(row: Row) -> str:
     if setting.head_name and drafts != 0:
         words += ["--head", setting.head_name] + (["--draft-len", str(drafts)] if drafts else [])
     nodes = -(-layout.gpus // gpu.gpus_per_node)
-    words += ["--gpu", gpu.name, "--tp-size", str(layout.gpus)] + (["--nodes", str(nodes)] if nodes > 1 else [])
+    words += ["--gpu", gpu.name, "--tp-size", str(layout.gpus)] + (
+        ["--nodes", str(nodes)] if nodes > 1 else []
+    )
     words += ["--ep-size", str(layout.gpus if layout.ep else 1)]
     words += ["--attention-dp" if layout.attention_dp else "--no-attention-dp"]
-    words += ["--isl", str(workload.isl), "--osl", str(workload.osl), "--concurrency", str(row.concurrency)]
+    words += [
+        "--isl",
+        str(workload.isl),
+        "--osl",
+        str(workload.osl),
+        "--concurrency",
+        str(row.concurrency),
+    ]
     if setting.fraction is not None:
         words += ["--set", f"kv_cache_config.free_gpu_memory_fraction={setting.fraction:g}"]
     return shlex.join(words)

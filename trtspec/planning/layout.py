@@ -15,10 +15,16 @@ from trtspec.formats import WeightFormat
 from trtspec.specs import GpuSpec, ModelSpec
 
 KV_FRACTION = 0.9  # of what is free: the engine's default
-ATTENTION_DP_KV_FRACTION = 0.75  # what build-config writes: attention DP and the exchange of tokens need room
+ATTENTION_DP_KV_FRACTION = (
+    0.75  # what build-config writes: attention DP and the exchange of tokens need room
+)
 # oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
 # does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
-OLDEST_CAPABILITY = {WeightFormat.NVFP4: (10, 0), WeightFormat.FP8_BLOCK: (9, 0), WeightFormat.BF16: (8, 0)}
+OLDEST_CAPABILITY = {
+    WeightFormat.NVFP4: (10, 0),
+    WeightFormat.FP8_BLOCK: (9, 0),
+    WeightFormat.BF16: (8, 0),
+}
 ANY, HOPPER_ON, BLACKWELL_ON, WORKSTATION = (0, 0), (9, 0), (10, 0), (12, 0)
 # TensorRT-LLM's MoE kernels: the weight formats of which they load experts (some hand a format over to CUTLASS with a
 # warning), and the compute capabilities, from and below. A kernel that is not listed is not judged.
@@ -81,9 +87,13 @@ def layout_of(gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> 
     """Raises UsageError for sizes that contradict each other, or that were not measured."""
     tp = tp or gpus
     if tp > gpus:
-        raise UsageError(f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`")
+        raise UsageError(
+            f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`"
+        )
     if gpus % tp:
-        raise UsageError(f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}")
+        raise UsageError(
+            f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}"
+        )
     if ep not in (None, 1, tp):
         measured = f"`ep_size` {tp} (whole experts) and 1 (split ones)"
         message = f"experts over {ep} of {tp} ranks: only {measured} were measured"
@@ -107,8 +117,13 @@ def refusals(
     `tokens` is the longest request, prompt and answer together. Whether it fits: memory.py.
     """
     limit = model.max_position_embeddings
-    refused = format_refusal(model, gpu.compute_capability if gpu else None, gpu.name.upper() if gpu else "")
-    found = [*([refused] if refused else []), *layout_refusals(model, tp_size, ep_size or 1, attention_dp)]
+    refused = format_refusal(
+        model, gpu.compute_capability if gpu else None, gpu.name.upper() if gpu else ""
+    )
+    found = [
+        *([refused] if refused else []),
+        *layout_refusals(model, tp_size, ep_size or 1, attention_dp),
+    ]
     if tokens is not None and tokens > limit:
         message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
         remedy = f"prompt and answer together: at most {limit}"
@@ -120,9 +135,15 @@ def refusals(
     return found
 
 
-def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool) -> Iterator[Problem]:
+def layout_refusals(
+    model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool
+) -> Iterator[Problem]:
     """Why a model does not spread over that many ranks."""
-    heads, experts, width = model.num_attention_heads, model.n_routed_experts, model.moe_intermediate_size
+    heads, experts, width = (
+        model.num_attention_heads,
+        model.n_routed_experts,
+        model.moe_intermediate_size,
+    )
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
         fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
@@ -131,7 +152,10 @@ def layout_refusals(model: ModelSpec, tp_size: int, ep_size: int, attention_dp: 
     split, group = tp_size // ep_size, model.quant.group_size or 1
     message = remedy = ""
     if tp_size % ep_size:
-        message, remedy = f"experts over {ep_size} of {tp_size} ranks", "give `ep_size` a divisor of `tp_size`"
+        message, remedy = (
+            f"experts over {ep_size} of {tp_size} ranks",
+            "give `ep_size` a divisor of `tp_size`",
+        )
     elif experts % ep_size:
         message = f"the {experts} experts do not divide by expert-parallel size {ep_size}"
         remedy = "give `ep_size` a divisor of both the experts and `tp_size`"
@@ -147,13 +171,17 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     """Why weights of this format do not run on a GPU of that compute capability ("10.0"; None: any GPU)."""
     oldest = OLDEST_CAPABILITY.get(model.quant.format)
     if oldest is None:
-        blackwell = capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
+        blackwell = (
+            capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
+        )
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
         remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
         return Problem("TS-ROUTE-INT4", "error", "target", message, remedy if blackwell else HOPPER)
     if capability is None or _number(capability) >= oldest:
         return None
-    what = f"{name}, compute capability {capability}," if name else f"compute capability {capability}"
+    what = (
+        f"{name}, compute capability {capability}," if name else f"compute capability {capability}"
+    )
     message = f"{what} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
     message += f"{'.'.join(map(str, oldest))} on"
     return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
@@ -168,8 +196,12 @@ def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | N
         return f"the {kernel} kernels load {taken} experts; these are {format}"
     number = _number(capability) if capability else None
     if number and (number < oldest or (below and number >= below)):
-        limits = f"from {'.'.join(map(str, oldest))} on" + (f" and below {'.'.join(map(str, below))}" if below else "")
-        return f"the {kernel} kernels are for compute capabilities {limits}; this GPU has {capability}"
+        limits = f"from {'.'.join(map(str, oldest))} on" + (
+            f" and below {'.'.join(map(str, below))}" if below else ""
+        )
+        return (
+            f"the {kernel} kernels are for compute capabilities {limits}; this GPU has {capability}"
+        )
     return None
 
 

@@ -20,7 +20,14 @@ RESERVE_TOKENS = 8192
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
 # MoonViT-3d of K2.5 and later and its projector into the text width (27 blocks, 1152 wide; kept in BF16 everywhere)
 VISION_PARAMETERS = 416_866_032 + 54_277_888
-SHARDED = {"experts", "shared experts", "dense layers", "attention, by heads", "embedding", "lm_head"}
+SHARDED = {
+    "experts",
+    "shared experts",
+    "dense layers",
+    "attention, by heads",
+    "embedding",
+    "lm_head",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ def memory(
     if fraction is None:
         fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
     if reserve is None:
-        reserve = RESERVE + max(0, max_num_tokens - RESERVE_TOKENS) * model.hidden_size * ACTIVATION_BYTES
+        reserve = (
+            RESERVE + max(0, max_num_tokens - RESERVE_TOKENS) * model.hidden_size * ACTIVATION_BYTES
+        )
     dtype = model.quant.kv_cache or "bf16"
     return Memory(
         layout=layout,
@@ -102,7 +111,10 @@ def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layou
 
 def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
     """Bytes of one stored [rows, columns] matrix with its scales, as published."""
-    shapes, parts = format.part_shapes(rows, columns), zip(format.storage.all_parts, format.storage.dtypes, strict=True)
+    shapes, parts = (
+        format.part_shapes(rows, columns),
+        zip(format.storage.all_parts, format.storage.dtypes, strict=True),
+    )
     return sum(byte_count(dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts)
 
 
@@ -122,7 +134,10 @@ class WeightClass:
 
     @property
     def bytes(self) -> int:
-        stored = sum(count * linear_bytes(self.format, rows, columns) for count, rows, columns in self.linears)
+        stored = sum(
+            count * linear_bytes(self.format, rows, columns)
+            for count, rows, columns in self.linears
+        )
         return stored + self.other * self.other_bytes
 
 
@@ -186,10 +201,15 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
     projections, the router, the norms and the vision tower are copied. With attention DP only the experts divide
     (that the engine copies embedding, lm_head and shared experts then is the careful assumption)."""
     divided = {"experts"} if layout.attention_dp else SHARDED
-    return {item.name: item.bytes / (layout.gpus if item.name in divided else 1) for item in weight_classes(model)}
+    return {
+        item.name: item.bytes / (layout.gpus if item.name in divided else 1)
+        for item in weight_classes(model)
+    }
 
 
 def head_parameters(head: HeadSpec) -> int:
     """Parameters of an Eagle3 head as the engine loads it, without an embedding, which is the target's."""
     shapes = expected_shapes(head)
-    return sum(math.prod(shapes[name]) for name in (*required_names(head.attention), "lm_head.weight"))
+    return sum(
+        math.prod(shapes[name]) for name in (*required_names(head.attention), "lm_head.weight")
+    )

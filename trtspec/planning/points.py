@@ -15,7 +15,12 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
 LONGEST_COMPARED = 8
 CLOSE = 0.005  # a loss that the kernel tables cannot show: neighbouring rows of them differ by a few percent of noise
-MEASURED_SHAPE = (7168, 384, 2048, 8)  # width, experts, expert width, experts per token of every Kimi-K2
+MEASURED_SHAPE = (
+    7168,
+    384,
+    2048,
+    8,
+)  # width, experts, expert width, experts per token of every Kimi-K2
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,10 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         values = {**vars(self), "speedup": self.speedup}
-        return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
+        return {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in values.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,11 @@ class LayoutPlan:
         """The shortest draft within CLOSE of the fastest, which no table can tell apart; plain decoding is 0."""
         points = self.at(concurrency)
         rates = [point.decode_rate or 0 for point in points]
-        return next(point for point, rate in zip(points, rates, strict=True) if rate >= (1 - CLOSE) * max(rates))
+        return next(
+            point
+            for point, rate in zip(points, rates, strict=True)
+            if rate >= (1 - CLOSE) * max(rates)
+        )
 
     def trust(self, point: Point | None) -> str:
         """What a speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
@@ -129,9 +141,15 @@ class LayoutPlan:
         acceptance = self.setting.acceptance
         if point.speedup is None or self.steps is None or acceptance is None:
             return None
-        ratios = [item.cost_ratio(point.concurrency, point.draft_len) for item in assumptions(self.steps).values()]
+        ratios = [
+            item.cost_ratio(point.concurrency, point.draft_len)
+            for item in assumptions(self.steps).values()
+        ]
         drafts, middle = point.draft_len, point.acceptance_length or 1.0
-        lengths = [middle, *(acceptance.length(drafts, decay) for decay in acceptance.decays(drafts).values())]
+        lengths = [
+            middle,
+            *(acceptance.length(drafts, decay) for decay in acceptance.decays(drafts).values()),
+        ]
         ratios.append(point.cost_ratio)
         return min(lengths) / max(ratios), max(lengths) / min(ratios)
 
@@ -157,14 +175,36 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
         for drafts in range((setting.longest_draft if head is not None else 0) + 1):
             whole = steps.whole(sequences, drafts)
             experts = distinct_experts(model, sequences * (drafts + 1))
-            length = 1.0 if drafts == 0 else setting.acceptance.length(drafts) if setting.acceptance else None
-            points.append(Point(sequences, drafts, whole / plain, plain / 1000, whole / 1000, experts, held, length))
+            length = (
+                1.0
+                if drafts == 0
+                else setting.acceptance.length(drafts)
+                if setting.acceptance
+                else None
+            )
+            points.append(
+                Point(
+                    sequences,
+                    drafts,
+                    whole / plain,
+                    plain / 1000,
+                    whole / 1000,
+                    experts,
+                    held,
+                    length,
+                )
+            )
     return LayoutPlan(setting, room, steps, tuple(points))
 
 
 def measured(found: Kernels, model: ModelSpec, layout: Layout) -> bool:
     """Whether every kernel was measured: for Kimi-K2's shapes only."""
-    shape = (model.hidden_size, model.n_routed_experts, model.moe_intermediate_size, model.num_experts_per_tok)
+    shape = (
+        model.hidden_size,
+        model.n_routed_experts,
+        model.moe_intermediate_size,
+        model.num_experts_per_tok,
+    )
     if shape != MEASURED_SHAPE or model.num_attention_heads != HEADS:
         return False
     return found.has(layout.moe, layout.attention_tp, layout.gpus)
@@ -175,7 +215,9 @@ def assumptions(steps: StepModel) -> dict[str, StepModel]:
     own = steps.kernels
     others = {
         "experts chosen evenly": replace(steps, kernels=replace(own, routing="balanced")),
-        "experts chosen more unevenly": replace(steps, kernels=replace(own, routing="power_law_1.2")),
+        "experts chosen more unevenly": replace(
+            steps, kernels=replace(own, routing="power_law_1.2")
+        ),
         "1 ms of host time in every step": replace(steps, host_us=HOST_US),
         "context twice as long": replace(steps, context=2 * steps.context),
     }

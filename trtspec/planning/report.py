@@ -24,7 +24,15 @@ ASSUMES = (
     "one layer of draft cache; releases without TensorRT-LLM#15017 keep one for each draft token",
     "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
 )
-HEADINGS = ("load", "layout", "draft", "tok/s/user", "tokens/s", "speed-up (range)", "trust")  # 76 columns
+HEADINGS = (
+    "load",
+    "layout",
+    "draft",
+    "tok/s/user",
+    "tokens/s",
+    "speed-up (range)",
+    "trust",
+)  # 76 columns
 MOST_ROWS = 8  # of a search within targets
 
 
@@ -54,7 +62,12 @@ def to_dict(decision: Decision) -> dict[str, Any]:
 def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
     """Sizes in bytes on one GPU; `kv_tokens` counts the whole group."""
     room = plan.memory
-    sizes = {"weights": room.weights_total, "head": room.head, "kv": room.kv, "reserve": room.reserve}
+    sizes = {
+        "weights": room.weights_total,
+        "head": room.head,
+        "kv": room.kv,
+        "reserve": room.reserve,
+    }
     return {
         "layout": room.layout.name,
         "fits": plan.fits,
@@ -65,7 +78,9 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.setting.workload.tokens),
         "points": [point.to_dict() for point in plan.points],
-        "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1) if plan.steps else None,
+        "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1)
+        if plan.steps
+        else None,
     }
 
 
@@ -84,12 +99,18 @@ def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
 def assumptions(plan: LayoutPlan) -> list[str]:
     setting = plan.setting
     context = setting.workload.context
-    found = [f"each request holds {context} tokens on average: all of its prompt and half of its answer"]
+    found = [
+        f"each request holds {context} tokens on average: all of its prompt and half of its answer"
+    ]
     if plan.steps is None:
         where = f"of {setting.model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
         return [*found, f"memory alone: no kernels {where} are in the tables"]
     found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return [*found, f"acceptance {setting.acceptance.rests_on()}"] if setting.acceptance is not None else found
+    return (
+        [*found, f"acceptance {setting.acceptance.rests_on()}"]
+        if setting.acceptance is not None
+        else found
+    )
 
 
 def sources(plan: LayoutPlan) -> list[str]:
@@ -136,7 +157,10 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
             row.plan.trust(row.point),
         ])  # fmt: skip
         if setting.has_limits:
-            cells[-1] += [against_limit(row.ttft_ms, setting.ttft_ms), against_limit(row.tpot_ms, setting.tpot_ms)]
+            cells[-1] += [
+                against_limit(row.ttft_ms, setting.ttft_ms),
+                against_limit(row.tpot_ms, setting.tpot_ms),
+            ]
     columns = (*HEADINGS, "TTFT ms", "TPOT ms") if setting.has_limits else HEADINGS
     return Table(title, columns, cells, text_columns=frozenset(range(len(columns))), ruled=False)
 
@@ -160,7 +184,9 @@ def memory_line(plan: LayoutPlan) -> str:
     if room.free < 0:
         return f"Does NOT fit: weights, head and reserve take {fixed:.1f} of {room.capacity / GB:.1f} GB per GPU"
     if not plan.fits:
-        return f"Does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}"
+        return (
+            f"Does NOT fit: the cache holds {room.kv_tokens:,} tokens, one request needs {tokens:,}"
+        )
     return (
         f"Memory per GPU, {room.layout.short}: {fixed:.0f} of {room.capacity / GB:.0f} GB without the KV cache, which "
         f"holds {room.kv_tokens:,} tokens: {room.sequences(tokens):,} requests"
@@ -170,12 +196,18 @@ def memory_line(plan: LayoutPlan) -> str:
 def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
     """What the layouts' names mean, which concurrencies have no row, and where the acceptance comes from."""
     if rows:
-        yield "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
+        yield (
+            "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
+        )
     setting = decision.setting
     for concurrency in setting.workload.concurrency if rows and not setting.has_limits else ():
         if concurrency not in {row.concurrency for row in rows}:
             other = decision.of_concurrency(concurrency)
-            reason = f"{other.layout.short} holds it, its speed is not known" if other else "no layout's cache holds it"
+            reason = (
+                f"{other.layout.short} holds it, its speed is not known"
+                if other
+                else "no layout's cache holds it"
+            )
             yield f"Concurrency {concurrency}: {reason}."
     acceptance = setting.acceptance
     if acceptance is not None and any(plan.steps for plan in decision.plans):

@@ -22,7 +22,12 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 ROUTING = "power_law_1.01"
 HEADS = 64  # attention heads of every Kimi-K2; the tables are keyed by the ranks that share them
-MOE_KERNELS = ("TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN")  # the first that was measured for a format is taken
+MOE_KERNELS = (
+    "TRTLLM",
+    "CUTLASS",
+    "DEEPGEMM",
+    "MARLIN",
+)  # the first that was measured for a format is taken
 BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurator systems/*.yaml)
 LAUNCH_US = 3.0  # least time of one kernel (same source)
 
@@ -60,7 +65,8 @@ class StepModel:
         shared = model.n_shared_experts * model.moe_intermediate_size / ranks
         wide = model.intermediate_size / ranks
         return {
-            "attention": layers * kernels.attention(ranks, here, mine, self.context, self.cache_bytes),
+            "attention": layers
+            * kernels.attention(ranks, here, mine, self.context, self.cache_bytes),
             "experts": moe * kernels.moe(layout.moe, tokens),
             "shared": moe * self._mlp(mine, shared) if model.n_shared_experts else 0.0,
             "router": moe * kernels.from_hidden(mine, model.n_routed_experts),
@@ -80,7 +86,10 @@ class StepModel:
         """Two all-reduces per layer; with attention DP one exchange of all tokens before the experts and one after,
         together as dear as one all-reduce of them."""
         each = self.kernels.allreduce(self.layout.gpus, tokens * self.model.hidden_size)
-        layers, moe = self.model.num_hidden_layers, self.model.num_hidden_layers - self.model.first_k_dense_replace
+        layers, moe = (
+            self.model.num_hidden_layers,
+            self.model.num_hidden_layers - self.model.first_k_dense_replace,
+        )
         return moe * each if self.layout.attention_dp else 2 * layers * each
 
     def draft(self, sequences: int, length: int) -> float:
@@ -90,14 +99,22 @@ class StepModel:
         head, layout = self.head, self.layout
         here = layout.sequences_per_rank(sequences)
         first = here * (length + 1)
-        fc = head.num_aux * self.kernels.to_hidden(first, head.target_hidden_size / layout.attention_tp)
-        return fc + self._draft_pass(head, here, first) + (length - 1) * self._draft_pass(head, here, here)
+        fc = head.num_aux * self.kernels.to_hidden(
+            first, head.target_hidden_size / layout.attention_tp
+        )
+        return (
+            fc
+            + self._draft_pass(head, here, first)
+            + (length - 1) * self._draft_pass(head, here, here)
+        )
 
     def _draft_pass(self, head: HeadSpec, sequences: int, tokens: int) -> float:
         ranks, kernels = self.layout.attention_tp, self.kernels
         mlp = self._mlp(tokens, head.intermediate_size / ranks)
         logits = kernels.from_hidden(sequences, head.draft_vocab_size / ranks)
-        collectives = 3 * kernels.allreduce(ranks, tokens * head.hidden_size)  # attention, MLP, best token over ranks
+        collectives = 3 * kernels.allreduce(
+            ranks, tokens * head.hidden_size
+        )  # attention, MLP, best token over ranks
         return self._draft_attention(head, sequences, tokens) + mlp + logits + collectives
 
     def _draft_attention(self, head: HeadSpec, sequences: int, tokens: int) -> float:
@@ -105,12 +122,19 @@ class StepModel:
         MHA: the products of its own widths, and the cache at the bandwidth that kernels reach."""
         ranks, kernels = self.layout.attention_tp, self.kernels
         if head.attention == "mla":
-            once_more = kernels.from_hidden(tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim)
-            return kernels.attention(ranks, sequences, tokens, self.context, self.cache_bytes) + once_more
+            once_more = kernels.from_hidden(
+                tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim
+            )
+            return (
+                kernels.attention(ranks, sequences, tokens, self.context, self.cache_bytes)
+                + once_more
+            )
         width = head.num_attention_heads * head.head_dim / ranks
         cached = 2 * head.num_key_value_heads * head.head_dim / ranks  # keys and values
         read = sequences * self.context * cached * self.cache_bytes
-        products = 2 * kernels.from_hidden(tokens, width + cached)  # an input of twice the hidden size
+        products = 2 * kernels.from_hidden(
+            tokens, width + cached
+        )  # an input of twice the hidden size
         return products + kernels.to_hidden(tokens, width) + kernels.stream(read) + LAUNCH_US
 
     def cost_ratio(self, sequences: int, length: int) -> float:
@@ -126,7 +150,9 @@ class StepModel:
         out. With attention DP every rank computes the attention of its own prompts."""
         here = self.layout.sequences_per_rank(prompts)
         attention = here * self.kernels.prefill_attention(self.layout.attention_tp, tokens)
-        parts = self.parts(prompts, tokens) | {"attention": self.model.num_hidden_layers * attention}
+        parts = self.parts(prompts, tokens) | {
+            "attention": self.model.num_hidden_layers * attention
+        }
         return sum(time for name, time in parts.items() if name not in ("lm_head", "host"))
 
 
@@ -176,7 +202,10 @@ class Kernels:
 
     @property
     def sources(self) -> list[str]:
-        return [self.tables["source"], f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}"]
+        return [
+            self.tables["source"],
+            f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}",
+        ]
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
         """Whether all kernels of such a layout were measured. Links of another GPU count for an all-reduce, but not for
@@ -189,9 +218,13 @@ class Kernels:
 
     def moe(self, layout: str, tokens: int) -> float:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
-        return interpolate(self.tables["moe"][self.format][self.moe_kernel][self.routing][layout], tokens)
+        return interpolate(
+            self.tables["moe"][self.format][self.moe_kernel][self.routing][layout], tokens
+        )
 
-    def attention(self, ranks: int, sequences: int, tokens: int, context: int, cache_bytes: int = 1) -> float:
+    def attention(
+        self, ranks: int, sequences: int, tokens: int, context: int, cache_bytes: int = 1
+    ) -> float:
         """One MLA module on one rank: `tokens` queries of `sequences` sequences that hold `context` tokens each.
 
         Projections cost what that many tokens cost at an empty cache; the cache is read once per sequence, for all its
@@ -199,7 +232,10 @@ class Kernels:
         are for an FP8 cache; a cache of `cache_bytes` bytes per element takes that many times as long to read.
         """
         tiles = max(1, -(-tokens * HEADS // max(1, sequences) // ranks // 128))
-        empty, read = self._attention(ranks, sequences, 2), self._attention(ranks, sequences, context)
+        empty, read = (
+            self._attention(ranks, sequences, 2),
+            self._attention(ranks, sequences, context),
+        )
         return self._attention(ranks, tokens, 2) + max(0.0, read - empty) * tiles * cache_bytes
 
     def _attention(self, ranks: int, sequences: int, context: int) -> float:
@@ -242,7 +278,11 @@ class Kernels:
 def read_tables(gpu: str) -> dict[str, Any] | None:
     """None for a GPU whose kernels nobody measured."""
     path = DATA / "kernels" / f"{gpu}.json"
-    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_read) if path.is_file() else None
+    return (
+        json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_read)
+        if path.is_file()
+        else None
+    )
 
 
 def _read(pairs: list[tuple[str, Any]]) -> Any:
@@ -258,7 +298,9 @@ def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
     """Latencies of one all-reduce over that many ranks: of this GPU, else of the one with the same links that the
     tables name."""
     own: Series | None = tables["allreduce"].row(ranks)
-    twin = read_tables(tables["same_links_as"]) if own is None and "same_links_as" in tables else None
+    twin = (
+        read_tables(tables["same_links_as"]) if own is None and "same_links_as" in tables else None
+    )
     return twin["allreduce"].row(ranks) if twin else own
 
 

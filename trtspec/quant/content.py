@@ -92,7 +92,9 @@ def _has_hole(data: np.ndarray[Any, Any], begin: int, row: int) -> bool:
         start = first + (int(filled[longest - 1]) + 1 if longest else 0)
         end = start + int(inner[longest]) - 1
         edges = {0, len(data)} if begin else {0}  # a run may continue into the chunk before
-        whole = row >= ZERO_RUN and all((begin + edge) % row == 0 or edge in edges for edge in (start, end))
+        whole = row >= ZERO_RUN and all(
+            (begin + edge) % row == 0 or edge in edges for edge in (start, end)
+        )
         if end - start >= ZERO_RUN and not whole:
             return True
     return False
@@ -105,7 +107,9 @@ def _is_out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> boo
     for begin in range(0, bits.size, CACHED):
         size = bits[begin : begin + CACHED] & bits.dtype.type((1 << shift + 8) - 1)
         # of a weight 0 is no wrong value: 0 - 1 is the largest number
-        if size.max() >= most or (size.min() < least if scale else (size - bits.dtype.type(1)).min() < least - 1):
+        if size.max() >= most or (
+            size.min() < least if scale else (size - bits.dtype.type(1)).min() < least - 1
+        ):
             return True
     return False
 
@@ -113,7 +117,11 @@ def _is_out_of_range(data: np.ndarray[Any, Any], dtype: str, scale: bool) -> boo
 def repeated(digests: Iterable[tuple[str, str]]) -> Found:
     """Of (name, digest) pairs, those whose digest an earlier name has."""
     first: dict[str, str] = {}
-    return [(TWICE, f"{name} is {first[digest]}") for name, digest in digests if first.setdefault(digest, name) != name]
+    return [
+        (TWICE, f"{name} is {first[digest]}")
+        for name, digest in digests
+        if first.setdefault(digest, name) != name
+    ]
 
 
 def content_problems(found: Found) -> list[Problem]:
@@ -123,7 +131,11 @@ def content_problems(found: Found) -> list[Problem]:
     problems = []
     for code, what in WHAT.items():
         names = list(
-            dict.fromkeys(name for each, name in found if each == code and (code != ZERO or name not in unused))
+            dict.fromkeys(
+                name
+                for each, name in found
+                if each == code and (code != ZERO or name not in unused)
+            )
         )
         problems += [grouped(code, names, what=what)] if names else []
     if unused:
@@ -135,5 +147,9 @@ def content_problems(found: Found) -> list[Problem]:
 def _unused(name: str, zeros: list[str]) -> bool:
     expert, dot, _ = name.partition("_proj.")
     stem = expert.rpartition(".")[0]
-    parts = {each.removeprefix(f"{stem}.").partition("_proj.")[0] for each in zeros if each.startswith(f"{stem}.")}
+    parts = {
+        each.removeprefix(f"{stem}.").partition("_proj.")[0]
+        for each in zeros
+        if each.startswith(f"{stem}.")
+    }
     return bool(dot) and ".mlp.experts." in name and {"gate", "up", "down"} <= parts

@@ -28,14 +28,27 @@ from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
-from trtspec.quant.native import BLOCK, Array, Packer, Rows, Scaling, decoded, native_packer, prepared
+from trtspec.quant.native import (
+    BLOCK,
+    Array,
+    Packer,
+    Rows,
+    Scaling,
+    decoded,
+    native_packer,
+    prepared,
+)
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight
 from trtspec.report import Bar, file_sha256
 
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
-THREAD_BYTES = 1 << 30  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
-Record = dict[str, Any]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
+THREAD_BYTES = (
+    1 << 30
+)  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
+Record = dict[
+    str, Any
+]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
 
 
 def convert_shards(
@@ -47,16 +60,28 @@ def convert_shards(
     file is read for. `bar` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
     converted; then no unfinished file is left behind.
     """
-    source, reader, files = conversion.checkpoint.path, ShardReader(conversion.checkpoint.path), list[ShardFile]()
+    source, reader, files = (
+        conversion.checkpoint.path,
+        ShardReader(conversion.checkpoint.path),
+        list[ShardFile](),
+    )
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
-    pool, torch_threads = ThreadPoolExecutor(threads, thread_name_prefix="convert"), _set_torch_threads(1)
+    pool, torch_threads = (
+        ThreadPoolExecutor(threads, thread_name_prefix="convert"),
+        _set_torch_threads(1),
+    )
     try:
         converter = Converter(reader, conversion.weight_scales, conversion.options.device)
         for plan in plans:
-            times, results = plan.source_times(source), []  # before the first read: a resumed run sees later writes
+            times, results = (
+                plan.source_times(source),
+                [],
+            )  # before the first read: a resumed run sees later writes
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
-            for group, result in zip(plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True):
+            for group, result in zip(
+                plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True
+            ):
                 results.append(result)
                 bar.advance(sum(weight.bytes_in for weight in group.weights))
                 while publishing and publishing[0][1].done():
@@ -86,7 +111,9 @@ def thread_count(asked: int, plans: list[ShardPlan]) -> int:
     return max(1, min(most, sum(len(plan.groups) for plan in plans)))
 
 
-Errors = dict[str, float]  # `tensors`; `error` and `norm`, squared, of their first rows; `zero_blocks`
+Errors = dict[
+    str, float
+]  # `tensors`; `error` and `norm`, squared, of their first rows; `zero_blocks`
 
 
 @dataclass
@@ -118,11 +145,19 @@ class Converter:
             file.append(weight.name, values.view(np.uint8).data)
             return done
         rows = [prepared(self._read(weight, done), packer) for weight in group.weights]
-        amax = [_amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)]
-        amax += [_amax(partner, prepared(self._read(partner, done), packer), packer) for partner in group.partners]
+        amax = [
+            _amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)
+        ]
+        amax += [
+            _amax(partner, prepared(self._read(partner, done), packer), packer)
+            for partner in group.partners
+        ]
         scaling = Scaling.of(max(amax))
         for weight, each in zip(group.weights, rows, strict=True):
-            kind, errors = weight_class(weight.name), _pack(file, weight, each, packer, scaling, group.input_scale)
+            kind, errors = (
+                weight_class(weight.name),
+                _pack(file, weight, each, packer, scaling, group.input_scale),
+            )
             done.errors.append((kind, errors))
             if errors["error"] > ERROR**2 * errors["norm"]:
                 done.found.append((ROUNDING, weight.module))
@@ -176,7 +211,9 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
         from trtspec.quant.decode import TorchPacker
 
         if device != "cpu" and not torch.cuda.is_available():
-            raise MissingDependency(f"`device` {device}: torch sees no CUDA device", "use `device` cpu")
+            raise MissingDependency(
+                f"`device` {device}: torch sees no CUDA device", "use `device` cpu"
+            )
         return TorchPacker(weight_scales, device)
 
     return (native_packer(weight_scales, in_torch) if device == "cpu" else None) or in_torch()
@@ -204,12 +241,28 @@ def weight_class(name: str) -> str:
         return f"routed experts {leaf}"
     if ".mlp.shared_experts." in module:
         return f"shared experts {leaf}"
-    return f"dense MLP {leaf}" if ".mlp." in module else f"attention {leaf}" if ".self_attn." in module else leaf
+    return (
+        f"dense MLP {leaf}"
+        if ".mlp." in module
+        else f"attention {leaf}"
+        if ".self_attn." in module
+        else leaf
+    )
 
 
-def _pack(file: ShardFile, weight: Weight, rows: Rows, packer: Packer, scaling: Scaling, input_scale: float) -> Errors:
+def _pack(
+    file: ShardFile,
+    weight: Weight,
+    rows: Rows,
+    packer: Packer,
+    scaling: Scaling,
+    input_scale: float,
+) -> Errors:
     count, columns = rows.shape
-    packed, scale = np.empty((count, columns // 2), np.uint8), np.empty((count, columns // BLOCK), np.uint8)
+    packed, scale = (
+        np.empty((count, columns // 2), np.uint8),
+        np.empty((count, columns // BLOCK), np.uint8),
+    )
     zeros, head = packer.pack(rows, scaling, packed, scale), min(ERROR_ROWS, count)
     error, norm = packer.errors(rows.head(head), scaling, packed[:head], scale[:head])
     for suffix, data in (
@@ -247,7 +300,9 @@ def _publish(file: ShardFile, record: Record, sources: dict[Path, str]) -> Recor
     """The checksum of what the kernel will write, then durable under its name. `sources` are the files that were read
     for it, which are in the page cache now, with their recorded SHA-256."""
     digest = file_sha256(file.temporary)
-    changed = [(HASH, path.name) for path, recorded in sources.items() if file_sha256(path) != recorded]
+    changed = [
+        (HASH, path.name) for path, recorded in sources.items() if file_sha256(path) != recorded
+    ]
     publish(file.temporary, file.path)
     return record | {"sha256": digest, "found": [*record["found"], *changed]}
 

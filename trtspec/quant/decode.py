@@ -48,7 +48,11 @@ def dequantize_int4(
     """
     rows, columns = (int(size) for size in weight_shape.tolist())
     groups = weight_scale.shape[1]
-    if weight_packed.shape != (rows, -(-columns // 8)) or weight_scale.shape[0] != rows or columns % groups:
+    if (
+        weight_packed.shape != (rows, -(-columns // 8))
+        or weight_scale.shape[0] != rows
+        or columns % groups
+    ):
         raise TrtspecError(
             f"INT4 tensors do not belong together: weight_packed {list(weight_packed.shape)}, "
             f"weight_scale {list(weight_scale.shape)}, weight_shape {[rows, columns]}",
@@ -62,7 +66,9 @@ def dequantize_int4(
         values = _nibbles(packed[part])[:, :columns].sub_(8).to(torch.bfloat16)
         scale = weight_scale[part].unsqueeze(-1)
         torch.mul(
-            values.view(-1, groups, columns // groups), scale, out=result[part].view(-1, groups, columns // groups)
+            values.view(-1, groups, columns // groups),
+            scale,
+            out=result[part].view(-1, groups, columns // groups),
         )
     return result
 
@@ -92,7 +98,9 @@ def dequantize_fp8_block(
     scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
     codes = weight.contiguous().view(torch.uint8)
     # float32 of each E4M3 byte: looking it up is several times faster than torch's conversion
-    table = torch.arange(256, device=weight.device).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    table = (
+        torch.arange(256, device=weight.device).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    )
     step = max(1, CHUNK // columns)
     for index, band in enumerate(zip(codes.split(height), result.split(height), strict=True)):
         for part, target in zip(*(tensor.split(step) for tensor in band), strict=True):
@@ -104,7 +112,11 @@ def dequantize_fp8_block(
 def rows_of(format: WeightFormat, values: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
     """Values on the CPU, and their scale unless they are plain, as rows that share the tensors' memory."""
     rows = Rows(format, CODES[values.dtype], _array(values))
-    return rows if scale is None else replace(rows, scale=_array(scale), scale_dtype=CODES[scale.dtype])
+    return (
+        rows
+        if scale is None
+        else replace(rows, scale=_array(scale), scale_dtype=CODES[scale.dtype])
+    )
 
 
 def _array(tensor: torch.Tensor) -> Array:
@@ -145,7 +157,9 @@ class TorchPacker:
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         weight, amax, zeros = self.decoded(rows), torch.tensor(scaling.amax, device=self.device), 0
         step = max(1, PACK_CHUNK // weight.shape[1])
-        for first in range(0, len(weight), step):  # float32 intermediates of a few rows, not of the whole
+        for first in range(
+            0, len(weight), step
+        ):  # float32 intermediates of a few rows, not of the whole
             part = slice(first, first + step)
             result = nvfp4.quantize(weight[part], amax, self.weight_scales)
             _tensor(packed[part], "U8").copy_(result.packed)
@@ -153,9 +167,13 @@ class TorchPacker:
             zeros += int((weight[part].reshape(-1, BLOCK) == 0).all(-1).sum())
         return zeros
 
-    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
+    def errors(
+        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
+    ) -> tuple[float, float]:
         scales = _tensor(scale, "F8_E4M3")
         tensor = nvfp4.NVFP4Tensor(_tensor(packed, "U8"), scales, torch.tensor(scaling.scale_2))
         original = self.decoded(rows).cpu().float()
         error = nvfp4.dequantize(tensor, torch.float32) - original
-        return float(error.square().sum(dtype=torch.float64)), float(original.square().sum(dtype=torch.float64))
+        return float(error.square().sum(dtype=torch.float64)), float(
+            original.square().sum(dtype=torch.float64)
+        )

@@ -30,7 +30,10 @@ from trtspec.quant.plan import Conversion
 from trtspec.quant.policy import TEXT_PREFIX, Policy
 from trtspec.specs import ModelSpec
 
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, by transformers
+FUSED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}  # of experts, by transformers
 NAN_REMEDY = "look for NaN in the source's weights"
 MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the packed weights
 
@@ -38,10 +41,16 @@ MEMORY_FACTOR = 1.4  # whole BF16 model, ModelOpt's own working set and the pack
 def check_engine(conversion: Conversion) -> None:
     """Raises UsageError or TrtspecError for a conversion that ModelOpt cannot do on this machine."""
     if not conversion.policy.config:
-        raise UsageError(f"ModelOpt has no configuration for policy {conversion.policy.name}", "use `engine` stream")
+        raise UsageError(
+            f"ModelOpt has no configuration for policy {conversion.policy.name}",
+            "use `engine` stream",
+        )
     if conversion.weight_scales != "max":
         text = f"ModelOpt computes `weight_scales` {conversion.weight_scales} on a CUDA device with Triton only"
-        raise UsageError(text, "use `engine` stream, which gives the same bytes anywhere, or pass `weight_scales` max")
+        raise UsageError(
+            text,
+            "use `engine` stream, which gives the same bytes anywhere, or pass `weight_scales` max",
+        )
     elements = sum(math.prod(weight.shape) for plan in conversion.plans for weight in plan.weights)
     needed, free = int(2 * elements * MEMORY_FACTOR), machine.free_memory()
     if needed > free:
@@ -54,22 +63,30 @@ def replace_linears(conversion: Conversion) -> None:
 
     An all-zero weight, whose scales ModelOpt exports as NaN, keeps the streaming engine's.
     """
-    with tempfile.TemporaryDirectory(dir=conversion.output, prefix=".modelopt-", suffix=".partial") as export:
+    with tempfile.TemporaryDirectory(
+        dir=conversion.output, prefix=".modelopt-", suffix=".partial"
+    ) as export:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            pool.submit(_export, conversion.checkpoint.path, conversion.policy, Path(export)).result()
+            pool.submit(
+                _export, conversion.checkpoint.path, conversion.policy, Path(export)
+            ).result()
         with LazyTensors(Checkpoint.open(export)) as theirs:
             for plan in conversion.plans:
                 path = conversion.output / plan.shard
                 places = read_header(path)
                 with path.open("r+b", buffering=0) as stream:
-                    for module in (weight.module for weight in plan.weights if weight.action == "quantize"):
+                    for module in (
+                        weight.module for weight in plan.weights if weight.action == "quantize"
+                    ):
                         stem = module.removeprefix(TEXT_PREFIX)
                         if not bool(theirs[f"{stem}.weight_scale"].float().isfinite().all()):
                             continue
                         for part in ("weight", "weight_scale", "weight_scale_2"):
                             tensor, place = theirs[f"{stem}.{part}"], places[f"{module}.{part}"]
                             data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                            assert data.nbytes == place.nbytes, f"ModelOpt exported {stem}.{part} {list(tensor.shape)}"
+                            assert data.nbytes == place.nbytes, (
+                                f"ModelOpt exported {stem}.{part} {list(tensor.shape)}"
+                            )
                             stream.seek(place.begin)
                             stream.write(data.data)
                     os.fsync(stream.fileno())
@@ -86,7 +103,9 @@ def _export(source: Path, policy: Policy, export: Path) -> None:
     config = copy.deepcopy(getattr(mtq, policy.config))
     for entry in config["quant_cfg"]:
         if entry["quantizer_name"].endswith("input_quantizer") and "cfg" in entry:
-            entry["cfg"]["constant_amax"] = NVFP4_RANGE  # input_scale becomes 1 without a calibration forward
+            entry["cfg"]["constant_amax"] = (
+                NVFP4_RANGE  # input_scale becomes 1 without a calibration forward
+            )
     config["algorithm"] = {"method": "max", "skip_forward_without_activation_calib": True}
     export_hf_checkpoint(mtq.quantize(model, config), dtype=torch.bfloat16, export_dir=export)
 
@@ -100,13 +119,18 @@ def _text_model(checkpoint: Checkpoint, spec: ModelSpec) -> Any:
         text.pop(key, None)
     config = DeepseekV3Config.from_dict(text | {"architectures": ["DeepseekV3ForCausalLM"]})
     config.use_cache = False
-    model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    model = DeepseekV3ForCausalLM._from_config(
+        config, dtype=torch.bfloat16, experts_implementation="eager"
+    ).eval()
     with LazyTensors(checkpoint) as tensors, torch.no_grad():
         for name, parameter in model.named_parameters():
             stem, _, leaf = f"{spec.name_prefix}{name}".rpartition(".")
             if stem.endswith(".mlp.experts"):
                 for expert, fused in enumerate(parameter):
-                    parts = [decoded(tensors, spec, f"{stem}.{expert}.{one}.weight") for one in FUSED[leaf]]
+                    parts = [
+                        decoded(tensors, spec, f"{stem}.{expert}.{one}.weight")
+                        for one in FUSED[leaf]
+                    ]
                     fused.copy_(torch.cat(parts))
             else:
                 parameter.copy_(decoded(tensors, spec, f"{stem}.{leaf}"))
@@ -125,7 +149,9 @@ class InputObserver(torch.nn.Module):
         from modelopt.torch.quantization.nn import TensorQuantizer
 
         entries = mtq.NVFP4_DEFAULT_CFG["quant_cfg"]
-        config = next(entry["cfg"] for entry in entries if entry["quantizer_name"].endswith("input_quantizer"))
+        config = next(
+            entry["cfg"] for entry in entries if entry["quantizer_name"].endswith("input_quantizer")
+        )
         self.quantizer = TensorQuantizer(mtq.config.QuantizerAttributeConfig(**config))
         enable_stats_collection(self.quantizer)
 
@@ -149,7 +175,9 @@ class InputObserver(torch.nn.Module):
 
         finish_stats_collection(self.quantizer)
         if self.quantizer.amax is None:
-            raise TrtspecError(f"{self.name}: no calibration token reached it", "calibrate with more samples")
+            raise TrtspecError(
+                f"{self.name}: no calibration token reached it", "calibrate with more samples"
+            )
         amax = float(self.quantizer.amax)
         if not math.isfinite(amax):
             raise TrtspecError(f"{self.name}: its input's largest value is {amax}", NAN_REMEDY)

@@ -47,7 +47,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_pack_mse": (SIZE, (POINTER, SIZE, FLOAT, FLOAT, POINTER, POINTER)),
     "int4_amax": (UINT32, (POINTER, POINTER, SIZE, SIZE)),
     "int4_pack": (SIZE, (POINTER, POINTER, SIZE, SIZE, FLOAT, POINTER, POINTER, POINTER)),
-    "int4_pack_mse": (SIZE, (POINTER, POINTER, SIZE, SIZE, FLOAT, FLOAT, POINTER, POINTER, POINTER)),
+    "int4_pack_mse": (
+        SIZE,
+        (POINTER, POINTER, SIZE, SIZE, FLOAT, FLOAT, POINTER, POINTER, POINTER),
+    ),
     "int4_decode": (None, (POINTER, POINTER, SIZE, SIZE, POINTER)),
     "fp8_decode": (None, (POINTER, POINTER, SIZE, SIZE, SIZE, POINTER)),
     "error_sums": (None, (POINTER, POINTER, POINTER, SIZE, FLOAT, POINTER)),
@@ -117,7 +120,9 @@ class Packer(Protocol):
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
 
-    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
+    def errors(
+        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
+    ) -> tuple[float, float]:
         """Squared error of the packed rows and squared norm of the source's."""
 
 
@@ -147,7 +152,9 @@ def load_kernel() -> ctypes.CDLL | None:
         return _open(_built())
     except (OSError, subprocess.SubprocessError) as error:
         if wanted == "c":
-            raise MissingDependency(f"the C kernel cannot be built: {error}", "install a C compiler (gcc)") from None
+            raise MissingDependency(
+                f"the C kernel cannot be built: {error}", "install a C compiler (gcc)"
+            ) from None
         return None
 
 
@@ -164,10 +171,14 @@ def _built() -> Path:
 
     Raises OSError or subprocess.SubprocessError.
     """
-    compiler = next(filter(None, (shutil.which(name) for name in (os.environ.get("CC", ""), *COMPILERS))), None)
+    compiler = next(
+        filter(None, (shutil.which(name) for name in (os.environ.get("CC", ""), *COMPILERS))), None
+    )
     if compiler is None:
         raise FileNotFoundError("no C compiler on PATH")
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, compiler, _processor()]).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join([SOURCE.read_text(), *FLAGS, compiler, _processor()]).encode()
+    ).hexdigest()
     directory = _cache_directory()
     path = directory / f"nvfp4-{key[:24]}.so"
     if not path.exists():
@@ -176,7 +187,9 @@ def _built() -> Path:
         try:
             command = [compiler, *FLAGS, "-o", temporary, str(SOURCE)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            os.replace(temporary, path)  # several processes may compile; the last one wins with the same content
+            os.replace(
+                temporary, path
+            )  # several processes may compile; the last one wins with the same content
         finally:
             Path(temporary).unlink(missing_ok=True)
     return path
@@ -192,10 +205,16 @@ def _processor() -> str:
 
 
 def _cache_directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtspec" / "kernels"
+    directory = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtspec" / "kernels"
+    )
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return directory if os.access(directory, os.W_OK) else Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
+    return (
+        directory
+        if os.access(directory, os.W_OK)
+        else Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
+    )
 
 
 class NativePacker:
@@ -206,7 +225,9 @@ class NativePacker:
 
     name = "c"
 
-    def __init__(self, kernel: ctypes.CDLL, weight_scales: str, other: Callable[[], Packer]) -> None:
+    def __init__(
+        self, kernel: ctypes.CDLL, weight_scales: str, other: Callable[[], Packer]
+    ) -> None:
         self.kernel, self.weight_scales, self._make_other = kernel, weight_scales, other
         # zero pages of an anonymous map: resident only where classes occur
         size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
@@ -222,7 +243,11 @@ class NativePacker:
     def decode(self, rows: Rows, result: Array) -> None:
         if self.translates(rows):
             self.kernel.int4_decode(*_grouped(rows), _at(result))
-        elif rows.scale is not None and "blocks" in rows.format.storage.kinds and rows.scale_dtype == "F32":
+        elif (
+            rows.scale is not None
+            and "blocks" in rows.format.storage.kinds
+            and rows.scale_dtype == "F32"
+        ):
             (count, columns), (height, width) = rows.shape, rows.block
             for band, start in enumerate(range(0, count, height)):
                 part = min(height, count - start)
@@ -243,7 +268,9 @@ class NativePacker:
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         searches, targets = self.weight_scales == "mse", (_at(packed), _at(scale))
         scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
-        if (rows.scale is None and rows.dtype != "BF16") or (searches and 0 < scaling.amax < TINIEST_AMAX):
+        if (rows.scale is None and rows.dtype != "BF16") or (
+            searches and 0 < scaling.amax < TINIEST_AMAX
+        ):
             return self._other.pack(rows, scaling, packed, scale)
         if rows.scale is not None:
             function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
@@ -251,7 +278,9 @@ class NativePacker:
         function = self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
         return int(function(_at(rows.values), rows.values.size // BLOCK, *scales, *targets))
 
-    def errors(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> tuple[float, float]:
+    def errors(
+        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
+    ) -> tuple[float, float]:
         if rows.scale is None and rows.dtype != "BF16":
             return self._other.errors(rows, scaling, packed, scale)
         weight, sums = decoded(rows, self).values, (ctypes.c_double * 2)()
@@ -302,7 +331,9 @@ def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePack
 
 def proof_of(packer: Packer) -> str:
     """A digest of what a packer makes of a few thousand values of every magnitude, in BF16 and in INT4."""
-    bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)  # scattered, the same everywhere
+    bits = np.arange(8192, dtype=np.uint32) * np.uint32(
+        2654435761
+    )  # scattered, the same everywhere
     exponents = (np.arange(32, dtype=np.uint32) + 107 << 7)[:, None]
     weight = (bits.reshape(32, 256) >> 16 & 0x807F | exponents).astype(np.uint16)
     scale = (bits[:256].reshape(32, 8) >> 20 & 0x7F | exponents).astype(np.uint16)

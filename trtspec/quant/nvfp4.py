@@ -46,10 +46,14 @@ def scale_2_of(amax: torch.Tensor) -> torch.Tensor:
 def block_scales(block_amax: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn scales of blocks with these float32 maxima; the order of the divisions decides the last bit."""
     scale = block_amax / (E2M1_MAX * scale_2)
-    return torch.where(scale == 0, 1.0, scale).clamp(E4M3_SMALLEST, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (
+        torch.where(scale == 0, 1.0, scale).clamp(E4M3_SMALLEST, E4M3_MAX).to(torch.float8_e4m3fn)
+    )
 
 
-def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, weight_scales: str = "max") -> NVFP4Tensor:
+def quantize(
+    weight: torch.Tensor, amax: torch.Tensor | None = None, weight_scales: str = "max"
+) -> NVFP4Tensor:
     """Quantizes [N, K] bf16, fp16 or fp32, on the device of `weight`; the definition of the encoding.
 
     `amax` (float32 scalar) is given when gate and up share it. `weight_scales` max takes each block's scale from its
@@ -57,25 +61,34 @@ def quantize(weight: torch.Tensor, amax: torch.Tensor | None = None, weight_scal
     Raises TrtspecError when K is not a multiple of 16 or the weight holds NaN or infinity.
     """
     if weight.dim() != 2 or weight.shape[1] % BLOCK:
-        text = f"a weight of shape {list(weight.shape)} has no whole blocks of {BLOCK} along its rows"
+        text = (
+            f"a weight of shape {list(weight.shape)} has no whole blocks of {BLOCK} along its rows"
+        )
         raise TrtspecError(text, "exclude this tensor from quantization")
     rows, columns = weight.shape
     blocks = weight.reshape(rows, columns // BLOCK, BLOCK)
     maxima = blocks.abs().amax(-1).float()
     amax = maxima.amax() if amax is None else amax
     if not bool(torch.isfinite(maxima.amax()) & torch.isfinite(amax)):
-        raise TrtspecError("the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`")
+        raise TrtspecError(
+            "the weight holds NaN or infinity", "find the tensor with `trtspec inspect --json`"
+        )
     scale_2 = scale_2_of(amax)
     scale = block_scales(maxima, scale_2)
     if weight_scales == "mse":
         scale = best_scales(blocks.reshape(-1, BLOCK), scale.view(-1), amax).view(scale.shape)
-    codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(rows, columns)
+    codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(
+        rows, columns
+    )
     return NVFP4Tensor(codes[:, 0::2] | (codes[:, 1::2] << 4), scale, scale_2)
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """uint8 codes of float32 values: magnitude in three bits, nearest with ties to even; bit 3 where negative."""
-    magnitude, codes = values.abs(), torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    magnitude, codes = (
+        values.abs(),
+        torch.zeros(values.shape, dtype=torch.uint8, device=values.device),
+    )
     for index, bound in enumerate(E2M1_BOUNDS):
         codes += ~((magnitude < bound) if index % 2 else (magnitude <= bound))
     return codes | ((values < 0).to(torch.uint8) << 3)
@@ -99,14 +112,20 @@ def dequantize(tensor: NVFP4Tensor, dtype: torch.dtype = torch.bfloat16) -> torc
 
 def _decode(tensor: NVFP4Tensor, factor: torch.Tensor, blocks: torch.Tensor) -> None:
     """blocks [n, 16] = E2M1 value * factor [n, 1], in factor's dtype, then cast; cache-sized chunks."""
-    packed, table, step = tensor.packed.reshape(-1, BLOCK // 2), _value_pairs(), DECODE_CHUNK // BLOCK
+    packed, table, step = (
+        tensor.packed.reshape(-1, BLOCK // 2),
+        _value_pairs(),
+        DECODE_CHUNK // BLOCK,
+    )
     for start in range(0, blocks.shape[0], step):
         part = slice(start, start + step)
         pairs = table.index_select(0, packed[part].reshape(-1).to(torch.int32))
         blocks[part] = pairs.view(torch.bfloat16).view(-1, BLOCK) * factor[part]
 
 
-def fake_quantize_activation(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_quantize_activation(
+    x: torch.Tensor, input_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What an NVFP4 kernel sees of an activation: (values, input_scale), real = values * input_scale.
 
     `x` [..., K] of any float dtype, `input_scale` float32 scalar (amax / 2688 of calibration), or one for each row, as
@@ -129,7 +148,9 @@ def round_to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """
     magnitude = values.abs()
     fine, middle, coarse = ((magnitude + 2.0**bits) - 2.0**bits for bits in (22, 23, 24))
-    rounded = torch.where(magnitude < 2, fine, torch.where(magnitude < 4, middle, coarse)).clamp(max=E2M1_MAX)
+    rounded = torch.where(magnitude < 2, fine, torch.where(magnitude < 4, middle, coarse)).clamp(
+        max=E2M1_MAX
+    )
     return torch.copysign(rounded, values)
 
 
@@ -167,7 +188,10 @@ def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) ->
     divisors = candidates.view(torch.float8_e4m3fn).float() * search_unit(amax)
     for part, chosen in zip(blocks.split(SEARCH_CHUNK), codes.split(SEARCH_CHUNK), strict=True):
         magnitudes = part.float().abs()
-        maximum, least = magnitudes.amax(-1), torch.full(chosen.shape, torch.inf, device=chosen.device)
+        maximum, least = (
+            magnitudes.amax(-1),
+            torch.full(chosen.shape, torch.inf, device=chosen.device),
+        )
         for code, divisor in zip(candidates, divisors, strict=True):
             error = _squared_error(magnitudes, divisor)
             torch.where(error <= least, code, chosen, out=chosen)

@@ -62,7 +62,9 @@ class Weight:
         rows, columns = self.shape
         storage, shapes = WeightFormat.NVFP4.storage, WeightFormat.NVFP4.part_shapes(rows, columns)
         parts = zip(storage.all_parts, storage.dtypes, strict=True)
-        return {f"{self.module}.{suffix}": (dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts}
+        return {
+            f"{self.module}.{suffix}": (dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts
+        }
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,10 @@ class Conversion:
     @property
     def deviations(self) -> list[str]:
         """Where the options do otherwise than the publisher of the policy."""
-        policy, calibrated = self.policy, "one" if self.options.input_scales is None else "calibrated"
+        policy, calibrated = (
+            self.policy,
+            "one" if self.options.input_scales is None else "calibrated",
+        )
         chosen = (
             ("weight scales", WEIGHT_SCALES, policy.weight_scales, self.weight_scales),
             ("activation scales", INPUT_SCALES, policy.input_scales, calibrated),
@@ -175,13 +180,17 @@ class Conversion:
         return sum(plan.bytes_out for plan in self.plans)
 
 
-def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions) -> Conversion:
+def prepare(
+    source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions
+) -> Conversion:
     """Opens and checks everything that headers and options show; raises TrtspecError or UsageError."""
     target = read_target(source)
     checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
     if checkpoint.remote is None:
         values = target_value_problems(target)
-        problems = problems + [one for one in values if one.code != "TS-TARGET-NOT-FINITE"]  # the pass names it
+        problems = problems + [
+            one for one in values if one.code != "TS-TARGET-NOT-FINITE"
+        ]  # the pass names it
     if has_errors(problems):
         raise refusal(checkpoint.path, problems)
     if spec.quant.format.is_fp4:
@@ -190,13 +199,19 @@ def prepare(source: Path | Checkpoint, output: Path, policy: Policy, options: Co
         raise UsageError("source and output are the same directory", "choose another `output`")
     names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
     modules = (name.removesuffix(".weight") for name in names)
-    scales = InputScales.load(options.input_scales, checkpoint, modules, options.accept_input_scales)
+    scales = InputScales.load(
+        options.input_scales, checkpoint, modules, options.accept_input_scales
+    )
     plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size or FP8_BLOCK_SIZE)
     weight_scales = options.weight_scales or policy.weight_scales
-    return Conversion(checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems)
+    return Conversion(
+        checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems
+    )
 
 
-def plan_conversion(checkpoint: Checkpoint, policy: Policy, scales: InputScales, block: Block) -> list[ShardPlan]:
+def plan_conversion(
+    checkpoint: Checkpoint, policy: Policy, scales: InputScales, block: Block
+) -> list[ShardPlan]:
     """The output shards in source order; `block` is the FP8 block size of config.json.
 
     Raises TrtspecError naming the tensor for a missing part or input scale, a K that is no multiple of 16 or a dtype
@@ -210,7 +225,9 @@ def plan_conversion(checkpoint: Checkpoint, policy: Policy, scales: InputScales,
             quantized[weight.module] = weight
     if not quantized:
         text = f"policy {policy.name} chooses no tensor of {checkpoint.path}"
-        raise TrtspecError(text, "compare its patterns with the names in model.safetensors.index.json")
+        raise TrtspecError(
+            text, "compare its patterns with the names in model.safetensors.index.json"
+        )
     return [
         ShardPlan(shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales)))
         for shard in checkpoint.shards
@@ -218,7 +235,9 @@ def plan_conversion(checkpoint: Checkpoint, policy: Policy, scales: InputScales,
     ]
 
 
-def _groups(weights: list[Weight], quantized: dict[str, Weight], scales: InputScales) -> Iterator[Group]:
+def _groups(
+    weights: list[Weight], quantized: dict[str, Weight], scales: InputScales
+) -> Iterator[Group]:
     """Groups in file order; partners of other shards come from `quantized`, all linears that become NVFP4."""
     here, seen = {weight.module for weight in weights if weight.action == "quantize"}, set[str]()
     for weight in weights:
@@ -228,7 +247,9 @@ def _groups(weights: list[Weight], quantized: dict[str, Weight], scales: InputSc
             others = shared_partners(weight.module)
             members = (weight, *(quantized[other] for other in others if other in here))
             seen |= {member.module for member in members}
-            elsewhere = tuple(quantized[other] for other in others if other in quantized and other not in here)
+            elsewhere = tuple(
+                quantized[other] for other in others if other in quantized and other not in here
+            )
             input_scale = scales.scale([member.module for member in (*members, *elsewhere)])
             yield Group(members, elsewhere, input_scale)
 
@@ -260,13 +281,17 @@ def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: Blo
     return Weight(name, "quantize" if chosen else "decode", parts, shape, format, block)
 
 
-def _check_parts(parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...], block: Block) -> None:
+def _check_parts(
+    parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...], block: Block
+) -> None:
     """Tensors that only mean something together; `inspect` has judged those that the architecture names."""
     groups = parts[1].shape[-1] if "groups" in format.storage.kinds and parts[1].shape else 0
     group = shape[-1] // groups if shape and groups else 0
     shapes = format.part_shapes(*shape, group, block) if len(shape) == 2 else {}
     for part, dtypes in zip(parts, format.storage.dtypes, strict=False):
-        if part.dtype not in dtypes or part.shape not in shapes.get(part.name.rpartition(".")[2], ()):
+        if part.dtype not in dtypes or part.shape not in shapes.get(
+            part.name.rpartition(".")[2], ()
+        ):
             listed = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in parts)
             text = f"tensors of {format.storage.title} do not belong together: {listed}"
             raise TrtspecError(text, "check quantization_config, or download the checkpoint again")
@@ -278,4 +303,6 @@ def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
         raise TrtspecError(text, "use a policy that leaves it out")
     if dtype not in PLAIN_DTYPES:
         text = f"{name} has dtype {dtype} and no scales beside it, so its values are unknown"
-        raise TrtspecError(text, "download the checkpoint again, or use a policy that leaves it out")
+        raise TrtspecError(
+            text, "download the checkpoint again, or use a policy that leaves it out"
+        )

@@ -72,19 +72,29 @@ class Policy:
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
         """The ignore list for this model, written and ordered as the published one."""
         num_dense, num_layers = spec.first_k_dense_replace, spec.num_hidden_layers
-        layers = {"{layer}": range(num_layers), "{dense}": range(num_dense), "{moe}": range(num_dense, num_layers)}
+        layers = {
+            "{layer}": range(num_layers),
+            "{dense}": range(num_dense),
+            "{moe}": range(num_dense, num_layers),
+        }
         entries = set(self.exclude_vision) if spec.has_vision else set()
         for template in self.exclude:
             text = template.replace("{prefix}", spec.name_prefix)
             slot = next((slot for slot in layers if slot in text), "")
-            entries |= {_fill_layer(text, slot, layer, num_layers) for layer in layers[slot]} if slot else {text}
+            entries |= (
+                {_fill_layer(text, slot, layer, num_layers) for layer in layers[slot]}
+                if slot
+                else {text}
+            )
         return sorted(entries)
 
 
 def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
     """Fills in the layer; `layers.1*` would also match layers 10 to 19, so a star right behind it becomes `.*`."""
     ambiguous = template.endswith(f"{slot}*") and layer > 0 and layer * 10 < num_layers
-    return template.replace(slot + "*" if ambiguous else slot, f"{layer}.*" if ambiguous else str(layer))
+    return template.replace(
+        slot + "*" if ambiguous else slot, f"{layer}.*" if ambiguous else str(layer)
+    )
 
 
 def load_policy(name: str) -> Policy:
@@ -141,7 +151,9 @@ class InputScales:
     description: str = "1.0 for every linear (uncalibrated)"
 
     @staticmethod
-    def load(path: Path | None, checkpoint: Checkpoint, modules: Iterable[str], accept: bool) -> InputScales:
+    def load(
+        path: Path | None, checkpoint: Checkpoint, modules: Iterable[str], accept: bool
+    ) -> InputScales:
         """The scales in a file for `checkpoint`, whose linears are `modules`; None means 1.0 everywhere.
 
         A file is safetensors with `<module>.input_scale`, as in a ModelOpt export; `experts.*` in place of an expert's
@@ -151,7 +163,10 @@ class InputScales:
         if path is None:
             return InputScales()
         if not path.is_file():
-            raise UsageError(f"`input_scales` {path} is not a file", "pass `one` or the file that calibration wrote")
+            raise UsageError(
+                f"`input_scales` {path} is not a file",
+                "pass `one` or the file that calibration wrote",
+            )
         raw, about = _read(path)
         values: dict[str, float] = {}
         for module, scale in raw.items():
@@ -160,19 +175,29 @@ class InputScales:
                 raise TrtspecError(text, "calibrate again")
             plain = module.removeprefix(TEXT_PREFIX)
             if values.setdefault(plain, scale) != scale:
-                raise TrtspecError(f"{path} has two scales for {plain}", "keep one of them, or calibrate again")
+                raise TrtspecError(
+                    f"{path} has two scales for {plain}", "keep one of them, or calibrate again"
+                )
         if not values:
-            raise UsageError(f"{path} holds no *.input_scale", "pass the file that calibration wrote")
+            raise UsageError(
+                f"{path} holds no *.input_scale", "pass the file that calibration wrote"
+            )
         known = {module.removeprefix(TEXT_PREFIX) for module in modules}
         if foreign := sorted(values.keys() - known - set(map(_all_experts, known))):
             more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
             text = f"{path.name} has a scale for {foreign[0]}{more}, which {checkpoint.path} does not have"
-            raise UsageError(text, "it is another model's: calibrate this one with `trtspec calibrate`")
+            raise UsageError(
+                text, "it is another model's: calibrate this one with `trtspec calibrate`"
+            )
         why = _unbound(about, checkpoint)
         if why and not accept:
             raise UsageError(f"{path.name} {why}", REMEDY)
         named, texts, tokens = (about.get(key) for key in ("source", "texts", "tokens"))
-        origin = f", measured on {named} with {texts:,} texts, {tokens:,} tokens" if named and texts and tokens else ""
+        origin = (
+            f", measured on {named} with {texts:,} texts, {tokens:,} tokens"
+            if named and texts and tokens
+            else ""
+        )
         accepted = " (not bound to this source, accepted with `accept_input_scales`)" if why else ""
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return InputScales(values, digest, path.name, f"{path.name}{origin}{accepted}")
@@ -202,7 +227,9 @@ def _unbound(about: dict[str, Any], checkpoint: Checkpoint) -> str:
     found = identity(checkpoint)
     other = [name for key, name in MODEL.items() if bound.get(key) != found[key]]
     named = about.get("source", "another one")
-    return f"was measured on another source ({named}): {' and '.join(other)} differ" if other else ""
+    return (
+        f"was measured on another source ({named}): {' and '.join(other)} differ" if other else ""
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
@@ -216,11 +243,15 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
                 if suffix == "input_scale":
                     tensor = stream.get_tensor(name)
                     if tensor.numel() != 1:
-                        raise ValueError(f"{name} has shape {list(tensor.shape)}, one number is wanted")
+                        raise ValueError(
+                            f"{name} has shape {list(tensor.shape)}, one number is wanted"
+                        )
                     values[module] = float(tensor)
             if not isinstance(about, dict) or not isinstance(about.get("fingerprint", {}), dict):
                 raise ValueError("its header says nothing readable about its source")
             return values, about
     except (ValueError, TypeError, SafetensorError) as error:
         text = f"{path} is not a file of input scales: {error}"
-        raise UsageError(text, "pass the safetensors file that calibration wrote, or a ModelOpt export") from None
+        raise UsageError(
+            text, "pass the safetensors file that calibration wrote, or a ModelOpt export"
+        ) from None

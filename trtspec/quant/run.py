@@ -21,10 +21,26 @@ from trtspec.data_files import DATA
 from trtspec.errors import Problem, UsageError
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
-from trtspec.quant.convert import ERROR_ROWS, Record, choose_packer, convert_shards, summed, thread_count, weight_class
+from trtspec.quant.convert import (
+    ERROR_ROWS,
+    Record,
+    choose_packer,
+    convert_shards,
+    summed,
+    thread_count,
+    weight_class,
+)
 from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare
 from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy, source_name
-from trtspec.report import Bar, OutputOptions, file_sha256, peak_rss, provenance, write_atomic, write_json
+from trtspec.report import (
+    Bar,
+    OutputOptions,
+    file_sha256,
+    peak_rss,
+    provenance,
+    write_atomic,
+    write_json,
+)
 
 # The layout is ModelOpt's, version for version; loaders look for this name. provenance.json says who wrote the file.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -48,15 +64,22 @@ def quantize_checkpoint(
     start = time.monotonic()
     options, again = options or ConversionOptions(), again or OutputOptions()
     conversion = prepare(source, output, policy, options)
-    names = frozenset((*conversion.checkpoint.shards, *WRITTEN, *carried_names(conversion.checkpoint.path)))
+    names = frozenset(
+        (*conversion.checkpoint.shards, *WRITTEN, *carried_names(conversion.checkpoint.path))
+    )
     directory = OutputDirectory(output, "quantize", names, conversion.bytes_out)
-    choose_packer(conversion.weight_scales, options.device)  # a missing device is reported before anything is written
+    choose_packer(
+        conversion.weight_scales, options.device
+    )  # a missing device is reported before anything is written
     if options.by_modelopt:
         from trtspec.quant import modelopt  # only now: it imports torch
 
         modelopt.check_engine(conversion)
         if directory.journal.exists() and not again.restart:
-            raise UsageError(f"{output} holds an earlier conversion, which this engine cannot resume", "pass `restart`")
+            raise UsageError(
+                f"{output} holds an earlier conversion, which this engine cannot resume",
+                "pass `restart`",
+            )
         again = replace(again, restart=True)
     if again.dry_run:
         resumes = directory.check(again)
@@ -68,7 +91,10 @@ def quantize_checkpoint(
         kept = _kept(conversion, journal)
         todo = [plan for plan in conversion.plans if plan.shard not in kept]
         bar.show(conversion.bytes_in - sum(plan.bytes_in for plan in todo), conversion.bytes_in)
-        threads, hashes = thread_count(options.workers, todo), recorded_hashes(conversion.checkpoint.path)
+        threads, hashes = (
+            thread_count(options.workers, todo),
+            recorded_hashes(conversion.checkpoint.path),
+        )
         for plan, record in convert_shards(conversion, todo, threads, hashes, bar):
             journal.record(plan.shard, **record)
         records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
@@ -102,7 +128,9 @@ def _kept(conversion: Conversion, journal: Journal) -> set[str]:
         return {plan.shard for plan, kept in zip(conversion.plans, whole, strict=True) if kept}
 
 
-def _finish(conversion: Conversion, records: dict[str, Record], result: Quantized, header: dict[str, Any]) -> None:
+def _finish(
+    conversion: Conversion, records: dict[str, Record], result: Quantized, header: dict[str, Any]
+) -> None:
     """Index, carried files, card, provenance, then the configs that make the directory a checkpoint."""
     output, source = conversion.output, conversion.checkpoint.path
     if list(records) != ["model.safetensors"]:
@@ -111,10 +139,15 @@ def _finish(conversion: Conversion, records: dict[str, Record], result: Quantize
     carried = carry_files(source, output)
     found = content_problems(_found(conversion, records))
     write_atomic(output / "README.md", _model_card(conversion, result, found))
-    origin, shards = {"path": str(source), **header["source"]}, {shard: records[shard]["sha256"] for shard in records}
+    origin, shards = (
+        {"path": str(source), **header["source"]},
+        {shard: records[shard]["sha256"] for shard in records},
+    )
     made = {"shards": shards, "carried": carried, "classes": asdict(result)["classes"]}
     made["problems"] = [one.to_dict() for one in found]
-    write_json(output / "provenance.json", provenance("quantize", origin, conversion.decisive, **made))
+    write_json(
+        output / "provenance.json", provenance("quantize", origin, conversion.decisive, **made)
+    )
     _write_configs(conversion)
 
 
@@ -124,16 +157,25 @@ def _write_configs(conversion: Conversion) -> None:
 
     config.json comes last: a directory without it is no checkpoint to any loader.
     """
-    exclude, kv_cache = conversion.policy.exclude_patterns(conversion.spec), conversion.options.kv_cache
+    exclude, kv_cache = (
+        conversion.policy.exclude_patterns(conversion.spec),
+        conversion.options.kv_cache,
+    )
     quantization = {
         "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": "FP8" if kv_cache == "fp8" else None,  # the scale-free cast: no scale tensors
+        "kv_cache_quant_algo": "FP8"
+        if kv_cache == "fp8"
+        else None,  # the scale-free cast: no scale tensors
         "group_size": NVFP4_BLOCK,
         "exclude_modules": exclude,
     }
     numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
     group = {"input_activations": numbers, "weights": dict(numbers), "targets": ["Linear"]}
-    block: dict[str, Any] = {"config_groups": {"group_0": group}, "ignore": exclude, "quant_algo": "NVFP4"}
+    block: dict[str, Any] = {
+        "config_groups": {"group_0": group},
+        "ignore": exclude,
+        "quant_algo": "NVFP4",
+    }
     if kv_cache == "fp8":
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     config = copy.deepcopy(conversion.checkpoint.config)
@@ -141,7 +183,9 @@ def _write_configs(conversion: Conversion) -> None:
     if isinstance(config.get("text_config"), dict):
         config["text_config"].pop("quantization_config", None)
     config["quantization_config"] = block | {"producer": PRODUCER, "quant_method": "modelopt"}
-    write_json(conversion.output / HF_QUANT_NAME, {"producer": PRODUCER, "quantization": quantization})
+    write_json(
+        conversion.output / HF_QUANT_NAME, {"producer": PRODUCER, "quantization": quantization}
+    )
     write_json(conversion.output / "config.json", config)
 
 
@@ -232,7 +276,11 @@ class QuantizePlan(QuantizeSize):
 
 def to_json(result: Quantized | QuantizePlan) -> dict[str, Any]:
     """The object of `--json`; `hub` only where the source was read there."""
-    return {key: value for key, value in asdict(result).items() if key != "problems" and value is not None}
+    return {
+        key: value
+        for key, value in asdict(result).items()
+        if key != "problems" and value is not None
+    }
 
 
 def _size(conversion: Conversion) -> dict[str, Any]:
@@ -257,7 +305,9 @@ def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
     summary = {
         name: LinearErrors(
             tensors=int(entry["tensors"]),
-            relative_error=round((entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0, 6),
+            relative_error=round(
+                (entry["error"] / entry["norm"]) ** 0.5 if entry["norm"] else 0.0, 6
+            ),
             zero_blocks=int(entry["zero_blocks"]),
         )
         for name, entry in sorted(classes.items())
@@ -283,7 +333,9 @@ def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
     """Sizes and counts; writes nothing."""
     options, hub = conversion.options, conversion.checkpoint.remote
     weights = (weight for plan in conversion.plans for weight in plan.weights)
-    classes = Counter(weight_class(weight.name) for weight in weights if weight.action == "quantize")
+    classes = Counter(
+        weight_class(weight.name) for weight in weights if weight.action == "quantize"
+    )
     return QuantizePlan(
         **_size(conversion),
         tensors_by_class=dict(sorted(classes.items())),

@@ -92,7 +92,15 @@ def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Proble
         problems.append(Problem("TS-QUANT-TENSOR-LOST", "error", lost[0], text, AGAIN))
     if new:
         text = f"{len(new)} tensors are not in the source, first {new[0]}"
-        problems.append(Problem("TS-QUANT-TENSOR-NEW", "warning", new[0], text, "check that this is the right source"))
+        problems.append(
+            Problem(
+                "TS-QUANT-TENSOR-NEW",
+                "warning",
+                new[0],
+                text,
+                "check that this is the right source",
+            )
+        )
     return problems
 
 
@@ -145,9 +153,14 @@ class _Reread:
 
     def __init__(self, derived: LazyTensors, source: LazyTensors) -> None:
         self.derived, self.source = derived, source
-        self.derived_spec, self.source_spec = target_spec(derived.checkpoint), target_spec(source.checkpoint)
+        self.derived_spec, self.source_spec = (
+            target_spec(derived.checkpoint),
+            target_spec(source.checkpoint),
+        )
         self.problems: list[Problem] = []
-        self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # (error, norm) by class
+        self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(
+            list
+        )  # (error, norm) by class
         self.zero_blocks = 0
         self.packers = {rule: choose_packer(rule) for rule in WEIGHT_SCALES}
         self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
@@ -166,7 +179,9 @@ class _Reread:
             self._check_scales(stem, scales)
             self._measure(name, new.float(), old.float())
             if bool(old.isfinite().all()):
-                stored = nvfp4.NVFP4Tensor(self.derived[name], scales["weight_scale"], scales["weight_scale_2"])
+                stored = nvfp4.NVFP4Tensor(
+                    self.derived[name], scales["weight_scale"], scales["weight_scale_2"]
+                )
                 self._pack_again(name, old, stored)
         elif not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (new, old))):
             text = "is stored unquantized but its bytes are not the source's"
@@ -176,7 +191,9 @@ class _Reread:
         for suffix, value in scales.items():
             if not bool((value.float().isfinite() & (value.float() > 0)).all()):
                 text = "holds NaN, infinity, zero or a negative number"
-                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", f"{stem}.{suffix}", text, AGAIN))
+                self.problems.append(
+                    Problem("TS-QUANT-BAD-SCALE", "error", f"{stem}.{suffix}", text, AGAIN)
+                )
         packed = self.derived[f"{stem}.weight"].view(-1, nvfp4.BLOCK // 2)
         self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
 
@@ -195,20 +212,29 @@ class _Reread:
             self.scaled_otherwise[name] = float(stored.scale_2) / scaling.scale_2
             return
         if len(self.packed_otherwise) < GIVE_UP or any(self.alike.values()):
-            packed, scale = np.empty(stored.packed.shape, np.uint8), np.empty(stored.scale.shape, np.uint8)
+            packed, scale = (
+                np.empty(stored.packed.shape, np.uint8),
+                np.empty(stored.scale.shape, np.uint8),
+            )
             for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
                 self.packers[rule].pack(rows_of(WeightFormat.BF16, old), scaling, packed, scale)
-                if np.array_equal(packed, stored.packed) and np.array_equal(scale, stored.scale.view(torch.uint8)):
+                if np.array_equal(packed, stored.packed) and np.array_equal(
+                    scale, stored.scale.view(torch.uint8)
+                ):
                     self.alike[rule] += 1
                     return
         self.packed_otherwise.append(name)
 
     def _partners_amax(self, name: str) -> Iterator[float]:
         """max|w| of the linears that share its scale."""
-        for partner in (f"{module}.weight" for module in shared_partners(name.removesuffix(".weight"))):
+        for partner in (
+            f"{module}.weight" for module in shared_partners(name.removesuffix(".weight"))
+        ):
             if partner in self.derived and _format(self.derived.checkpoint, partner).is_fp4:
                 if partner not in self._amax:
-                    self._amax[partner] = float(decoded(self.source, self.source_spec, partner).abs().max())
+                    self._amax[partner] = float(
+                        decoded(self.source, self.source_spec, partner).abs().max()
+                    )
                 yield self._amax[partner]
 
     def found(self, ours: bool) -> list[Problem]:
@@ -222,7 +248,10 @@ class _Reread:
                 found.append(Problem("TS-QUANT-SCALE-2", "error", where, text, AGAIN))
         if ours or alike >= NEARLY_ALL * scaled_alike:
             text = "its bytes or block scales are not those that packing the source gives"
-            found += [Problem("TS-QUANT-BYTES", "error", name, text, AGAIN) for name in self.packed_otherwise]
+            found += [
+                Problem("TS-QUANT-BYTES", "error", name, text, AGAIN)
+                for name in self.packed_otherwise
+            ]
         return found
 
 

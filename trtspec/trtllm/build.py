@@ -28,8 +28,15 @@ from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
 
-FILES: dict[Role, str] = {"context": "context.yml", "generation": "generation.yml", "front": "front.yml"}
-TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")  # warnings about what was chosen, not about what is written
+FILES: dict[Role, str] = {
+    "context": "context.yml",
+    "generation": "generation.yml",
+    "front": "front.yml",
+}
+TOLD = (
+    "TS-LINT-VERSION-NEWER",
+    "TS-PAIR-",
+)  # warnings about what was chosen, not about what is written
 OPTION_ONLY = {
     "tensor_parallel_size": "`tp_size`",
     "moe_expert_parallel_size": "`ep_size`",
@@ -59,21 +66,29 @@ class EngineConfig:
         return Document.parse(self.text).value
 
 
-def build(intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = CONFIG_NAME) -> EngineConfig:
+def build(
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = CONFIG_NAME
+) -> EngineConfig:
     """Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU,
     in this layout or on this version; UsageError for sizes that contradict each other."""
     if intent.role == "front":
-        return EngineConfig(intent, front(intent), ["trtllm-serve", "disaggregated", "-c", config_path], ())
+        return EngineConfig(
+            intent, front(intent), ["trtllm-serve", "disaggregated", "-c", config_path], ()
+        )
     intent.checked()
     refused = refusals(
         target, gpu=gpu_spec(intent.gpu) if intent.gpu else None, tp_size=intent.tp_size, ep_size=intent.ep_size,
         attention_dp=intent.attention_dp, tokens=intent.seq_len, draft_len=intent.draft_len if head else 0,
     )  # fmt: skip
     if refused:
-        raise CheckFailed(f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused)))
+        raise CheckFailed(
+            f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused))
+        )
     text = engine_yaml(intent, target, head)
     findings = _judged(intent, target, head, text)
-    return EngineConfig(intent, text, build_command(intent, target, Document.parse(text), config_path), findings)
+    return EngineConfig(
+        intent, text, build_command(intent, target, Document.parse(text), config_path), findings
+    )
 
 
 def build_named(intent: Intent, config_path: str = CONFIG_NAME) -> EngineConfig:
@@ -85,7 +100,10 @@ def build_named(intent: Intent, config_path: str = CONFIG_NAME) -> EngineConfig:
 def disaggregated(intent: Intent) -> dict[str, Intent]:
     """The three files of a disaggregated deployment by name: both kinds of server, and the front."""
     server = replace(intent, context_urls=(), generation_urls=())
-    urls: dict[str, Any] = {"context_urls": intent.context_urls, "generation_urls": intent.generation_urls}
+    urls: dict[str, Any] = {
+        "context_urls": intent.context_urls,
+        "generation_urls": intent.generation_urls,
+    }
     return {
         FILES["context"]: replace(server, role="context", max_batch_size=None),
         FILES["generation"]: replace(server, role="generation"),
@@ -93,21 +111,30 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
     }
 
 
-def _judged(intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str) -> tuple[Finding, ...]:
+def _judged(
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str
+) -> tuple[Finding, ...]:
     """What lint says of the file. Raises CheckFailed for an error, and for a warning about what we wrote ourselves
     (nobody knows whether this release runs it). Warnings that the user's settings bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
-    plain = lint(engine_yaml(replace(intent, settings=()), target, head), deployment) if intent.settings else findings
+    plain = (
+        lint(engine_yaml(replace(intent, settings=()), target, head), deployment)
+        if intent.settings
+        else findings
+    )
     ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
     refused = [
         finding.problem("(generated)")
         for finding in findings
-        if finding.severity == "error" or (finding.severity == "warning" and (finding.code, finding.key) in ours)
+        if finding.severity == "error"
+        or (finding.severity == "warning" and (finding.code, finding.key) in ours)
     ]
     if refused:
         listed = "\n".join(problem_lines(refused))
-        raise CheckFailed(f"no configuration for TensorRT-LLM {intent.version} is known to do this:\n{listed}")
+        raise CheckFailed(
+            f"no configuration for TensorRT-LLM {intent.version} is known to do this:\n{listed}"
+        )
     return findings
 
 
@@ -121,7 +148,10 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
 def engine_yaml(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
     """The text of the engine file, not judged yet. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
-    named = [replace(item, path=schema.current(item.path)) for item in engine_settings(intent, schema, target, head)]
+    named = [
+        replace(item, path=schema.current(item.path))
+        for item in engine_settings(intent, schema, target, head)
+    ]
     found = {item.path: item for item in named}
     for item in intent.settings:
         _override(found, _asked_setting(item))
@@ -166,9 +196,13 @@ def _asked_setting(item: str) -> EngineSetting:
     """The setting of one `--set key=value`. Raises UsageError for a key that has an option of its own."""
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
-        raise UsageError(f"`set` {item!r} is not key=value", "for example `set` kv_cache_config.dtype=fp8")
+        raise UsageError(
+            f"`set` {item!r} is not key=value", "for example `set` kv_cache_config.dtype=fp8"
+        )
     if path in OPTION_ONLY:
-        raise UsageError(f"{path} has its own option and is not accepted here", f"use {OPTION_ONLY[path]}")
+        raise UsageError(
+            f"{path} has its own option and is not accepted here", f"use {OPTION_ONLY[path]}"
+        )
     try:
         value = load_text(text)
     except YamlError:
@@ -185,15 +219,23 @@ def _header(intent: Intent) -> str:
     ]
     if intent.role is not None:
         same = "needs the same head" if intent.head else "runs without a head, too"
-        lines.append(f"# The {intent.role} server of a disaggregated deployment; the other one {same}.")
+        lines.append(
+            f"# The {intent.role} server of a disaggregated deployment; the other one {same}."
+        )
     if intent.nodes > 1:
-        lines.append(f"# One server over {intent.nodes} nodes of {intent.gpus_per_node} GPUs, one rank per GPU.")
+        lines.append(
+            f"# One server over {intent.nodes} nodes of {intent.gpus_per_node} GPUs, one rank per GPU."
+        )
     if intent.trust_remote_code:
-        lines.append("# This recipe lets the engine run the code that the target brings (--trust_remote_code).")
+        lines.append(
+            "# This recipe lets the engine run the code that the target brings (--trust_remote_code)."
+        )
     return "\n".join(lines) + "\n"
 
 
-def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None) -> str:
+def _capacity(
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None
+) -> str:
     """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. `chosen`: the
     share of the memory that the file gives the cache. Raises CheckFailed when the cache holds none, or not one block
     for each request of a batch."""
@@ -202,7 +244,9 @@ def _capacity(intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: 
     if intent.gpu is None:
         return ""
     gpu = gpu_spec(intent.gpu)
-    fraction = float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
+    fraction = (
+        float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
+    )
     layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
     room = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
@@ -226,7 +270,9 @@ def _render(found: dict[str, EngineSetting]) -> str:
         for parent in parents:
             place = place.setdefault(parent, {})
             if isinstance(place, EngineSetting):
-                raise UsageError(f"`set` gives both {parent} and {setting.path}", "give one of them")
+                raise UsageError(
+                    f"`set` gives both {parent} and {setting.path}", "give one of them"
+                )
         place[name] = setting
     return "".join(f"{line}\n" for line in _lines(tree, 0))
 
@@ -256,13 +302,20 @@ class EngineSetting:
     reason: str
 
 
-def engine_settings(intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None) -> list[EngineSetting]:
+def engine_settings(
+    intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None
+) -> list[EngineSetting]:
     """The rows of settings.yaml that hold, in the order in which they are written."""
     known, computed = _facts(intent, schema, target, head)
     found: dict[str, EngineSetting] = {}
     for row in read_beside("settings.yaml"):
-        wanted = {name: value if isinstance(value, list) else [value] for name, value in row["when"].items()}
-        if row["path"] not in found and all(known[name] in values for name, values in wanted.items()):
+        wanted = {
+            name: value if isinstance(value, list) else [value]
+            for name, value in row["when"].items()
+        }
+        if row["path"] not in found and all(
+            known[name] in values for name, values in wanted.items()
+        ):
             value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
             found[row["path"]] = EngineSetting(row["path"], value, row["reason"].format(**computed))
     return list(found.values())
@@ -274,7 +327,9 @@ def _facts(
     """What the rows of settings.yaml ask, and the values that they name with $."""
     own = [item.value for item in map(_asked_setting, intent.settings) if item.path == BLOCK]
     asked = [value for value in own if isinstance(value, int)]
-    block = max(asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1)
+    block = max(
+        asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1
+    )
     buffer, default = -(-intent.seq_len // block) * block, target.default_aux_layers
     layers = (head.aux_layers if head is not None else None) or default
     known = {
@@ -285,7 +340,9 @@ def _facts(
         "other_layers": intent.head is not None and sorted(layers) != sorted(default),
         "greedy": any(one.sampling_key in schema.fields for one in schema.possibilities),
         "wide": intent.tp_size > WIDE,
-        "trays": intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes,
+        "trays": intent.nodes > 1
+        and intent.gpu is not None
+        and gpu_spec(intent.gpu).nvlink_joins_nodes,
         "fp4": target.quant.format.is_fp4,
         "cutedsl": bool(schema.agreed(lambda one: one.behaviour("cutedsl_experts"))),
         "blind": any(reuse_blinds_draft(one) for one in schema.possibilities),

@@ -23,8 +23,17 @@ from trtspec.trtllm.document import Document
 from trtspec.trtllm.nodes import Node, YamlError, compose
 from trtspec.trtllm.schema import parse_version
 
-ENGINE_KEYS = {"speculative_config", "kv_cache_config", "moe_config", "cuda_graph_config", "cache_transceiver_config"}
-SECTIONS = {"worker_config", "trtllm_config"}  # of upstream's Slurm recipes and of srt-slurm: a mapping for each role
+ENGINE_KEYS = {
+    "speculative_config",
+    "kv_cache_config",
+    "moe_config",
+    "cuda_graph_config",
+    "cache_transceiver_config",
+}
+SECTIONS = {
+    "worker_config",
+    "trtllm_config",
+}  # of upstream's Slurm recipes and of srt-slurm: a mapping for each role
 IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>[\w.]+)")
 HEREDOC = re.compile(r"<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)['\"]?")
 INTO = re.compile(r"(?:>|tee)\s*['\"]?(?P<file>[^\s'\"<>|]+\.ya?ml)")
@@ -32,7 +41,9 @@ PROGRAMS = {"trtllm-serve", "dynamo.trtllm"}
 STOP = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "<"}
 CONFIG = {"--extra_llm_api_options", "--config", "--extra-engine-args"}
 # options of dynamo.trtllm, as trtllm-serve's
-DYNAMO = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {their: our for our, their in PARSERS.items()}
+DYNAMO = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {
+    their: our for our, their in PARSERS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -104,15 +115,24 @@ def _in_yaml(root: Node, text: str) -> Iterator[Carried]:
         if node.kind == "scalar" and node.style == "|" and _is_engine_file(node.text):
             first = next(line for line in text.splitlines()[node.line + 1 :] if line.strip())
             indent = len(first) - len(first.lstrip())
-            yield Carried(".".join(path), node.text, node.line + 1, node.text.count("\n"), indent, **common)
-        elif node.kind == "mapping" and node.style != "flow" and len(path) > 1 and path[-2] in SECTIONS:
+            yield Carried(
+                ".".join(path), node.text, node.line + 1, node.text.count("\n"), indent, **common
+            )
+        elif (
+            node.kind == "mapping"
+            and node.style != "flow"
+            and len(path) > 1
+            and path[-2] in SECTIONS
+        ):
             lines = text.splitlines(keepends=True)[node.line : text.count("\n", 0, node.end) + 1]
             inner = textwrap.dedent("".join(lines))
             yield Carried(".".join(path), inner, node.line, len(lines), node.column, **common)
         elif node.kind == "mapping":
             words = [item for name in ("command", "args") for item in _texts(node, name)]
             if words:
-                line = words[0] if len(words) == 1 else shlex.join(words)  # docker compose takes a line of a shell
+                line = (
+                    words[0] if len(words) == 1 else shlex.join(words)
+                )  # docker compose takes a line of a shell
                 script = "\n".join(words[words.index("-c") + 1 :]) if "-c" in words else line
                 version = _release(text[node.start : node.end]) or common["version"]
                 for item in _script(script):
@@ -131,7 +151,9 @@ def _nodes(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _texts(node: Node, name: str) -> list[str]:
     """The words below a key: a list of scalars, or one scalar."""
     found = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
-    items = [item for value in found for item in (value.items if value.kind == "sequence" else [value])]
+    items = [
+        item for value in found for item in (value.items if value.kind == "sequence" else [value])
+    ]
     return [item.text for item in items if item.kind == "scalar"]
 
 
@@ -164,16 +186,28 @@ def _script(text: str) -> list[Carried]:
         document, into = HEREDOC.search(joined), INTO.search(joined)
         if document:
             end = next(
-                (n for n in range(at, len(lines)) if lines[n].strip().rstrip("'\"") == document["end"]), len(lines)
+                (
+                    n
+                    for n in range(at, len(lines))
+                    if lines[n].strip().rstrip("'\"") == document["end"]
+                ),
+                len(lines),
             )
             inner = "".join(f"{line}\n" for line in lines[at:end])
             if _is_engine_file(textwrap.dedent(inner)):
                 indent = len(inner) - len(inner.lstrip(" "))
                 place = into["file"] if into else f"line {begin + 1}"
-                found.append(Carried(place, textwrap.dedent(inner), at, end - at, indent, not document["quote"]))
+                found.append(
+                    Carried(
+                        place, textwrap.dedent(inner), at, end - at, indent, not document["quote"]
+                    )
+                )
             at = end + 1
         elif any(program in joined for program in PROGRAMS):
-            found += [replace(command, first=begin, version=_release(text)) for command in _command(joined)]
+            found += [
+                replace(command, first=begin, version=_release(text))
+                for command in _command(joined)
+            ]
     return _joined(found)
 
 
@@ -193,21 +227,33 @@ def _command(line: str) -> Iterator[Carried]:
         return
     target = rest.pop(0) if rest and not rest[0].startswith("-") and "@" not in rest[0] else None
     # a variable behind a word that takes no value, or an array of the shell, holds further options
-    hidden = [before for before, word in zip(["", *rest], rest, strict=False) if word.startswith("$")]
-    partial = "@" in line or any(not before.startswith("-") or before == "--trust_remote_code" for before in hidden)
+    hidden = [
+        before for before, word in zip(["", *rest], rest, strict=False) if word.startswith("$")
+    ]
+    partial = "@" in line or any(
+        not before.startswith("-") or before == "--trust_remote_code" for before in hidden
+    )
     options, config, dynamo = [], None, program != "trtllm-serve"
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         values = [value] if equals else []
-        while not equals and rest and not (rest[0].startswith("-") and not re.fullmatch(r"-\d+", rest[0])):
+        while (
+            not equals
+            and rest
+            and not (rest[0].startswith("-") and not re.fullmatch(r"-\d+", rest[0]))
+        ):
             values.append(rest.pop(0))
         if flag in CONFIG and values:
             config = values[0]
         elif flag == "--model-path" and values:
             target = values[0]
-        elif flag == "--override-engine-args" and re.search(r'"trust_remote_code":\s*true', " ".join(values)):
+        elif flag == "--override-engine-args" and re.search(
+            r'"trust_remote_code":\s*true', " ".join(values)
+        ):
             options.append("--trust_remote_code")
-        elif (not dynamo or flag in DYNAMO) and not any("$" in word or "{{" in word for word in (flag, *values)):
+        elif (not dynamo or flag in DYNAMO) and not any(
+            "$" in word or "{{" in word for word in (flag, *values)
+        ):
             options += [DYNAMO[flag] if dynamo else flag, *values]
     served = Carried(f"`{program}`", words=tuple(options), target=target, elsewhere=config)
     yield replace(served, partial=partial, dynamo=dynamo)
@@ -220,7 +266,11 @@ def _joined(found: list[Carried]) -> list[Carried]:
     joined = []
     for file in files:
         name = PurePath(file.place.rpartition("/")[2]).name
-        own = [item for item in commands if item.elsewhere and f".{PurePath(item.elsewhere).name}" in f".{name}"]
+        own = [
+            item
+            for item in commands
+            if item.elsewhere and f".{PurePath(item.elsewhere).name}" in f".{name}"
+        ]
         own = own or (commands if len(files) == len(commands) == 1 else [])
         if not own:
             joined.append(file)

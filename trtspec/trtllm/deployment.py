@@ -35,12 +35,17 @@ DYNAMO_OPTIONS = {  # settings of the engine -> options of Dynamo's worker
     "max_num_tokens": "--max-num-tokens",
     "max_seq_len": "--max-seq-len",
 }
-PARSERS = {"--tool_parser": "--dyn-tool-call-parser", "--reasoning_parser": "--dyn-reasoning-parser"}
+PARSERS = {
+    "--tool_parser": "--dyn-tool-call-parser",
+    "--reasoning_parser": "--dyn-reasoning-parser",
+}
 
 
 def installed_version() -> str | None:
     """Version of the tensorrt_llm package of this environment, without importing it."""
-    if find_spec("tensorrt_llm") is None:  # fast; importlib.metadata alone takes longer than the rest here
+    if (
+        find_spec("tensorrt_llm") is None
+    ):  # fast; importlib.metadata alone takes longer than the rest here
         return None
     from importlib import metadata
 
@@ -128,7 +133,9 @@ def deployment_of(
     sizes = written.settings_in_argv() if written is not None else {}
     options, problems = parse_passed(schema, passed or [])
     problems += [unfound] if unfound is not None else []
-    argv = {key: value for key, value in sizes.items() if not document.has(key)} | schema.set_by(options)
+    argv = {key: value for key, value in sizes.items() if not document.has(key)} | schema.set_by(
+        options
+    )
     deployment = Deployment(
         schema, target_spec, target_name or "", head_spec, head_name or "", argv,
         options=options if passed is not None else None, gpu=compute_capability(gpu) if gpu else None,
@@ -146,7 +153,9 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         options |= found
     before, after = read[0][1], read[-1][1]
     problems = [problem for problem in after if problem in before]
-    for problem in (problem for problem in [*before, *after] if (problem in before) != (problem in after)):
+    for problem in (
+        problem for problem in [*before, *after] if (problem in before) != (problem in after)
+    ):
 
         def refused(one: Schema, problem: Problem = problem) -> bool:
             return problem in _parsed(one, words)[1]
@@ -154,7 +163,9 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         when = schema.decided_by(refused).interval
         message = f"not known for TensorRT-LLM {schema.version}: {problem.message} (changed {when})"
         remedy = "try `trtllm-serve --help`"
-        problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", problem.where, message, remedy))
+        problems.append(
+            Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", problem.where, message, remedy)
+        )
     return options, problems
 
 
@@ -184,7 +195,9 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[
         if option.name in found and not option.multiple:
             refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
         if option.is_flag and has_value:
-            refuse(VALUE, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone")
+            refuse(
+                VALUE, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone"
+            )
         elif not option.is_flag and not has_value and not rest:
             refuse(VALUE, f"{flag} needs a value", f"write {flag} VALUE")
         elif not option.is_flag:
@@ -192,7 +205,11 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[
             try:
                 value = {"int": int, "float": float}.get(option.type, str)(value)
             except ValueError:
-                refuse(VALUE, f"{flag} takes {option.type}, not {value!r}", f"write {flag} and a number")
+                refuse(
+                    VALUE,
+                    f"{flag} takes {option.type}, not {value!r}",
+                    f"write {flag} and a number",
+                )
             if option.choices and value not in option.choices:
                 listed = ", ".join(option.choices)
                 refuse(VALUE, f"{flag} takes one of {listed}, not {value!r}", "choose one of them")
@@ -202,12 +219,18 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[
 
 def _nearest_flag(schema: Schema, flag: str) -> str:
     """The remedy for an unknown option."""
-    by_plain = {known.replace("-", "_"): known for option in schema.options.values() for known in option.flags}
+    by_plain = {
+        known.replace("-", "_"): known
+        for option in schema.options.values()
+        for known in option.flags
+    }
     near = difflib.get_close_matches(flag.replace("-", "_"), list(by_plain), n=1)
     return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
 
 
-PLACEHOLDER = re.compile(r"(?i)[<>{}$\s]|\.\.\.|path/to/|://|\\|\.safetensors$|^(~|TODO|FIXME|CHANGEME|YOUR)")
+PLACEHOLDER = re.compile(
+    r"(?i)[<>{}$\s]|\.\.\.|path/to/|://|\\|\.safetensors$|^(~|TODO|FIXME|CHANGEME|YOUR)"
+)
 
 
 def name_problem(name: str, here: bool = False) -> Problem | None:
@@ -219,13 +242,27 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
     if PLACEHOLDER.search(name):
-        return Problem("TS-NAME-PLACEHOLDER", "error", name, f"{name!r} names no checkpoint", "write its id or path")
+        return Problem(
+            "TS-NAME-PLACEHOLDER",
+            "error",
+            name,
+            f"{name!r} names no checkpoint",
+            "write its id or path",
+        )
     if close := similar_ids(name):
         message = f"{name} is not a published checkpoint that is known here"
-        return Problem("TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?")
+        return Problem(
+            "TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?"
+        )
     severity: Severity = "error" if here and not HUB_ID.fullmatch(name) else "info"
     message = f"{name} is not here, so nothing that depends on it was checked"
-    return Problem("TS-NAME-ABSENT", severity, name, message, "check the name; pass the checkpoint to have it judged")
+    return Problem(
+        "TS-NAME-ABSENT",
+        severity,
+        name,
+        message,
+        "check the name; pass the checkpoint to have it judged",
+    )
 
 
 def compute_capability(gpu: str) -> str:
@@ -235,7 +272,10 @@ def compute_capability(gpu: str) -> str:
         return f"{plain[1]}.{plain[2]}"
     if gpu.lower() not in gpu_names():
         listed = ", ".join(gpu_names())
-        raise UsageError(f"the GPU {gpu!r} is not known", f"choose one of {listed}, or a capability such as sm120")
+        raise UsageError(
+            f"the GPU {gpu!r} is not known",
+            f"choose one of {listed}, or a capability such as sm120",
+        )
     return gpu_spec(gpu).compute_capability
 
 
@@ -272,13 +312,19 @@ class Finding:
         if self.column is not None or entry is None or entry.line != line:
             return replace(self, line=line)
         node = entry.key_node
-        if self.on_value and entry.value_node.line == node.line and entry.value_node.end > entry.value_node.start:
+        if (
+            self.on_value
+            and entry.value_node.line == node.line
+            and entry.value_node.end > entry.value_node.start
+        ):
             node = entry.value_node
         return replace(self, line=line, column=node.column + 1, width=max(node.end - node.start, 1))
 
     def problem(self, file: str) -> Problem:
         where = f"{file}:{self.line}" if self.line else file
-        return Problem(self.code, self.severity, f"{where} {self.key}".rstrip(), self.message, self.remedy)
+        return Problem(
+            self.code, self.severity, f"{where} {self.key}".rstrip(), self.message, self.remedy
+        )
 
     def to_dict(self, file: str) -> dict[str, Any]:
         place = {"line": self.line, "column": self.column, "key": self.key}
@@ -325,14 +371,22 @@ class SpeculationMethod:
 
     def step_tokens(self, length: int) -> int:
         """Tokens of one request in one step with this draft length."""
-        return 1 if self.tokens_per_step == "1" else 2 * length if self.tokens_per_step == "2k" else length + 1
+        return (
+            1
+            if self.tokens_per_step == "1"
+            else 2 * length
+            if self.tokens_per_step == "2k"
+            else length + 1
+        )
 
 
 @functools.cache
 def methods() -> dict[str, SpeculationMethod]:
     found: dict[str, SpeculationMethod] = {}
     for key, row in read_beside("speculation.yaml")["methods"].items():
-        columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        columns: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in row.items()
+        }
         found[key] = SpeculationMethod(key, **columns)
     return found
 
@@ -356,7 +410,11 @@ def method_of(document: Document) -> SpeculationMethod | None:
 def draft_length(document: Document) -> int:
     """Draft tokens per step that the file asks for; 0 without speculation."""
     value = document.get(LENGTH)
-    return value if isinstance(value, int) and not isinstance(value, bool) and decoding_type(document) else 0
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and decoding_type(document)
+        else 0
+    )
 
 
 def step_tokens(document: Document) -> int:

@@ -89,7 +89,15 @@ class Document:
         if root is None:
             return Document(text, None, name=name, scalars=tuple(scalars))
         _collect(root, "", (), entries, duplicates)
-        return Document(text, root.value, entries, tuple(duplicates), name=name, root=root, scalars=tuple(scalars))
+        return Document(
+            text,
+            root.value,
+            entries,
+            tuple(duplicates),
+            name=name,
+            root=root,
+            scalars=tuple(scalars),
+        )
 
     def get(self, path: str, default: Any = None) -> Any:
         entry = self.entries.get(path)
@@ -113,7 +121,9 @@ class Document:
             entry = entries[path]
             value = entry.value
             if isinstance(value, dict) and entry.value_node.pairs:
-                inner = {pair.key: f"{path}.{segment(pair.key_node)}" for pair in entry.value_node.pairs}
+                inner = {
+                    pair.key: f"{path}.{segment(pair.key_node)}" for pair in entry.value_node.pairs
+                }
                 value = {key: entries[inner[key]].value for key in value}
             entries[path] = replace(entry, value=convert(path, value))
         return replace(self, entries=entries)
@@ -141,12 +151,18 @@ def segment(key_node: Node) -> str:
 
 
 def _collect(
-    node: Node, prefix: str, keys: tuple[Any, ...], entries: dict[str, Entry], duplicates: list[Entry]
+    node: Node,
+    prefix: str,
+    keys: tuple[Any, ...],
+    entries: dict[str, Entry],
+    duplicates: list[Entry],
 ) -> None:
     own: set[str] = set()
     for pair in node.pairs:
         path = f"{prefix}{segment(pair.key_node)}"
-        entry = Entry(path, (*keys, pair.key), pair.value_node.value, pair.key_node, pair.value_node)
+        entry = Entry(
+            path, (*keys, pair.key), pair.value_node.value, pair.key_node, pair.value_node
+        )
         if path in own:
             duplicates.append(replace(entry, value=entries[path].value))
         if not pair.merged:
@@ -176,7 +192,9 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(item, other[key]) for key, item in one.items())
+        return one.keys() == other.keys() and all(
+            same(item, other[key]) for key, item in one.items()
+        )
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other or (one != one and other != other)
@@ -204,7 +222,9 @@ def rename_key(document: Document, path: str, name: str) -> Edit:
         raise CannotEdit(f"{name} is there already")
     place.clear()
     place.update(renamed)
-    text = document.text[: entry.key_node.start] + scalar(name) + document.text[entry.key_node.end :]
+    text = (
+        document.text[: entry.key_node.start] + scalar(name) + document.text[entry.key_node.end :]
+    )
     return Edit(text, value)
 
 
@@ -233,7 +253,9 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
     if document.has(path):
         raise CannotEdit(f"{path} is there already")
     names = path.split(".")
-    depth = next(n for n in range(len(names) - 1, -1, -1) if n == 0 or document.has(".".join(names[:n])))
+    depth = next(
+        n for n in range(len(names) - 1, -1, -1) if n == 0 or document.has(".".join(names[:n]))
+    )
     nested: Any = value
     for name in reversed(names[depth + 1 :]):
         nested = {name: nested}
@@ -249,8 +271,12 @@ def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edi
         raise CannotEdit(f"{owner.path} is not a mapping")
     place[last] = {**owner.value, names[depth]: nested}
     if not owner.value:
-        return Edit(_with_value(document, owner, scalar({names[depth]: nested}), comment), meaning, path)
-    return Edit(_with_pair(document, owner.value_node, names[depth:], value, comment), meaning, path)
+        return Edit(
+            _with_value(document, owner, scalar({names[depth]: nested}), comment), meaning, path
+        )
+    return Edit(
+        _with_pair(document, owner.value_node, names[depth:], value, comment), meaning, path
+    )
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
@@ -304,7 +330,11 @@ def _with_value(document: Document, entry: Entry, written: str, comment: str = "
     if colon < 0:
         raise CannotEdit(f"{entry.path} has no value")
     inside = [text[a:b] for a, b in document.comments if colon < a < old.end]
-    begin = old.start if text[colon + 1 : old.start].strip(" \t") == "" and old.end > colon + 1 else colon + 1
+    begin = (
+        old.start
+        if text[colon + 1 : old.start].strip(" \t") == "" and old.end > colon + 1
+        else colon + 1
+    )
     gap = "" if begin > colon + 1 else " "
     if not inside and old.style not in BLOCK:
         return f"{text[:begin]}{gap}{written}{f'  {comment}' if comment else ''}{text[max(old.end, colon + 1) :]}"
@@ -319,7 +349,11 @@ def _with_value(document: Document, entry: Entry, written: str, comment: str = "
 
 
 def _without(document: Document, entry: Entry) -> str:
-    text, begin, end = document.text, entry.key_node.start, max(entry.value_node.end, entry.key_node.end + 1)
+    text, begin, end = (
+        document.text,
+        entry.key_node.start,
+        max(entry.value_node.end, entry.key_node.end + 1),
+    )
     if _is_flow(document, entry):
         return _without_pair(text, begin, end)
     first = text.rfind("\n", 0, begin) + 1
@@ -344,7 +378,9 @@ def _without_pair(text: str, begin: int, end: int) -> str:
     return (before[:-1] if before.endswith(",") else text[:begin]) + text[end:]
 
 
-def _with_pair(document: Document, node: Node | None, names: list[str], value: Any, comment: str) -> str:
+def _with_pair(
+    document: Document, node: Node | None, names: list[str], value: Any, comment: str
+) -> str:
     """The text with `names`, nested, behind the last key of a mapping; None is an empty file."""
     text, newline = document.text, _newline(document.text)
     if node is None or not node.items:

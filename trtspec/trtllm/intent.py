@@ -23,7 +23,9 @@ Role = Literal["context", "generation", "front"]
 Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
 COMMAND = "trtspec build-config"
-ATTENTION_DP_FROM = 8  # ranks: below, replicating attention weights costs more KV cache than it saves
+ATTENTION_DP_FROM = (
+    8  # ranks: below, replicating attention weights costs more KV cache than it saves
+)
 # ranks of InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
 CONTEXT_ATTENTION_DP_FROM = 4
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
@@ -65,18 +67,29 @@ class Intent:
     ] = ""
     goal: Annotated[Goal, option("What the default sizes are chosen for."), NOT_FRONT] = "latency"
     tp_size: Annotated[
-        int, option("Tensor-parallel size: GPUs of one server.", "--tp-size", "--tp", "--gpus", min=1), NOT_FRONT
+        int,
+        option("Tensor-parallel size: GPUs of one server.", "--tp-size", "--tp", "--gpus", min=1),
+        NOT_FRONT,
     ] = 4
     max_batch_size: Annotated[
-        int | None, option("Requests per step and rank. Default: set by --concurrency or --goal.", min=1), NOT_FRONT
-    ] = None
-    max_num_tokens: Annotated[int | None, option("Tokens per step. Default: 8192.", min=1), NOT_FRONT] = None
-    max_seq_len: Annotated[
         int | None,
-        option("Maximum length of prompt and answer together. Default: --isl + --osl, else 8192.", min=1),
+        option("Requests per step and rank. Default: set by --concurrency or --goal.", min=1),
         NOT_FRONT,
     ] = None
-    draft_len: Annotated[int, option("Draft tokens per step, with --head.", min=1), NOT_FRONT, Needs("head")] = 3
+    max_num_tokens: Annotated[
+        int | None, option("Tokens per step. Default: 8192.", min=1), NOT_FRONT
+    ] = None
+    max_seq_len: Annotated[
+        int | None,
+        option(
+            "Maximum length of prompt and answer together. Default: --isl + --osl, else 8192.",
+            min=1,
+        ),
+        NOT_FRONT,
+    ] = None
+    draft_len: Annotated[
+        int, option("Draft tokens per step, with --head.", min=1), NOT_FRONT, Needs("head")
+    ] = 3
     nodes: Annotated[int, option("Nodes that one server spans.", min=1), NOT_FRONT] = 1
     gpu: Annotated[
         str | None,
@@ -86,13 +99,19 @@ class Intent:
         ),
         NOT_FRONT,
     ] = None
-    role: Annotated[Role | None, option("One part of a disaggregated deployment."), Excludes("disaggregated")] = None
+    role: Annotated[
+        Role | None, option("One part of a disaggregated deployment."), Excludes("disaggregated")
+    ] = None
     experts_over: Annotated[
-        int | None, option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1), NOT_FRONT
+        int | None,
+        option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1),
+        NOT_FRONT,
     ] = None
     isl: Annotated[int | None, option("Prompt tokens, with --osl.", min=1), NOT_FRONT] = None
     osl: Annotated[int | None, option("Answer tokens, with --isl.", min=1), NOT_FRONT] = None
-    concurrency: Annotated[int | None, option("Concurrent requests of the whole server.", min=1), NOT_FRONT] = None
+    concurrency: Annotated[
+        int | None, option("Concurrent requests of the whole server.", min=1), NOT_FRONT
+    ] = None
     spread_attention: Annotated[
         bool | None,
         option(
@@ -103,34 +122,46 @@ class Intent:
     ] = None
     context_urls: Annotated[
         tuple[str, ...],
-        option("A context server, for the front. Repeatable.", "--context-url", metavar="HOST:PORT"),
+        option(
+            "A context server, for the front. Repeatable.", "--context-url", metavar="HOST:PORT"
+        ),
         OF_A_FRONT,
         FRONT_IS_YAML,
     ] = ()
     generation_urls: Annotated[
         tuple[str, ...],
-        option("A generation server, for the front. Repeatable.", "--generation-url", metavar="HOST:PORT"),
+        option(
+            "A generation server, for the front. Repeatable.",
+            "--generation-url",
+            metavar="HOST:PORT",
+        ),
         OF_A_FRONT,
         FRONT_IS_YAML,
     ] = ()
     settings: Annotated[
         tuple[str, ...],
-        option("Any other engine setting, by its dotted key. Repeatable.", "--set", metavar="KEY=VALUE"),
+        option(
+            "Any other engine setting, by its dotted key. Repeatable.", "--set", metavar="KEY=VALUE"
+        ),
         NOT_FRONT,
     ] = ()
-    trust_remote_code: Annotated[bool, option("Let the engine run the Python code in the checkpoint."), NOT_FRONT] = (
-        False
-    )
+    trust_remote_code: Annotated[
+        bool, option("Let the engine run the Python code in the checkpoint."), NOT_FRONT
+    ] = False
     format: Annotated[
         Form,
-        option("The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."),
+        option(
+            "The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."
+        ),
         Excludes("role=front", value="helm-values"),
         Excludes(*NOT_OF_VLLM, value=VLLM),
         Excludes("role", value="dynamo"),
     ] = "yaml"
     image: Annotated[
         str | None,
-        option("Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."),
+        option(
+            "Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."
+        ),
         NOT_FRONT,
         Needs("format=dynamo"),
     ] = None
@@ -208,7 +239,9 @@ class Intent:
         """Itself. Raises UsageError for sizes that contradict each other."""
         if self.tp_size % self.nodes:
             message = f"{self.tp_size} ranks do not spread evenly over {self.nodes} nodes"
-            raise UsageError(message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}")
+            raise UsageError(
+                message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}"
+            )
         here = gpu_spec(self.gpu).gpus_per_node if self.gpu else self.tp_size
         if self.gpu and self.gpus_per_node > here:
             message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
@@ -216,16 +249,22 @@ class Intent:
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         if self.tokens < self.step_tokens:
-            message = f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
+            message = (
+                f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
+            )
             message += f" with {self.draft_len} draft tokens each" if self.head else ""
-            raise UsageError(message, f"use at least {self.step_tokens}, or a smaller `max_batch_size`")
+            raise UsageError(
+                message, f"use at least {self.step_tokens}, or a smaller `max_batch_size`"
+            )
         return self
 
     def command(self) -> str:
         """The command that writes the same file again, with every derived size spelled out."""
         if self.role == "front":
             return f"{COMMAND} {shlex.join(words(self))}"
-        sized = replace(self, max_batch_size=self.batch, max_num_tokens=self.tokens, max_seq_len=self.seq_len)
+        sized = replace(
+            self, max_batch_size=self.batch, max_num_tokens=self.tokens, max_seq_len=self.seq_len
+        )
         always = {"goal", "tp_size"} | ({"draft_len"} if self.head else set())
         return f"{COMMAND} {shlex.join(words(sized, always))}"
 

@@ -37,7 +37,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(_Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|"))
+_Dumper.add_representer(
+    _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
+)
 
 
 def _dump(value: dict[str, Any]) -> str:
@@ -51,7 +53,10 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
     engine file, where `trtspec serve` reads them. Raises UsageError for a front."""
     intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
     if intent.role == "front":
-        raise UsageError("the chart writes the front's file itself", "pass `role` context or generation, or no role")
+        raise UsageError(
+            "the chart writes the front's file itself",
+            "pass `role` context or generation, or no role",
+        )
     size = checkpoint_gib(intent)
     model = {"target": intent.target, "head": intent.head, "sizeGiB": size}
     values: dict[str, Any] = {"image": {"tag": intent.version}, "model": model}
@@ -72,7 +77,11 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
 
 def _server(config: EngineConfig) -> dict[str, Any]:
     intent = config.intent
-    return {"nodes": intent.nodes, "gpusPerNode": intent.gpus_per_node, "engineConfig": _Text(config.text)}
+    return {
+        "nodes": intent.nodes,
+        "gpusPerNode": intent.gpus_per_node,
+        "engineConfig": _Text(config.text),
+    }
 
 
 def _quantize(source: str, target_gib: int) -> dict[str, Any]:
@@ -102,7 +111,9 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     whole = replace(configs[-1].intent, role=None, format="dynamo", image=image)
     for given in filter(None, (whole.target, whole.head)):
         if given.startswith(("/", ".", "~")) and not given.startswith(f"{WEIGHTS}/"):
-            raise UsageError(f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE)
+            raise UsageError(
+                f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE
+            )
     image, name = image or f"{IMAGE}:{_release(whole.version)}", _name(whole)
     services = {"Frontend": _frontend(image)}
     domains = []
@@ -124,20 +135,31 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     return "\n".join(lines) + "\n" + "---\n".join(_dump(item) for item in objects)
 
 
-PLACE = f"pass a hub id, or a directory below {WEIGHTS}, which `like` makes known before it is there"
+PLACE = (
+    f"pass a hub id, or a directory below {WEIGHTS}, which `like` makes known before it is there"
+)
 NOTES = (
     "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. The claim `model-cache` holds the hub",
     "# cache with target and head; Dynamo's recipes have a job that fills it. One replica each: scale with `replicas`.",
 )
-SPLIT = "# The prefill and the decode server carry the same head and hand caches over by themselves."
+SPLIT = (
+    "# The prefill and the decode server carry the same head and hand caches over by themselves."
+)
 
 
 def _release(version: str) -> str:
     """The tag of the image that carries the engine."""
-    found = next((name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)), None)
+    found = next(
+        (name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)),
+        None,
+    )
     if found is None:
-        carried = ", ".join(f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items())
-        remedy = f"use `trtllm_version` with one of {carried}, or name an image of your own with `image`"
+        carried = ", ".join(
+            f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items()
+        )
+        remedy = (
+            f"use `trtllm_version` with one of {carried}, or name an image of your own with `image`"
+        )
         raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
     return found
 
@@ -170,7 +192,11 @@ def _frontend(image: str) -> dict[str, Any]:
         "command": ["python3", "-m", "dynamo.frontend"],
         "args": ["--router-mode", "round-robin"],
     }
-    return {"componentType": "frontend", "replicas": 1, "extraPodSpec": {"mainContainer": container}}
+    return {
+        "componentType": "frontend",
+        "replicas": 1,
+        "extraPodSpec": {"mainContainer": container},
+    }
 
 
 def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dict[str, Any]:
@@ -186,7 +212,11 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
             {"name": "HF_MODULES_CACHE", "value": "/tmp/hf_modules"},
         ],
         # an hour to load a trillion parameters, as in Dynamo's recipes
-        "startupProbe": {"httpGet": {"path": "/live", "port": 9090}, "periodSeconds": 60, "failureThreshold": 60},
+        "startupProbe": {
+            "httpGet": {"path": "/live", "port": 9090},
+            "periodSeconds": 60,
+            "failureThreshold": 60,
+        },
         "volumeMounts": [
             {"name": "model-cache", "mountPath": WEIGHTS},
             {"name": "engine", "mountPath": CONFIG, "readOnly": True},
@@ -216,15 +246,30 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
 def _arguments(config: EngineConfig, path: str) -> list[str]:
     """Options of `dynamo.trtllm`; trust of the target's code has none and is passed as an override of the engine's."""
     intent, words = config.intent, config.argv
-    found = ["--model-path", intent.target, "--served-model-name", intent.published_as, "--extra-engine-args", path]
+    found = [
+        "--model-path",
+        intent.target,
+        "--served-model-name",
+        intent.published_as,
+        "--extra-engine-args",
+        path,
+    ]
     settings = intent.settings_in_argv()
-    found += [word for key, flag in DYNAMO_OPTIONS.items() if key in settings for word in (flag, str(settings[key]))]
+    found += [
+        word
+        for key, flag in DYNAMO_OPTIONS.items()
+        if key in settings
+        for word in (flag, str(settings[key]))
+    ]
     if intent.nodes > 1:
         found += ["--gpus-per-node", str(intent.gpus_per_node)]
     if intent.role is not None:
         found += ["--disaggregation-mode", PARTS[intent.role]]
     found += [
-        word for ours, theirs in PARSERS.items() if ours in words for word in (theirs, words[words.index(ours) + 1])
+        word
+        for ours, theirs in PARSERS.items()
+        if ours in words
+        for word in (theirs, words[words.index(ours) + 1])
     ]
     if intent.trust_remote_code:
         found += ["--override-engine-args", json.dumps({"trust_remote_code": True})]

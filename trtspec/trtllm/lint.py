@@ -29,11 +29,18 @@ RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
-UNSETTLED = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-DOTTED-KEY"}
+UNSETTLED = {
+    "TS-LINT-UNKNOWN-KEY",
+    "TS-LINT-RENAMED-KEY",
+    "TS-LINT-REMOVED-KEY",
+    "TS-LINT-DOTTED-KEY",
+}
 MISSING = "TS-LINT-MISSING-KEY"
 REFUSED_VALUE = {VALUE_CODES["type"], VALUE_CODES["value"], VALUE_CODES["range"]}
 ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), MISSING, "TS-LINT-WRONG-VARIANT"}
-MEANING = "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
+MEANING = (
+    "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
+)
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
@@ -49,7 +56,9 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
     if set(document.value or {}) >= FRONT_KEYS:
-        message = "this is the front of disaggregated servers, which has no engine settings to judge"
+        message = (
+            "this is the front of disaggregated servers, which has no engine settings to judge"
+        )
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
     placed = [finding.placed(document) for finding in Doubt(document, deployment).findings()]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
@@ -85,7 +94,9 @@ class Doubt:
     def findings(self) -> Iterator[Finding]:
         both = {_signature(f) for f in self.before} & {_signature(f) for f in self.after}
         yield from (f for f in self.after if _signature(f) in both and f.code != MEANING)
-        old, new = ([f for f in side if _signature(f) not in both] for side in (self.before, self.after))
+        old, new = (
+            [f for f in side if _signature(f) not in both] for side in (self.before, self.after)
+        )
         for finding in [*new]:
             other = next((f for f in old if (f.code, f.key) == (finding.code, finding.key)), None)
             if other is not None:
@@ -96,16 +107,24 @@ class Doubt:
         certain += [f for f in old if self._either_way(f, new, new=False)]
         yield from (self._in_doubt(None, f) for f in new if f not in certain)
         yield from (self._in_doubt(f, None) for f in old if f not in certain)
-        reported = {f.key for f in certain if f.code not in UNSETTLED}  # one error for a key that both refuse
+        reported = {
+            f.key for f in certain if f.code not in UNSETTLED
+        }  # one error for a key that both refuse
         yield from (f for f in certain if f.code not in UNSETTLED or f.key not in reported)
 
     def _either_way(self, finding: Finding, others: list[Finding], *, new: bool) -> bool:
         """Whether the other possibility refuses a key that this finding is about, or one that it is below, and the one
         change that decides this leaves the finding as it is."""
-        if finding.code == MISSING and not new and finding.key not in self.schema.possibilities[-1].fields:
+        if (
+            finding.code == MISSING
+            and not new
+            and finding.key not in self.schema.possibilities[-1].fields
+        ):
             return True  # earlier releases refuse the file without the key, later ones with it
         for other in others:
-            if other.severity == "error" and any(_touches(finding, key, other.key) for key in finding.keys):
+            if other.severity == "error" and any(
+                _touches(finding, key, other.key) for key in finding.keys
+            ):
                 change = self._change(*((other, None) if new else (None, other)))
                 done = [change] if new else self.schema.doubts - {change}
                 found = {(f.code, f.key) for f in self.judged(self.schema.assuming(*done))}
@@ -116,13 +135,21 @@ class Doubt:
         """One finding where the two possibilities differ, naming the change of the release that decides."""
         change, version = self._change(old, new), self.schema.version
         ends = {change.after or "an earlier release": old, change.by or "a later release": new}
-        said = [f"{finding.message}, if {version} is like {end}" for end, finding in ends.items() if finding]
+        said = [
+            f"{finding.message}, if {version} is like {end}"
+            for end, finding in ends.items()
+            if finding
+        ]
         message = "; ".join(said)
         message += "" if change.interval in message else f" (changed {change.interval})"
         finding = new or old
         assert finding is not None
         if old is not None and new is not None and finding.code != MEANING:
-            return replace(finding, message=message, severity=min(old.severity, new.severity, key=ORDER.__getitem__))
+            return replace(
+                finding,
+                message=message,
+                severity=min(old.severity, new.severity, key=ORDER.__getitem__),
+            )
         severity: Severity = "info" if finding.severity == "info" else "warning"
         if finding.code not in ABOUT_KEYS or finding.severity != "error":
             return replace(finding, message=message, severity=severity)
@@ -134,7 +161,9 @@ class Doubt:
 
         def says(schema: Schema) -> tuple[bool, bool]:
             found = {_signature(finding) for finding in self.judged(schema)}
-            return old is not None and _signature(old) in found, new is not None and _signature(new) in found
+            return old is not None and _signature(old) in found, new is not None and _signature(
+                new
+            ) in found
 
         return self.schema.decided_by(says)
 
@@ -167,7 +196,11 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
             return None if kind == "type" else value
 
     seen = document.converted(convert)
-    names = {path: gone.renamed_to for path, gone in schema.removed.items() if schema.current(path) != path}
+    names = {
+        path: gone.renamed_to
+        for path, gone in schema.removed.items()
+        if schema.current(path) != path
+    }
     old = {
         f"{path}{written[len(name) :]}": entry
         for path, name in names.items()
@@ -214,11 +247,19 @@ def _corrected(
         edit = finding.fix(document)
     except CannotEdit:
         return None
-    unsettled = {document.entries[f.key].parent for f in findings if f.code in UNSETTLED and document.has(f.key)}
+    unsettled = {
+        document.entries[f.key].parent
+        for f in findings
+        if f.code in UNSETTLED and document.has(f.key)
+    }
     if edit.added is not None and not unsettled.isdisjoint(_mappings_above(document, edit.added)):
         return None
     after = Document.parse(edit.text, document.name)
-    if after.error or not same(after.value or {}, edit.value or {}) or document.comment_texts - after.comment_texts:
+    if (
+        after.error
+        or not same(after.value or {}, edit.value or {})
+        or document.comment_texts - after.comment_texts
+    ):
         return None
     found = lint(after, deployment)
     return (after, found) if _better(findings, found) else None
@@ -236,7 +277,10 @@ def _mappings_above(document: Document, path: str) -> set[str]:
 def _better(before: list[Finding], after: list[Finding]) -> bool:
     """Fewer errors and no other ones; or the same errors, with fewer warnings and no other ones."""
     for severity in ("error", "warning"):
-        old, new = (Counter((f.code, f.key) for f in found if f.severity == severity) for found in (before, after))
+        old, new = (
+            Counter((f.code, f.key) for f in found if f.severity == severity)
+            for found in (before, after)
+        )
         if new - old:
             return False
         if old - new:
@@ -302,7 +346,9 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
     """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
     if not engine_importable():
         remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave `installed` out"
-        raise MissingDependency(f"{PACKAGE} is not importable here, so its own classes cannot judge the file", remedy)
+        raise MissingDependency(
+            f"{PACKAGE} is not importable here, so its own classes cannot judge the file", remedy
+        )
     code = JUDGE.replace("MARK", repr(MARK))
     try:
         done = subprocess.run(
@@ -314,15 +360,23 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise TrtspecError(f"{PACKAGE} did not answer within {timeout:.0f} s", "leave `installed` out") from None
+        raise TrtspecError(
+            f"{PACKAGE} did not answer within {timeout:.0f} s", "leave `installed` out"
+        ) from None
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TrtspecError(f"the installed {PACKAGE} failed while it judged the file: {last}", "leave `installed` out")
+        raise TrtspecError(
+            f"the installed {PACKAGE} failed while it judged the file: {last}",
+            "leave `installed` out",
+        )
     answer = json.loads(line.removeprefix(MARK))
     found = []
     for item in answer["errors"]:
-        key, message = _written_key(document, item["loc"]), f"the installed engine's own class says: {item['message']}"
+        key, message = (
+            _written_key(document, item["loc"]),
+            f"the installed engine's own class says: {item['message']}",
+        )
         found.append(Finding("TS-LINT-ENGINE-REFUSES", "error", key, message).placed(document))
     return Verdict(answer["version"], tuple(found))
 
@@ -334,7 +388,15 @@ def engine_problems(document: Document) -> list[Problem]:
     try:
         return [finding.problem(document.name) for finding in judge(document).findings]
     except TrtspecError as error:
-        return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message, "start anyway and read its log")]
+        return [
+            Problem(
+                "TS-SERVE-ENGINE-SILENT",
+                "warning",
+                PACKAGE,
+                error.message,
+                "start anyway and read its log",
+            )
+        ]
 
 
 def _written_key(document: Document, parts: list[str]) -> str:

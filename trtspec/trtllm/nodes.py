@@ -16,7 +16,9 @@ import yaml
 FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The engine's own parser, which differs from the C one in corners; above this length the C one is used, for its speed.
 EXACT_UP_TO = 16_384
-MOST_VALUES = 30_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
+MOST_VALUES = (
+    30_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
+)
 MOST_LEVELS = 64
 MOST_KEY = 1000  # characters of one key
 MOST_DIGITS = 400  # of one number; more than any float has
@@ -114,7 +116,10 @@ class _Composer(yaml.composer.Composer):
         self.get_event()  # the stream begins
         root = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
         if not self.check_event(yaml.StreamEndEvent):
-            raise _wrong(self.get_event().start_mark, "a second YAML document begins here, and the engine reads one")
+            raise _wrong(
+                self.get_event().start_mark,
+                "a second YAML document begins here, and the engine reads one",
+            )
         return root
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -122,7 +127,9 @@ class _Composer(yaml.composer.Composer):
         if isinstance(event, yaml.AliasEvent):
             node: Any = copy.copy(super().compose_node(parent, index))
             if not hasattr(node, "count"):
-                raise _wrong(event.start_mark, f"the alias {event.anchor!r} is inside its own value")
+                raise _wrong(
+                    event.start_mark, f"the alias {event.anchor!r} is inside its own value"
+                )
             self._add(event, node.count)
             node.start_mark, node.end_mark, node.alias = event.start_mark, event.end_mark, True
             return node
@@ -141,7 +148,11 @@ class _Composer(yaml.composer.Composer):
         """Counts the values that the whole has with its aliases written out."""
         self.count += count
         if self.count > MOST_VALUES:
-            raise _wrong(event.start_mark, f"more than {MOST_VALUES:,} values, with aliases written out", beyond=True)
+            raise _wrong(
+                event.start_mark,
+                f"more than {MOST_VALUES:,} values, with aliases written out",
+                beyond=True,
+            )
 
 
 class _Reader:
@@ -153,17 +164,29 @@ class _Reader:
 
     def node(self, made: Any, is_key: bool = False) -> Node:
         first, last = made.start_mark, made.end_mark
-        node = Node(made.id, made.tag, first.index, last.index, first.line, first.column, alias=hasattr(made, "alias"))
+        node = Node(
+            made.id,
+            made.tag,
+            first.index,
+            last.index,
+            first.line,
+            first.column,
+            alias=hasattr(made, "alias"),
+        )
         if node.kind == "scalar":
             node.text, node.style = made.value, made.style or ""
             node.value = made.value if is_key and made.tag in (MERGE, VALUE) else self._value(node)
         elif node.tag != COLLECTIONS[node.kind]:
-            raise _wrong(node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}")
+            raise _wrong(
+                node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}"
+            )
         elif node.kind == "sequence":
             node.items = [self.node(item) for item in made.value]
             node.value = [item.value for item in node.items]
         else:
-            node.items = [(self.node(key, is_key=True), self.node(value)) for key, value in made.value]
+            node.items = [
+                (self.node(key, is_key=True), self.node(value)) for key, value in made.value
+            ]
             node.pairs = _pairs(node)
             node.value = {pair.key_node.value: pair.value_node.value for pair in node.pairs}
         self._place(node, "flow" if node.kind != "scalar" and made.flow_style else node.style)
@@ -190,7 +213,9 @@ class _Reader:
         if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
             raise _wrong(node, f"a number of more than {MOST_DIGITS} characters", beyond=True)
         try:
-            return self.constructor.construct_object(yaml.ScalarNode(node.tag, node.text), deep=True)
+            return self.constructor.construct_object(
+                yaml.ScalarNode(node.tag, node.text), deep=True
+            )
         except yaml.YAMLError as error:
             raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):

@@ -220,24 +220,35 @@ class Schema:
     def children(self, path: str) -> list[str]:
         """Keys known directly below `path` ("" for the top level)."""
         prefix = f"{path}." if path else ""
-        return [p[len(prefix) :] for p in self.fields if p.startswith(prefix) and "." not in p[len(prefix) :]]
+        return [
+            p[len(prefix) :]
+            for p in self.fields
+            if p.startswith(prefix) and "." not in p[len(prefix) :]
+        ]
 
     def option(self, flag: str) -> Option | None:
         return next((option for option in self.options.values() if flag in option.flags), None)
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options of trtllm-serve set, by YAML path."""
-        known = {self.options[name].key: value for name, value in options.items() if name in self.options}
+        known = {
+            self.options[name].key: value for name, value in options.items() if name in self.options
+        }
         return {key: value for key, value in known.items() if key is not None}
 
     def decided_by(self, ask: Callable[[Schema], Any]) -> Change:
         """The change in doubt that alone brings the later answer; all as one where only several together do."""
-        answer, doubts = ask(self.possibilities[-1]), sorted(self.doubts, key=lambda change: change.interval)
+        answer, doubts = (
+            ask(self.possibilities[-1]),
+            sorted(self.doubts, key=lambda change: change.interval),
+        )
         for change in doubts:
             if ask(self.assuming(change)) == answer:
                 return change
         after = max((change.after for change in doubts if change.after), key=Version, default=None)
-        return Change(after, min((change.by for change in doubts if change.by), key=Version, default=None))
+        return Change(
+            after, min((change.by for change in doubts if change.by), key=Version, default=None)
+        )
 
 
 def schema_for(text: str) -> Schema:
@@ -263,14 +274,20 @@ def _schema(version: Version, done: frozenset[Change]) -> Schema:
         line=line_of(str(version)),
         done=done,
         fields={path: _typed(Field, entry, path=path) for path, entry in found["fields"].items()},
-        removed={path: _typed(Removed, entry, path=path) for path, entry in found["removed"].items()},
-        options={name: _typed(Option, entry, name=name) for name, entry in found["options"].items()},
+        removed={
+            path: _typed(Removed, entry, path=path) for path, entry in found["removed"].items()
+        },
+        options={
+            name: _typed(Option, entry, name=name) for name, entry in found["options"].items()
+        },
         behaviours=found["behaviours"],
         rules={name: Rule(**entry) for name, entry in found["rules"].items()},
     )
 
 
-def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool] = lambda change: True) -> Entries:
+def merged(
+    files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool] = lambda change: True
+) -> Entries:
     """The entries of schema files laid over each other, oldest first; by default what holds in the end."""
     found: Entries = {part: {} for part in PARTS}
     for data in files:
@@ -282,7 +299,9 @@ def merged(files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool
 
         for part in ("fields", "options"):
             for name, entry in data.get(part, {}).items():
-                if dated(entry, "since") and (name in found[part] or "type" in entry):  # else what it refines is absent
+                if dated(entry, "since") and (
+                    name in found[part] or "type" in entry
+                ):  # else what it refines is absent
                     found[part][name] = {**found[part].get(name, {}), **entry}
                     found["removed"].pop(name, None)
         for path, entry in data.get("removed", {}).items():
@@ -324,23 +343,32 @@ def parse_version(text: str) -> Version:
         version = Version(text)
     except InvalidVersion:
         raise UsageError(
-            f"{text!r} is not a TensorRT-LLM version", f"write it as the package does, for example {newest_known()}"
+            f"{text!r} is not a TensorRT-LLM version",
+            f"write it as the package does, for example {newest_known()}",
         ) from None
     oldest = _files()[LINES[0]]["versions"]["from"]
     if version < Version(oldest):
         message = f"TensorRT-LLM {text} is too old: {oldest} to {newest_known()} are known"
-        raise UsageError(message, f"use {oldest} or later, for example `trtllm_version` {newest_known()}")
+        raise UsageError(
+            message, f"use {oldest} or later, for example `trtllm_version` {newest_known()}"
+        )
     return version
 
 
 def line_of(text: str) -> str:
     """The line that a version belongs to; raises UsageError as parse_version does."""
     version = parse_version(text)
-    return next(line for line in reversed(LINES) if version >= Version(_files()[line]["versions"]["from"]))
+    return next(
+        line for line in reversed(LINES) if version >= Version(_files()[line]["versions"]["from"])
+    )
 
 
 def newest_known() -> Version:
-    return max(Version(data["versions"]["newest"]) for data in _files().values() if "newest" in data["versions"])
+    return max(
+        Version(data["versions"]["newest"])
+        for data in _files().values()
+        if "newest" in data["versions"]
+    )
 
 
 @functools.cache
@@ -348,7 +376,9 @@ def _files() -> dict[str, dict[str, Any]]:
     """Every schema file, parsed and its rules checked. Like bytecode, what was parsed once is kept beside the files
     until one changes: reading it back takes a twentieth of the time, and every torch-free command needs it."""
     files = {line: SCHEMAS / f"{line}.yaml" for line in LINES}
-    stamp = {line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()}
+    stamp = {
+        line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()
+    }
     try:
         kept = json.loads(PARSED.read_text(encoding="utf-8"))
         if kept["stamp"] == stamp:
@@ -362,7 +392,9 @@ def _files() -> dict[str, dict[str, Any]]:
     for data in lines.values():
         rules.validate_python(data.get("rules", {}))
     if not sys.dont_write_bytecode:
-        with contextlib.suppress(OSError, TrtspecError):  # an installation that may not be written is only slower
+        with contextlib.suppress(
+            OSError, TrtspecError
+        ):  # an installation that may not be written is only slower
             PARSED.parent.mkdir(exist_ok=True)
             write_atomic(PARSED, json.dumps({"stamp": stamp, "lines": lines}))
     return lines
@@ -381,7 +413,9 @@ def _changes() -> frozenset[Change]:
 
 def _dates(entry: Any) -> Iterator[dict[str, Any]]:
     """Every date in a parsed file."""
-    for name, value in entry.items() if isinstance(entry, dict) else ((None, value) for value in entry):
+    for name, value in (
+        entry.items() if isinstance(entry, dict) else ((None, value) for value in entry)
+    ):
         if name in ("since", "until", "begins"):
             yield value
         elif isinstance(value, (dict, list)):
@@ -406,4 +440,7 @@ def line_fields(line: str, path: str = "", key: str = "") -> Any:
 
 def removed_in(line: str) -> list[Removed]:
     """What exactly this line took away."""
-    return [_typed(Removed, entry, path=path) for path, entry in _files()[line].get("removed", {}).items()]
+    return [
+        _typed(Removed, entry, path=path)
+        for path, entry in _files()[line].get("removed", {}).items()
+    ]

@@ -28,7 +28,10 @@ from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
 
 TOKENIZER = KimiTokenizer(kimi_nano_dir())
-QUESTIONS = [Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",)) for n in range(24)]
+QUESTIONS = [
+    Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",))
+    for n in range(24)
+]
 SIZES = {"samples": 12, "max_tokens": 48, "context": 300}
 FAULTS = {
     "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
@@ -53,7 +56,10 @@ async def asker(toy: Toy) -> Asker:
 def recorded(toy: Toy) -> list[Exchange]:
     async def run() -> list[Exchange]:
         one = await asker(toy)
-        return await record(one, Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=one.server.adapter.ids, **SIZES))
+        return await record(
+            one,
+            Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=one.server.adapter.ids, **SIZES),
+        )
 
     return asyncio.run(run())
 
@@ -71,7 +77,9 @@ def honest() -> tuple[list[Exchange], list[Exchange]]:
 
 
 def check(fault: str, kind: str = "reference", **limits: Any) -> list[Row]:
-    got, plain = scored(recorded(Toy(TOKENIZER, fault, kind=kind)), Toy(TOKENIZER, drafts=0, kind=kind))
+    got, plain = scored(
+        recorded(Toy(TOKENIZER, fault, kind=kind)), Toy(TOKENIZER, drafts=0, kind=kind)
+    )
     return judge(got, plain, **limits)
 
 
@@ -87,7 +95,9 @@ def test_an_honest_server_is_safe(kind: str) -> None:
     assert Verdict(rows=tuple(rows)).word == "SAFE", [row for row in rows if row.status != "pass"]
 
 
-@pytest.mark.parametrize(("row", "fault"), [(row, fault) for row, faults in FAULTS.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("row", "fault"), [(row, fault) for row, faults in FAULTS.items() for fault in faults]
+)
 def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
     rows = check(fault)
     assert failed(rows).keys() == {row}, failed(rows)
@@ -108,7 +118,9 @@ def test_what_is_refused_by_name_is_no_fault() -> None:
     assert Verdict(rows=tuple(rows.values())).word == "SAFE"
 
 
-@pytest.mark.parametrize("fault", ["finish-wrong", "call-dropped", "other-template", "long-errors", "usage-inflated"])
+@pytest.mark.parametrize(
+    "fault", ["finish-wrong", "call-dropped", "other-template", "long-errors", "usage-inflated"]
+)
 def test_a_fault_of_the_plain_server_as_well_does_not_count(fault: str) -> None:
     got, plain = scored(recorded(Toy(TOKENIZER, fault)), Toy(TOKENIZER, fault, drafts=0))
     assert not failed(judge(got, plain))
@@ -124,7 +136,9 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
-def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> None:
+def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> (
+    None
+):
     other = Toy(TOKENIZER)
     got, plain = scored(recorded(Toy(TOKENIZER)), other)
     verdict = Verdict(rows=tuple(judge(got, plain)))
@@ -135,13 +149,20 @@ def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_lo
 def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
     got, plain = honest()
     sure = Score(chosen=-0.01, best=-0.01, likelier=0.0, same=0.99, total=1.0)
-    certain = [replace(one, scores=(sure,) * len(one.scores)) if one.kind == "sampled" else one for one in got]
+    certain = [
+        replace(one, scores=(sure,) * len(one.scores)) if one.kind == "sampled" else one
+        for one in got
+    ]
     row = next(row for row in judge(certain, plain) if row.name == "sampled")
     assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
 
 
-@pytest.mark.parametrize(("behind", "exact", "row"), [(1.5, False, ""), (2.5, False, "greedy"), (0.1, True, "greedy")])
-def test_one_answer_fails_beyond_two_nats_and_exact_takes_no_tie(behind: float, exact: bool, row: str) -> None:
+@pytest.mark.parametrize(
+    ("behind", "exact", "row"), [(1.5, False, ""), (2.5, False, "greedy"), (0.1, True, "greedy")]
+)
+def test_one_answer_fails_beyond_two_nats_and_exact_takes_no_tie(
+    behind: float, exact: bool, row: str
+) -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
     off = (replace(one.scores[0], chosen=one.scores[0].best - behind), *one.scores[1:])
@@ -160,7 +181,9 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("points", [3, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(tmp_path: Path, points: int) -> None:
+def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
+    tmp_path: Path, points: int
+) -> None:
     """`kill -9` of a real process, each time with a torn line as well; what reached the journal is not asked again, the
     rest is."""
     server, file = Recorder(), tmp_path / "spec.jsonl"
@@ -171,9 +194,18 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(tmp_path:
     def asked(recording: Path) -> Counter[str]:
         """The requests of a run to the end, which its key marks: those of a killed run may arrive after it."""
         environment = {**os.environ, "OPENAI_API_KEY": recording.name}
-        assert subprocess.run([*command, str(recording)], capture_output=True, env=environment).returncode == 0
+        assert (
+            subprocess.run(
+                [*command, str(recording)], capture_output=True, env=environment
+            ).returncode
+            == 0
+        )
         own = ("model", "stream_options")  # what the client adds
-        bodies = (body for _, sent, body in map(json.loads, server.requests) if sent == f"Bearer {recording.name}")
+        bodies = (
+            body
+            for _, sent, body in map(json.loads, server.requests)
+            if sent == f"Bearer {recording.name}"
+        )
         return counted({key: value for key, value in body.items() if key not in own and value is not False}
                        for body in bodies)  # fmt: skip
 
@@ -181,7 +213,11 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(tmp_path:
         return Counter(json.dumps(body, sort_keys=True) for body in bodies)
 
     def kept() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]] if journal.is_file() else []
+        return (
+            [json.loads(line) for line in journal.read_bytes().split(b"\n")[:-1]]
+            if journal.is_file()
+            else []
+        )
 
     whole = asked(tmp_path / "whole.jsonl")
     for point in range(1, points + 1):
@@ -194,5 +230,8 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(tmp_path:
     answered = counted(one["body"] for one in kept())
     assert asked(file) + answered == whole and answered.total() > whole.total() // 2
     server.shutdown()
-    both = [[(one.name, one.content) for one in read_recording(path)] for path in (file, tmp_path / "whole.jsonl")]
+    both = [
+        [(one.name, one.content) for one in read_recording(path)]
+        for path in (file, tmp_path / "whole.jsonl")
+    ]
     assert both[0] == both[1] and not journal.exists()

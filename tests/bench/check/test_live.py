@@ -41,7 +41,17 @@ def serve() -> Iterator[Callable[..., str]]:
 
         def start(fault: str, *options: str) -> str:
             port = free_port()
-            words = (fault, "serve", "kimi-nano", "--backend", "reference", "--dtype", "bfloat16", "--port", port)
+            words = (
+                fault,
+                "serve",
+                "kimi-nano",
+                "--backend",
+                "reference",
+                "--dtype",
+                "bfloat16",
+                "--port",
+                port,
+            )
             return running.enter_context(served(port, sys.executable, FAULTY, *words, *options))[0]
 
         yield start
@@ -59,7 +69,11 @@ def checked(spec: str, plain: str, recording: Path, *words: Any) -> dict[str, An
     assert trtspec("check", spec, *SMALL, *words, "--record", recording).status == 0
     done = trtspec("check", plain, "--score", recording, "--json")
     verdict: dict[str, Any] = json.loads(done.stdout)
-    print(f"\n{verdict['message']}", *(f"{row['name']}: {row['why']}" for row in verdict["results"]), sep="\n  ")
+    print(
+        f"\n{verdict['message']}",
+        *(f"{row['name']}: {row['why']}" for row in verdict["results"]),
+        sep="\n  ",
+    )
     return verdict
 
 
@@ -89,22 +103,38 @@ def passed(client: socket.socket, port: int) -> None:
 
 
 @pytest.mark.timeout(7200)
-def test_honest_servers_raise_no_alarm(serve: Callable[..., str], plain: str, tmp_path: Path) -> None:
-    lines = (kimi_nano_dir() / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+def test_honest_servers_raise_no_alarm(
+    serve: Callable[..., str], plain: str, tmp_path: Path
+) -> None:
+    lines = (
+        (kimi_nano_dir() / "prompts_heldout.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines(keepends=True)
+    )
     workers = [serve("", *HEAD), serve("", *HEAD)]
     with in_turn(workers) as both:
         servers = {"head": workers[0], "plain": plain, "two workers in turn": both}
         for number in range(CHECKS):
             name, questions = list(servers)[number % 3], tmp_path / f"{number}.jsonl"
-            questions.write_text("".join(random.Random(number).sample(lines, len(lines))), encoding="utf-8")
-            verdict = checked(servers[name], plain, tmp_path / f"{number}-{name}.jsonl", "--dataset", questions)
-            assert verdict["verdict"] == ("NOT PROVEN" if name == "plain" else "SAFE"), verdict  # it has no acceptance
+            questions.write_text(
+                "".join(random.Random(number).sample(lines, len(lines))), encoding="utf-8"
+            )
+            verdict = checked(
+                servers[name], plain, tmp_path / f"{number}-{name}.jsonl", "--dataset", questions
+            )
+            assert verdict["verdict"] == ("NOT PROVEN" if name == "plain" else "SAFE"), (
+                verdict
+            )  # it has no acceptance
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("fault", "row"),
-    [("temperature_ignored", "sampled"), ("drafts_kept", "sampled"), ("one_draft_too_many", "greedy")],
+    [
+        ("temperature_ignored", "sampled"),
+        ("drafts_kept", "sampled"),
+        ("one_draft_too_many", "greedy"),
+    ],
 )
 def test_a_fault_of_the_engine_fails_its_row(
     serve: Callable[..., str], plain: str, tmp_path: Path, fault: str, row: str
@@ -116,7 +146,9 @@ def test_a_fault_of_the_engine_fails_its_row(
 
 
 @pytest.mark.timeout(3600)
-def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, tmp_path: Path) -> None:
+def test_resampled_checks_raise_no_alarm(
+    serve: Callable[..., str], plain: str, tmp_path: Path
+) -> None:
     """150 checks of 8 questions each, drawn from one recording and its scores."""
     spec, tokenizer = tmp_path / "spec.jsonl", KimiTokenizer(kimi_nano_dir())
     assert trtspec("check", serve("", *HEAD), *SMALL, "--samples", 24, "--record", spec).status == 0
@@ -133,5 +165,7 @@ def test_resampled_checks_raise_no_alarm(serve: Callable[..., str], plain: str, 
         rows = judge([one for one in got if one.key.split()[-1] in chosen], own)
         alarms += [(number, row) for row in rows if row.faults]
     drawn = [one for one in got if is_sampled(one)]
-    print(f"\n{len(alarms)} alarms in 150 checks; log e of {len(drawn)} sampled answers {log_e(drawn):.1f}")
+    print(
+        f"\n{len(alarms)} alarms in 150 checks; log e of {len(drawn)} sampled answers {log_e(drawn):.1f}"
+    )
     assert not alarms

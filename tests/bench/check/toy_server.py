@@ -62,7 +62,11 @@ class Toy:
 
     def __post_init__(self) -> None:
         told = enumerate(self.tokenizer.token_bytes[: self.tokenizer.base_size])
-        self.words = [token for token, text in told if len(text) > 3 and text[:1] == b" " and text[1:].isalpha()][:24]
+        self.words = [
+            token
+            for token, text in told
+            if len(text) > 3 and text[:1] == b" " and text[1:].isalpha()
+        ][:24]
         self.end = self.tokenizer.special_tokens["<|im_end|>"]
         self.form = self.tokenizer.encode(FORM)
 
@@ -73,7 +77,9 @@ class Toy:
         if request.method == "GET":
             if request.url.path != "/v1/models":
                 return httpx.Response(404)
-            return httpx.Response(200, json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind]}]})
+            return httpx.Response(
+                200, json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind]}]}
+            )
         body = json.loads(request.content)
         self.asked.append(body)
         try:
@@ -107,7 +113,9 @@ class Toy:
             return self.contexts[prompt]
         text, script = self.tokenizer.decode(prompt), []
         if "tool_declare" in text and "Return of" not in text:
-            name = json.loads(text.split("<|im_middle|>")[1].split("<|im_end|>")[0])[0]["function"]["name"]
+            name = json.loads(text.split("<|im_middle|>")[1].split("<|im_end|>")[0])[0]["function"][
+                "name"
+            ]
             calls = "".join(
                 f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>"
                 f'{{"city": "{city}"}}<|tool_call_end|>'
@@ -130,14 +138,22 @@ class Toy:
         warm, self.seen = tuple(prompt) in self.seen, self.seen | {tuple(prompt)}
         long, turns = len(prompt) > 250, self.tokenizer.decode(prompt).count("<|im_user|>")
         read = list(prompt)
-        if fault == "cross-talk" or (fault == "stale-turn-2" and turns > 1) or (fault == "stale-warm" and warm):
+        if (
+            fault == "cross-talk"
+            or (fault == "stale-turn-2" and turns > 1)
+            or (fault == "stale-warm" and warm)
+        ):
             read = read[20:]
         if fault == "long-altered" and long:
             read = read[len(read) // 2 :]
         temperature = 0.0 if fault == "temperature-ignored" else body.get("temperature", 0.0)
         limit = body["max_tokens"] * (3 if fault == "max-tokens-dropped" else 1)
         least = 0 if fault == "min-tokens-dropped" else body.get("min_tokens", 0)
-        banned = {} if fault == "logit-bias-dropped" else {int(key) for key in body.get("logit_bias", {})}
+        banned = (
+            {}
+            if fault == "logit-bias-dropped"
+            else {int(key) for key in body.get("logit_bias", {})}
+        )
         stops = [] if fault == "stop-ids-dropped" else body.get("stop_token_ids", [])
         top_p = 1.0 if fault == "top-p-dropped" else body.get("top_p", 1.0)
         words = [] if fault == "stop-ignored" else body.get("stop", [])
@@ -148,7 +164,11 @@ class Toy:
                 if token not in banned and not (token == self.end and len(ids) < least)
             }  # fmt: skip
             ids.append(self.choose(told, temperature if top_p > 0.5 else 0.0, dice))
-            if ids[-1] == self.end or ids[-1] in stops or any(word in self.tokenizer.decode(ids) for word in words):
+            if (
+                ids[-1] == self.end
+                or ids[-1] in stops
+                or any(word in self.tokenizer.decode(ids) for word in words)
+            ):
                 finish = "stop"
                 break
         return Made(ids, finish, self.steps(len(ids), prompt, warm, long))
@@ -158,11 +178,17 @@ class Toy:
         rest = [token for token in told if token != best]
         if not temperature:
             near = [token for token in rest if told[best] - told[token] < 1.2]
-            return near[0] if self.fault == "relaxed-acceptance" and near and dice.random() < 0.3 else best
+            return (
+                near[0]
+                if self.fault == "relaxed-acceptance" and near and dice.random() < 0.3
+                else best
+            )
         if self.fault == "drafts-kept" and math.exp(told[best]) > 0.1:
             return best
         drawn = dice.choices(list(told), [math.exp(value) for value in told.values()])[0]
-        if self.fault == "wrong-residual":  # rejected drafts are drawn again from p in place of max(p - q, 0)
+        if (
+            self.fault == "wrong-residual"
+        ):  # rejected drafts are drawn again from p in place of max(p - q, 0)
             return best if dice.random() < math.exp(told[best]) else drawn
         return drawn
 
@@ -170,10 +196,16 @@ class Toy:
         """Tokens of the prefill and of each verification step."""
         dice, sizes = random.Random(f"{prompt}draft"), [1]
         fault = self.fault
-        hopeless = (fault == "collapse-warm" and warm) or (fault == "collapse-long" and long) or fault == "collapse"
+        hopeless = (
+            (fault == "collapse-warm" and warm)
+            or (fault == "collapse-long" and long)
+            or fault == "collapse"
+        )
         while sum(sizes) < tokens:
             accepted = 0
-            while accepted < self.drafts and dice.random() < (0.02 if hopeless else 0.75 - 0.1 * accepted):
+            while accepted < self.drafts and dice.random() < (
+                0.02 if hopeless else 0.75 - 0.1 * accepted
+            ):
                 accepted += 1
             accepted = 2 if fault == "forced-acceptance" else accepted
             sizes.append(min(1 + accepted, tokens - sum(sizes)))
@@ -186,7 +218,9 @@ class Toy:
         if self.kind == "trtllm" and ("return_token_ids" in body or "echo" in body):
             raise Refused(400, "extra fields not permitted")
         if "logprobs" in body and self.drafts:
-            raise Refused(500, "CUDA error: log-probabilities under speculation")  # and users' requests with it
+            raise Refused(
+                500, "CUDA error: log-probabilities under speculation"
+            )  # and users' requests with it
         if body.get("echo"):
             return self.scored(body)
         messages = body.get("messages", [])
@@ -199,7 +233,9 @@ class Toy:
         if raw:
             prompt = body["prompt"]
         else:
-            shown = [one for one in messages if fault != "system-dropped" or one["role"] != "system"]
+            shown = [
+                one for one in messages if fault != "system-dropped" or one["role"] != "system"
+            ]
             variables = {"thinking": None, **body.get("chat_template_kwargs", {})}
             prompt = self.tokenizer.encode_chat(shown, body.get("tools"), **variables)[1]
             prompt = [*prompt[:1], *prompt] if fault == "other-template" else prompt
@@ -229,7 +265,9 @@ class Toy:
             tokens.append(told.get(prompt[place], -12.0))
             tops.append({str(token): value for token, value in told.items()})
         logprobs = {"token_logprobs": tokens, "top_logprobs": tops}
-        return httpx.Response(200, json={"choices": [{"text": "", "finish_reason": "length", "logprobs": logprobs}]})
+        return httpx.Response(
+            200, json={"choices": [{"text": "", "finish_reason": "length", "logprobs": logprobs}]}
+        )
 
     def begin(self, prompt: list[int]) -> int:
         """Where the answer begins: behind the last mark of the chat template, or behind a prompt that was asked."""
@@ -245,18 +283,31 @@ class Toy:
         message = parse_reply(text, False)
         if raw:
             message = {"content": "" if body.get("detokenize") is False else text}
-        calls = [{**call, "index": index} for index, call in enumerate(message.pop("tool_calls", []))]
+        calls = [
+            {**call, "index": index} for index, call in enumerate(message.pop("tool_calls", []))
+        ]
         finish = "tool_calls" if calls else made.finish
         if not raw:
             message, calls, finish = self.parser_fault(message, calls, finish, streamed)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made.ids) * (1 + (fault == "usage-inflated"))}
-        ids = {"token_ids": made.ids, "prompt_token_ids": prompt} if body.get("return_token_ids") else {}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(made.ids) * (1 + (fault == "usage-inflated")),
+        }
+        ids = (
+            {"token_ids": made.ids, "prompt_token_ids": prompt}
+            if body.get("return_token_ids")
+            else {}
+        )
         if body.get("detokenize") is False:
             ids = {"token_ids": made.ids[:-1] if made.ids[-1] == self.end else made.ids}
         if not streamed:
             named = {"text": text} if raw else {"message": {**message, "tool_calls": calls}}
-            return httpx.Response(200, json={"choices": [{**named, **ids, "finish_reason": finish}], "usage": usage})
-        return httpx.Response(200, stream=Chunks(self.chunks(raw, message, calls, finish, usage, ids, made)))
+            return httpx.Response(
+                200, json={"choices": [{**named, **ids, "finish_reason": finish}], "usage": usage}
+            )
+        return httpx.Response(
+            200, stream=Chunks(self.chunks(raw, message, calls, finish, usage, ids, made))
+        )
 
     def parser_fault(
         self, message: Body, calls: list[Body], finish: str, streamed: bool
@@ -270,9 +321,14 @@ class Toy:
         if fault == "call-without-id":
             calls = [{**call, "id": ""} for call in calls]
         if fault == "unindexed" and streamed:
-            calls = [{key: value for key, value in call.items() if key != "index"} for call in calls[:1]]
+            calls = [
+                {key: value for key, value in call.items() if key != "index"} for call in calls[:1]
+            ]
         if fault == "arguments-altered" and streamed:
-            calls = [{**call, "function": {**call["function"], "arguments": '{"city": "Oslo"}'}} for call in calls]
+            calls = [
+                {**call, "function": {**call["function"], "arguments": '{"city": "Oslo"}'}}
+                for call in calls
+            ]
         if fault == "json-broken" and content.startswith("{"):
             content = content[:-3]
         if fault == "stream-altered" and streamed:
@@ -287,7 +343,14 @@ class Toy:
         return {**message, "content": content}, calls, finish
 
     def chunks(
-        self, raw: bool, message: Body, calls: list[Body], finish: str, usage: Body, ids: Body, made: Made
+        self,
+        raw: bool,
+        message: Body,
+        calls: list[Body],
+        finish: str,
+        usage: Body,
+        ids: Body,
+        made: Made,
     ) -> list[bytes]:
         fault, content, events, done = self.fault, message.get("content") or "", [], 0
         for size in made.sizes:
@@ -301,7 +364,9 @@ class Toy:
             if ids:
                 choice["token_ids"] = ids["token_ids"][begin:done]
                 choice |= (
-                    {"prompt_token_ids": ids["prompt_token_ids"]} if not begin and "prompt_token_ids" in ids else {}
+                    {"prompt_token_ids": ids["prompt_token_ids"]}
+                    if not begin and "prompt_token_ids" in ids
+                    else {}
                 )
             events.append({"choices": [choice]})
         events.append({"choices": [{"delta": {"tool_calls": calls}, "finish_reason": finish}]})

@@ -17,8 +17,20 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[Config, Tensors], None]
 MAPS = ("d2t", "t2d")
 SHAPE = ("TS-HEAD-TENSOR-SHAPE", "TS-HEAD-SHAPE", "TS-HEAD-FC-WIDTH", "TS-HEAD-CONFIG")
-MAP = ("TS-HEAD-D2T-VALUES", "TS-HEAD-D2T-ZERO", "TS-HEAD-T2D-VALUES", "TS-HEAD-MAP-DTYPE", "TS-HEAD-TENSOR-SHAPE")
-ROPE = ("TS-HEAD-ROPE-TWICE", "TS-HEAD-ROPE-VALUES", "TS-HEAD-ROPE-THETA", "TS-HEAD-ROPE-MLA", "TS-PAIR-ROPE")
+MAP = (
+    "TS-HEAD-D2T-VALUES",
+    "TS-HEAD-D2T-ZERO",
+    "TS-HEAD-T2D-VALUES",
+    "TS-HEAD-MAP-DTYPE",
+    "TS-HEAD-TENSOR-SHAPE",
+)
+ROPE = (
+    "TS-HEAD-ROPE-TWICE",
+    "TS-HEAD-ROPE-VALUES",
+    "TS-HEAD-ROPE-THETA",
+    "TS-HEAD-ROPE-MLA",
+    "TS-PAIR-ROPE",
+)
 LAYERS = ("TS-HEAD-LAYER-ORDER", "TS-HEAD-LAYER-IDS", "TS-HEAD-FC-WIDTH", "TS-PAIR-LAYER-RANGE")
 REFUSED = "a message"  # in place of a code: the file cannot be read as what it says it is
 
@@ -63,13 +75,20 @@ def _absent(config: Config, tensors: Tensors) -> Iterator[Fault]:
     pruned = "d2t" in tensors and len(tensors["d2t"]) < layer_config(config)["vocab_size"]
     for name in tensors:
         codes: tuple[str, ...] = ("TS-HEAD-TENSOR-MISSING",)
-        if name in ("embed_tokens.weight", "t2d") or (name in ("d2t", "lm_head.weight") and not pruned):
+        if name in ("embed_tokens.weight", "t2d") or (
+            name in ("d2t", "lm_head.weight") and not pruned
+        ):
             continue  # borrowed or rebuilt
         if name in ("d2t", "lm_head.weight"):
             codes = ("TS-HEAD-D2T-MISSING", "TS-HEAD-LM-HEAD")
         if name.startswith("fc_norm"):
             codes = ("TS-HEAD-FC-NORM", "TS-HEAD-FC-WIDTH")
-        yield Fault("tensor absent", name, lambda config, tensors, name=name: tensors.__delitem__(name), codes)
+        yield Fault(
+            "tensor absent",
+            name,
+            lambda config, tensors, name=name: tensors.__delitem__(name),
+            codes,
+        )
 
 
 def _values(tensors: Tensors) -> Iterator[Fault]:
@@ -80,12 +99,16 @@ def _values(tensors: Tensors) -> Iterator[Fault]:
         bad = (torch.nan, torch.inf, -torch.inf)
         for position, value in zip((0, last // 2, last), bad, strict=True):
 
-            def put(tensor: torch.Tensor, position: int = position, value: float = value) -> torch.Tensor:
+            def put(
+                tensor: torch.Tensor, position: int = position, value: float = value
+            ) -> torch.Tensor:
                 tensor = tensor.clone()
                 tensor.view(-1)[position] = value
                 return tensor
 
-            yield Fault("NaN or infinity", f"{name} at {position}", _set(name, put), ("TS-HEAD-NOT-FINITE",))
+            yield Fault(
+                "NaN or infinity", f"{name} at {position}", _set(name, put), ("TS-HEAD-NOT-FINITE",)
+            )
         for dtype in (torch.float64, torch.float8_e4m3fn, torch.int32):
             to = _set(name, lambda tensor, dtype=dtype: tensor.to(dtype))
             yield Fault("not stored as a float", f"{name} as {dtype}", to, ("TS-HEAD-DTYPE",))
@@ -114,7 +137,9 @@ def _shapes(tensors: Tensors) -> Iterator[Fault]:
             yield Fault("tensor of another shape", f"{name}: {what}", _set(name, change), SHAPE)
 
 
-def _at(position: int, change: Callable[[torch.Tensor, int], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _at(
+    position: int, change: Callable[[torch.Tensor, int], Any]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
         tensor[position] = change(tensor, position)
@@ -137,12 +162,18 @@ def _maps(config: Config, tensors: Tensors) -> Iterator[Fault]:
             if name == "t2d":
                 flat[f"flipped at {position}"] = _at(position, lambda tensor, i: ~tensor[i])
                 continue
-            flat[f"beyond the vocabulary at {position}"] = _at(position, lambda tensor, i: vocabulary - i)
+            flat[f"beyond the vocabulary at {position}"] = _at(
+                position, lambda tensor, i: vocabulary - i
+            )
             flat[f"negative at {position}"] = _at(position, lambda tensor, i: -i - 1)
             other = position - 1 if position else 1
-            flat[f"twice the same at {position}"] = _at(position, lambda tensor, i, j=other: tensor[j] + j - i)
+            flat[f"twice the same at {position}"] = _at(
+                position, lambda tensor, i, j=other: tensor[j] + j - i
+            )
         if name == "d2t":
-            flat["reversed"] = lambda tensor: (tensor + torch.arange(len(tensor))).flip(0) - torch.arange(len(tensor))
+            flat["reversed"] = lambda tensor: (
+                (tensor + torch.arange(len(tensor))).flip(0) - torch.arange(len(tensor))
+            )
             flat["target ids, not offsets"] = lambda tensor: tensor + torch.arange(len(tensor))
             flat["below the vocabulary"] = lambda tensor: tensor - vocabulary
             if size < vocabulary:
@@ -165,26 +196,52 @@ def _sizes(config: Config, tensors: Tensors) -> Iterator[Fault]:
     layer = layer_config(config)
     mla = "kv_lora_rank" in layer
     keys = ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"]
-    keys += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"] if mla else []
+    keys += (
+        ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        if mla
+        else []
+    )
     keys += [] if mla else ["num_key_value_heads", "head_dim"]
     for key in keys:
         for value in (2 * layer[key], layer[key] + 1, max(layer[key] // 2, 1)):
             codes = (
-                (*SHAPE, "TS-PAIR-VOCAB", "TS-HEAD-D2T-MISSING", "TS-HEAD-LM-HEAD") if key == "vocab_size" else SHAPE
+                (*SHAPE, "TS-PAIR-VOCAB", "TS-HEAD-D2T-MISSING", "TS-HEAD-LM-HEAD")
+                if key == "vocab_size"
+                else SHAPE
             )
             yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
     if "d2t" in tensors and len(tensors["d2t"]) < layer["vocab_size"]:
         for value in (len(tensors["d2t"]) * 2, len(tensors["d2t"]) + 1, None):
-            yield Fault("size in config.json", f"draft_vocab_size: {value}", _key("draft_vocab_size", value), SHAPE)
+            yield Fault(
+                "size in config.json",
+                f"draft_vocab_size: {value}",
+                _key("draft_vocab_size", value),
+                SHAPE,
+            )
     states = tensors["fc.weight"].shape[1] // layer["hidden_size"]
-    for key, value in (("target_hidden_size", layer["hidden_size"] // 2), ("num_aux_hidden_states", states + 1)):
+    for key, value in (
+        ("target_hidden_size", layer["hidden_size"] // 2),
+        ("num_aux_hidden_states", states + 1),
+    ):
         codes = (*SHAPE, "TS-PAIR-WIDTH")
         yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
     null = ("TS-HEAD-CONFIG",)
-    yield Fault("size in config.json", "target_hidden_size: null", _key("target_hidden_size", None), null)
-    yield Fault("size in config.json", "num_hidden_layers: 2", _key("num_hidden_layers", 2), ("TS-HEAD-FUNCTION",))
+    yield Fault(
+        "size in config.json", "target_hidden_size: null", _key("target_hidden_size", None), null
+    )
+    yield Fault(
+        "size in config.json",
+        "num_hidden_layers: 2",
+        _key("num_hidden_layers", 2),
+        ("TS-HEAD-FUNCTION",),
+    )
     for value in (0.1, -1.0):
-        yield Fault("size in config.json", f"rms_norm_eps: {value}", _key("rms_norm_eps", value), ("TS-HEAD-EPSILON",))
+        yield Fault(
+            "size in config.json",
+            f"rms_norm_eps: {value}",
+            _key("rms_norm_eps", value),
+            ("TS-HEAD-EPSILON",),
+        )
 
 
 def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
@@ -195,29 +252,58 @@ def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
     for key, name in other.items():
         for value in (name, None, "NoSuchClass" if key == "model_type" else ["NoSuchClass"]):
             if key in config or value == name:
-                yield Fault("class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CONFIG",))
+                yield Fault(
+                    "class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CONFIG",)
+                )
     for value in ("gelu", "relu", "gelu_pytorch_tanh"):
         codes = ("TS-HEAD-FUNCTION",)
         yield Fault("word in config.json", f"hidden_act: {value}", _key("hidden_act", value), codes)
     for key in ("attention_bias", "mlp_bias"):
         yield Fault("word in config.json", f"{key}: true", _key(key, True), ("TS-HEAD-FUNCTION",))
-    yield Fault("word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-CONFIG",))
+    yield Fault(
+        "word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-CONFIG",)
+    )
     aux = {**(config.get("eagle_config") or {}), "use_aux_hidden_state": False}
-    yield Fault("word in config.json", "use_aux_hidden_state", _key("eagle_config", aux), ("TS-HEAD-CONFIG",))
+    yield Fault(
+        "word in config.json",
+        "use_aux_hidden_state",
+        _key("eagle_config", aux),
+        ("TS-HEAD-CONFIG",),
+    )
     quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     codes = ("TS-HEAD-CONFIG",)
-    yield Fault("word in config.json", "quantization_config", _key("quantization_config", quantized), codes)
+    yield Fault(
+        "word in config.json", "quantization_config", _key("quantization_config", quantized), codes
+    )
     for value in ("float16", None):
         codes = ("TS-HEAD-CONFIG",)
-        yield Fault("word in config.json", f"torch_dtype: {value}", _key("torch_dtype", value), codes, "warning")
+        yield Fault(
+            "word in config.json",
+            f"torch_dtype: {value}",
+            _key("torch_dtype", value),
+            codes,
+            "warning",
+        )
     normed = any(name.startswith("fc_norm") for name in tensors)
-    yield Fault("norm in config.json", "fc_norm flipped", _key("fc_norm", not normed), ("TS-HEAD-FC-NORM",))
+    yield Fault(
+        "norm in config.json", "fc_norm flipped", _key("fc_norm", not normed), ("TS-HEAD-FC-NORM",)
+    )
     flipped = not config.get("norm_output")
     codes = ("TS-HEAD-NORM-OUTPUT",)
-    yield Fault("norm in config.json", f"norm_output: {flipped}", _key("norm_output", flipped), codes, "warning")
-    yield Fault("norm in config.json", "norm_before_fc", _key("norm_before_fc", True), ("TS-HEAD-FC-NORM",))
+    yield Fault(
+        "norm in config.json",
+        f"norm_output: {flipped}",
+        _key("norm_output", flipped),
+        codes,
+        "warning",
+    )
+    yield Fault(
+        "norm in config.json", "norm_before_fc", _key("norm_before_fc", True), ("TS-HEAD-FC-NORM",)
+    )
     codes = ("TS-HEAD-NORM-RESIDUAL",)
-    yield Fault("norm in config.json", "norm_before_residual", _key("norm_before_residual", True), codes)
+    yield Fault(
+        "norm in config.json", "norm_before_residual", _key("norm_before_residual", True), codes
+    )
 
 
 def _rope(config: Config) -> Iterator[Fault]:
@@ -243,12 +329,21 @@ def _rope(config: Config) -> Iterator[Fault]:
 
     theta = layer["rope_theta"]
     yield Fault("rope told twice", "theta", within("rope_parameters", rope_theta=5 * theta), ROPE)
-    yield Fault("rope told twice", "theta at the top", lambda c, t: layer_config(c).update(rope_theta=5 * theta), ROPE)
+    yield Fault(
+        "rope told twice",
+        "theta at the top",
+        lambda c, t: layer_config(c).update(rope_theta=5 * theta),
+        ROPE,
+    )
     if yarn:
         for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("beta_fast", 8.0),
                            ("mscale_all_dim", 0.5), ("mscale", 2.0), ("rope_type", "default")):  # fmt: skip
             yield Fault("rope told twice", key, within("rope_parameters", **{key: value}), ROPE)
-        for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("rope_theta", 5 * theta)):
+        for key, value in (
+            ("factor", 8.0),
+            ("original_max_position_embeddings", 1024),
+            ("rope_theta", 5 * theta),
+        ):
             yield Fault("rope not the target's", key, everywhere(**{key: value}), ROPE, "warning")
         yield Fault("rope without sense", "factor", everywhere(factor=0.5), ROPE)
         yield Fault("rope without sense", "beta_fast", everywhere(beta_fast=0.1), ROPE)
@@ -287,7 +382,9 @@ def _layers(config: Config) -> Iterator[Fault]:
 
 
 def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
-    layer = next(name for name in tensors if name.endswith("hidden_norm.weight")).removesuffix("hidden_norm.weight")
+    layer = next(name for name in tensors if name.endswith("hidden_norm.weight")).removesuffix(
+        "hidden_norm.weight"
+    )
     first = "q_a_proj" if f"{layer}self_attn.q_a_proj.weight" in tensors else "q_proj"
     width = tensors["fc.weight"].shape[0]
 
@@ -296,18 +393,26 @@ def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
             tensors[f"model.{name}"] = tensors.pop(name)
 
     def add(name: str, *shape: int) -> Change:
-        return lambda config, tensors: tensors.update({name: torch.ones(*shape, dtype=torch.bfloat16)})
+        return lambda config, tensors: tensors.update(
+            {name: torch.ones(*shape, dtype=torch.bfloat16)}
+        )
 
     yield Fault("tensor names", "model. in front", prefix, ("TS-HEAD-MODEL-PREFIX",))
     for part in (f"self_attn.{first}", "self_attn.o_proj", "mlp.up_proj"):
-        yield Fault("tensor names", f"{part}.bias", add(f"{layer}{part}.bias", width), ("TS-HEAD-FUNCTION",))
+        yield Fault(
+            "tensor names", f"{part}.bias", add(f"{layer}{part}.bias", width), ("TS-HEAD-FUNCTION",)
+        )
     yield Fault("tensor names", "fc.bias", add("fc.bias", width), ("TS-HEAD-FUNCTION",))
     for part in ("q_norm", "k_norm"):
-        yield Fault("tensor names", part, add(f"{layer}self_attn.{part}.weight", 16), ("TS-HEAD-FUNCTION",))
+        yield Fault(
+            "tensor names", part, add(f"{layer}self_attn.{part}.weight", 16), ("TS-HEAD-FUNCTION",)
+        )
     more = add("layers.1.mlp.up_proj.weight", 2 * width, width)
     yield Fault("tensor names", "a second layer", more, ("TS-HEAD-FUNCTION",))
     codes = ("TS-HEAD-TENSOR-UNKNOWN",)
-    yield Fault("tensor names", "one that nobody reads", add("midway.weight", 4, 4), codes, "warning")
+    yield Fault(
+        "tensor names", "one that nobody reads", add("midway.weight", 4, 4), codes, "warning"
+    )
 
 
 def changed(fault: Fault, config: Config, tensors: Tensors) -> tuple[Config, Tensors]:

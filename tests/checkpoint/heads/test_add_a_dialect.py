@@ -49,7 +49,9 @@ def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     run(copied, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
     config = json.loads((there / "config.json").read_text())
-    assert config[IDS] == [layer + 1 for layer in json.loads((source / "config.json").read_text())["eagle_config"][IDS]]
+    assert config[IDS] == [
+        layer + 1 for layer in json.loads((source / "config.json").read_text())["eagle_config"][IDS]
+    ]
     names = set(load_file(there / "model.safetensors"))
     assert {"t2d", "embed_tokens.weight", "midlayer.hidden_norm.weight"} <= names
     (there / "provenance.json").unlink()  # so that config.json alone tells the dialect

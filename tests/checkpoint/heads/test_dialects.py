@@ -30,10 +30,14 @@ def codes(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dialect", foreign_heads.DIALECTS)
-def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target_dir: Path, dialect: str) -> None:
+def test_every_dialect_becomes_the_same_spec(
+    tmp_path: Path, target_dir: Path, dialect: str
+) -> None:
     """The layer ids [1, 3, 4] are stored as 1,3,4 or as 2,4,5, or not at all."""
     plain = head_spec(Checkpoint.open(make_head(tmp_path / "plain", target_dir)))
-    spec = head_spec(Checkpoint.open(foreign_heads.write_head(tmp_path / dialect, target_dir, dialect)))
+    spec = head_spec(
+        Checkpoint.open(foreign_heads.write_head(tmp_path / dialect, target_dir, dialect))
+    )
     assert spec.dialect == dialect
     assert spec.aux_layers == (None if dialect == "safeailab" else (1, 3, 4))
     storage = ("dialect", "layer_prefix", "has_embed_tokens", "has_d2t", "aux_layers")
@@ -46,14 +50,32 @@ def test_every_dialect_becomes_the_same_spec(tmp_path: Path, target_dir: Path, d
 def test_spec_says_what_the_maker_made(
     tmp_path: Path, target_dir: Path, attention: str, eagle: str, draft_vocab: int | None
 ) -> None:
-    path = changed_head(tmp_path, target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab)
+    path = changed_head(
+        tmp_path, target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab
+    )
     spec, problems = read_head(Checkpoint.open(path))
-    pruned_mla = attention == "mla" and draft_vocab is not None  # which TensorRT-LLM, whose layout this is, cannot load
+    pruned_mla = (
+        attention == "mla" and draft_vocab is not None
+    )  # which TensorRT-LLM, whose layout this is, cannot load
     assert [problem.code for problem in problems] == ["TS-HEAD-PRUNED-MLA"] * pruned_mla
-    assert (spec.attention, spec.eagle, spec.draft_vocab_size) == (attention, eagle, draft_vocab or 512)
-    assert (spec.fc_norm, spec.norm_output, spec.has_d2t) == (eagle == "3.1", eagle == "3.1", draft_vocab is not None)
+    assert (spec.attention, spec.eagle, spec.draft_vocab_size) == (
+        attention,
+        eagle,
+        draft_vocab or 512,
+    )
+    assert (spec.fc_norm, spec.norm_output, spec.has_d2t) == (
+        eagle == "3.1",
+        eagle == "3.1",
+        draft_vocab is not None,
+    )
     assert (spec.hidden_size, spec.num_attention_heads, spec.num_aux) == (64, 4, 3)
-    ranks = (spec.q_lora_rank, spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim)
+    ranks = (
+        spec.q_lora_rank,
+        spec.kv_lora_rank,
+        spec.qk_nope_head_dim,
+        spec.qk_rope_head_dim,
+        spec.v_head_dim,
+    )
     assert ranks == ((48, 32, 16, 8, 16) if attention == "mla" else (0, 0, 0, 0, 0))
 
 
@@ -68,14 +90,22 @@ def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor])
     """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the nested ids."""
     config["eagle_config"] = {IDS: [2, 4, 5], "use_aux_hidden_state": True}
     config["_torchspec_version"] = "0.1.0"
-    tensors["embed_tokens.weight"] = torch.zeros(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
+    tensors["embed_tokens.weight"] = torch.zeros(
+        config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16
+    )
 
 
-def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(tmp_path: Path, target_dir: Path) -> None:
+def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(
+    tmp_path: Path, target_dir: Path
+) -> None:
     mla = changed_head(tmp_path / "mla", target_dir, change=torchspec_for_vllm, attention="mla")
     mha = changed_head(tmp_path / "mha", target_dir, change=torchspec_for_vllm, attention="mha")
     assert head_spec(Checkpoint.open(mla)).aux_layers == (1, 3, 4)
-    assert head_spec(Checkpoint.open(mha)).aux_layers == (2, 4, 5)  # it adds nothing for a Llama head
+    assert head_spec(Checkpoint.open(mha)).aux_layers == (
+        2,
+        4,
+        5,
+    )  # it adds nothing for a Llama head
 
 
 def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target_dir: Path) -> None:
@@ -84,7 +114,9 @@ def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target_dir
     assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
     assert head_spec(Checkpoint.open(path)).aux_layers == (3, 4, 6)
-    (path / "provenance.json").write_text('{"command": "convert", "dialect": "torchspec"}')  # names say otherwise
+    (path / "provenance.json").write_text(
+        '{"command": "convert", "dialect": "torchspec"}'
+    )  # names say otherwise
     assert head_spec(Checkpoint.open(path)).dialect == "sglang"
     assert read_head(Checkpoint.open(path), DIALECTS["modelopt"])[0].aux_layers == (3, 4, 6)
 
@@ -100,7 +132,9 @@ def ids(*layers: int) -> Change:
 
 
 def gain(first: float, last: float) -> Change:
-    return lambda config, tensors: tensors.update({GAIN: torch.linspace(first, last, 64).to(torch.bfloat16)})
+    return lambda config, tensors: tensors.update(
+        {GAIN: torch.linspace(first, last, 64).to(torch.bfloat16)}
+    )
 
 
 def nested_theta(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -130,20 +164,30 @@ NO_ERROR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "change", "options"), TRAPS, ids=[f"{i}-{trap[0]}" for i, trap in enumerate(TRAPS)])
+@pytest.mark.parametrize(
+    ("code", "change", "options"), TRAPS, ids=[f"{i}-{trap[0]}" for i, trap in enumerate(TRAPS)]
+)
 def test_each_trap_is_found_and_nothing_else(
     tmp_path: Path, target_dir: Path, code: str, change: Change, options: dict[str, Any]
 ) -> None:
-    problems = read_head(Checkpoint.open(changed_head(tmp_path, target_dir, change=change, **options)))[1]
+    problems = read_head(
+        Checkpoint.open(changed_head(tmp_path, target_dir, change=change, **options))
+    )[1]
     found = {problem.code for problem in problems}
     assert code in found
     assert found <= {code, "TS-HEAD-EMBED-OWN"}
-    assert all((problem.severity == "error") == (code not in NO_ERROR) for problem in problems if problem.code == code)
+    assert all(
+        (problem.severity == "error") == (code not in NO_ERROR)
+        for problem in problems
+        if problem.code == code
+    )
 
 
 def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     plain = {"rope_type": "default", "type": "default", "rope_theta": config["rope_theta"]}
-    config["rope_parameters"] = (config["rope_scaling"] or plain) | {"rope_theta": config["rope_theta"]}
+    config["rope_parameters"] = (config["rope_scaling"] or plain) | {
+        "rope_theta": config["rope_theta"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -159,7 +203,9 @@ def test_what_is_told_alike_or_does_no_harm_is_not_reported(
 
 def test_a_head_with_an_error_is_refused_as_a_spec(tmp_path: Path, target_dir: Path) -> None:
     with pytest.raises(TrtspecError, match="TS-HEAD-D2T-MISSING"):
-        head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, change=drop("d2t"), draft_vocab=128)))
+        head_spec(
+            Checkpoint.open(changed_head(tmp_path, target_dir, change=drop("d2t"), draft_vocab=128))
+        )
 
 
 def test_our_own_heads_have_no_double_norm(tmp_path: Path, target_dir: Path) -> None:
@@ -173,7 +219,9 @@ def pair(path: Path, target_dir: Path, **changes: Any) -> list[str]:
     return [problem.code for problem in pair_problems(spec, target_model(target_dir))]
 
 
-PAIRS: dict[str, dict[str, Any]] = {  # what is wrong with a pair -> the fields of its head that make it so
+PAIRS: dict[
+    str, dict[str, Any]
+] = {  # what is wrong with a pair -> the fields of its head that make it so
     "WIDTH": {"target_hidden_size": 32},
     "VOCAB": {"vocab_size": 1024},
     "LM-HEAD": {"has_lm_head": False, "draft_vocab_size": 64},
@@ -202,7 +250,10 @@ def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target_dir: P
 
     def severities(**changes: Any) -> list[str]:
         other = replace(spec, rope=replace(spec.rope, **changes))
-        return [problem.severity for problem in pair_problems(other, model) + yarn_problems(other, model)]
+        return [
+            problem.severity
+            for problem in pair_problems(other, model) + yarn_problems(other, model)
+        ]
 
     assert severities() == []
     assert severities(beta_fast=spec.rope.beta_fast + 1) == ["info"]
@@ -213,7 +264,9 @@ def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target_dir: P
 def test_tensor_parallel_sizes(tmp_path: Path, target_dir: Path) -> None:
     spec = head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, attention="mla")))
     assert tensor_parallel_sizes(spec) == [1, 2, 4]
-    assert [p.code for p in pair_problems(spec, target_model(target_dir), tp_size=8)] == ["TS-PAIR-TP"]
+    assert [p.code for p in pair_problems(spec, target_model(target_dir), tp_size=8)] == [
+        "TS-PAIR-TP"
+    ]
     assert [p.code for p in pair_problems(spec, target_model(target_dir), head_id="nvidia/Kimi-K2.5-Eagle3",
                                           target_id="nvidia/Kimi-K2.6-NVFP4")] == ["TS-PAIR-OTHER-TARGET"]  # fmt: skip
 
@@ -221,8 +274,12 @@ def test_tensor_parallel_sizes(tmp_path: Path, target_dir: Path) -> None:
 def test_published_draft_configs(upstream_data: Path) -> None:
     """TorchSpec's own config files for Kimi-K2.5, as an outside witness for the config reader."""
     folder = upstream_data / "draft_configs"
-    mla = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3_mla.json").read_text()))
-    mha = head_spec_from_config(json.loads((folder / "torchspec--kimi_k25_eagle3.json").read_text()))
+    mla = head_spec_from_config(
+        json.loads((folder / "torchspec--kimi_k25_eagle3_mla.json").read_text())
+    )
+    mha = head_spec_from_config(
+        json.loads((folder / "torchspec--kimi_k25_eagle3.json").read_text())
+    )
     assert (mla.attention, mla.aux_layers, mla.kv_elements_per_token) == ("mla", (1, 29, 57), 576)
     assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token) == ("mha", None, 16384)
     assert (mla.rope.beta_fast, mha.rope.beta_fast) == (1, 32)
@@ -232,12 +289,25 @@ def test_rows_alone_know_dialects_and_engines_by_name() -> None:
     """No comparison with the name of one, and no table with their names as keys, where heads are read and rewritten."""
     package, names = Path(__file__).parents[3] / "trtspec", {*DIALECTS, *ENGINES}
     files = [*(package / "checkpoint").rglob("*.py"), *(package / "heads" / "convert").glob("*.py")]
-    files += [package / "heads" / "card.py", package / "cli" / "convert.py", package / "cli" / "inspect.py"]
+    files += [
+        package / "heads" / "card.py",
+        package / "cli" / "convert.py",
+        package / "cli" / "inspect.py",
+    ]
     found = []
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             keys = node.keys if isinstance(node, ast.Dict) else []
-            parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [key for key in keys if key]
-            words = [leaf.value for part in parts for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)]
+            parts = (
+                [node.left, *node.comparators]
+                if isinstance(node, ast.Compare)
+                else [key for key in keys if key]
+            )
+            words = [
+                leaf.value
+                for part in parts
+                for leaf in ast.walk(part)
+                if isinstance(leaf, ast.Constant)
+            ]
             found += [f"{path.name}:{node.lineno} {word}" for word in words if word in names]  # type: ignore[attr-defined]
     assert found == []

@@ -30,7 +30,12 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 
 KINDS = (("mha", "3", 128), ("mha", "3.1", None), ("mla", "3", None), ("mla", "3.1", 128))
-HEADS = [(dialect, *kind) for dialect in DIALECTS for kind in KINDS if expressible(dialect, kind[0], kind[1])]
+HEADS = [
+    (dialect, *kind)
+    for dialect in DIALECTS
+    for kind in KINDS
+    if expressible(dialect, kind[0], kind[1])
+]
 RANK = {"info": 0, "warning": 1, "error": 2}
 MENDED = CURED | DEPENDS | {"TS-HEAD-D2T-MISSING"}  # by convert, from what the head itself holds
 # what a clean head of a kind has above info: TensorRT-LLM's own layout, and its loader
@@ -57,8 +62,13 @@ class Judge:
         if head not in self.heads:
             dialect, attention, eagle, vocab = head
             path = self.room / "-".join(map(str, head))
-            write_head(path, self.target, dialect, attention=attention, eagle=eagle, draft_vocab=vocab)
-            self.heads[head] = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+            write_head(
+                path, self.target, dialect, attention=attention, eagle=eagle, draft_vocab=vocab
+            )
+            self.heads[head] = (
+                json.loads((path / "config.json").read_text()),
+                load_file(path / "model.safetensors"),
+            )
         return self.heads[head]
 
     def all(self) -> list[tuple[tuple[Any, ...], Fault]]:
@@ -69,14 +79,23 @@ class Judge:
         path = self.room / "faulty"
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(config))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-        self.ask(path, "-".join(map(str, head)), fault, CLEAN.get((head[0], head[1], head[3]), set()))
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path / "model.safetensors",
+        )
+        self.ask(
+            path, "-".join(map(str, head)), fault, CLEAN.get((head[0], head[1], head[3]), set())
+        )
 
     def ask(self, path: Path, head: str, fault: Fault, usual: set[str]) -> None:
         self.seen[fault.kind] += 1
         name = f"{head}: {fault.kind}, {fault.what}"
         problems = self.inspected(path)
-        right = [one for one in problems if one.code in fault.codes and RANK[one.severity] >= RANK[fault.severity]]
+        right = [
+            one
+            for one in problems
+            if one.code in fault.codes and RANK[one.severity] >= RANK[fault.severity]
+        ]
         if right or (problems and problems[0].code == REFUSED):
             self.found[fault.kind] += 1
         else:
@@ -122,7 +141,9 @@ class Judge:
     def report(self) -> str:
         lines = [f"{sum(self.seen.values())} faults in {len(self.heads)} heads"]
         for kind, seen in self.seen.items():
-            lines.append(f"{kind:26} {self.found[kind]:5} of {seen:5} found, {100 * self.found[kind] / seen:.1f} %")
+            lines.append(
+                f"{kind:26} {self.found[kind]:5} of {seen:5} found, {100 * self.found[kind] / seen:.1f} %"
+            )
         lines.append(f"refused by {dict(self.refusals)}, mended by convert {self.mended}")
         lines += [f"missed: {one}" for kind in self.missed for one in self.missed[kind][:8]]
         lines += [f"more than one finding ({len(self.noise)}): {one}" for one in self.noise[:40]]
@@ -139,7 +160,9 @@ def judge(room: Path) -> Judge:
     return Judge(room)
 
 
-@pytest.mark.parametrize("count", [140, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "count", [140, pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_faults_are_found_alone_and_refused(judge: Judge, count: int | None) -> None:
     """All, or `count` of them: one of each kind and its codes, and some more."""
     every = judge.all()
@@ -165,7 +188,9 @@ def test_a_header_that_lies_is_refused(judge: Judge, lie: str) -> None:
 
 def test_one_flipped_bit_of_a_converted_head_is_found(judge: Judge) -> None:
     """In every tensor, maps included, at its first, middle and last byte."""
-    source = write_head(judge.room / "flip", judge.target, "specforge", attention="mha", draft_vocab=128)
+    source = write_head(
+        judge.room / "flip", judge.target, "specforge", attention="mha", draft_vocab=128
+    )
     path = judge.room / "flipped"
     convert_head(resolve(str(source)), path, Options("torchspec"), resolve(str(judge.target)))
     assert not [one for one in judge.inspected(path) if one.severity != "info"]

@@ -62,7 +62,11 @@ def upstream(name: str) -> Change:
 
     def change(config: Config, tensors: dict[str, torch.Tensor]) -> None:
         text = json.loads(Path(change.place, "draft_configs", name).read_text())  # type: ignore[attr-defined]
-        sizes = {key: config[key] for key in text if key.endswith(("_size", "_dim", "_rank", "_heads", "_token_id"))}
+        sizes = {
+            key: config[key]
+            for key in text
+            if key.endswith(("_size", "_dim", "_rank", "_heads", "_token_id"))
+        }
         sizes["rope_scaling"] = text["rope_scaling"] | {
             key: config["rope_scaling"][key] for key in ("factor", "original_max_position_embeddings")
         } if config.get("rope_scaling") else text["rope_scaling"]  # fmt: skip
@@ -79,7 +83,12 @@ STYLES: list[tuple[str, str, Change, dict[str, Any]]] = [
     ("nvidia Kimi-K2.6-Eagle3, ModelOpt 0.44", "modelopt", modelopt_kimi, MLA),
     ("nvidia Kimi-K2.6-Eagle3 without lm_head", "modelopt", without_lm_head, MLA),
     ("nvidia Kimi-K2-Thinking-Eagle3", "modelopt", modelopt_kimi, MLA),
-    ("lightseek kimi-k2.5-eagle3-mla", "torchspec", upstream("torchspec--kimi_k25_eagle3_mla.json"), MLA),
+    (
+        "lightseek kimi-k2.5-eagle3-mla",
+        "torchspec",
+        upstream("torchspec--kimi_k25_eagle3_mla.json"),
+        MLA,
+    ),
     ("lightseek kimi-k2.6-eagle3-mla for vLLM", "vllm", as_it_is, MLA),
     ("lightseek kimi-k2.6-eagle3.1-mla", "torchspec", as_it_is, MLA | {"eagle": "3.1"}),
     ("lightseek kimi-k2.5-eagle3", "torchspec", upstream("torchspec--kimi_k25_eagle3.json"), MHA),
@@ -97,12 +106,23 @@ STYLES: list[tuple[str, str, Change, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dialect", "change", "kind"), STYLES, ids=[style[0] for style in STYLES])
+@pytest.mark.parametrize(
+    ("name", "dialect", "change", "kind"), STYLES, ids=[style[0] for style in STYLES]
+)
 def test_published_heads_have_nothing_above_info(
-    tmp_path: Path, target_dir: Path, request: Any, name: str, dialect: str, change: Change, kind: dict[str, Any]
+    tmp_path: Path,
+    target_dir: Path,
+    request: Any,
+    name: str,
+    dialect: str,
+    change: Change,
+    kind: dict[str, Any],
 ) -> None:
     path = write_head(tmp_path / "head", target_dir, dialect, **kind)
-    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    config, tensors = (
+        json.loads((path / "config.json").read_text()),
+        load_file(path / "model.safetensors"),
+    )
     if change.__qualname__.startswith("upstream"):
         change.place = request.getfixturevalue("upstream_data")  # type: ignore[attr-defined]
     change(config, tensors)
@@ -110,6 +130,8 @@ def test_published_heads_have_nothing_above_info(
         tensors["embed_tokens.weight"], target_embedding(target_dir)
     )
     (path / "config.json").write_text(json.dumps(config))
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors"
+    )
     problems = inspected(str(path), str(target_dir), sample=0).problems
     assert [(one.code, one.message) for one in problems if one.severity != "info"] == []

@@ -28,7 +28,9 @@ def expressible(dialect: str, attention: str, eagle: str, vocab: int | None = No
     With `vocab`, which it loads too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not load it.
     """
     pruned_mla = attention == "mla" and vocab is not None and dialect == "modelopt"
-    known = not (attention == "mla" and dialect in NO_MLA) and not (eagle == "3.1" and dialect == "safeailab")
+    known = not (attention == "mla" and dialect in NO_MLA) and not (
+        eagle == "3.1" and dialect == "safeailab"
+    )
     return known and not pruned_mla
 
 
@@ -49,7 +51,11 @@ def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> P
         "rope_theta": config["rope_theta"]
     }
     config["draft_vocab_size"] = len(tensors["lm_head.weight"])
-    save_file(_tensors(tensors, config, target, dialect), directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        _tensors(tensors, config, target, dialect),
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     (directory / "config.json").write_text(json.dumps(_config(config, dialect)))
     return directory
 
@@ -59,14 +65,23 @@ def changed_head(
 ) -> Path:
     """A head of write_head, or of make_head where there is no dialect, with unit gains (so that no double-norm finding
     stands in the way), then changed."""
-    path = write_head(directory, target, dialect, **options) if dialect else make_head(directory, target, **options)
-    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    path = (
+        write_head(directory, target, dialect, **options)
+        if dialect
+        else make_head(directory, target, **options)
+    )
+    config, tensors = (
+        json.loads((path / "config.json").read_text()),
+        load_file(path / "model.safetensors"),
+    )
     for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
         tensors[name] = torch.ones_like(tensors[name])
     if change:
         change(config, tensors)
     (path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
     return path
 
 
@@ -76,7 +91,9 @@ def set_key(key: str, value: Any) -> Change:
 
 def drop(*names: str) -> Change:
     """Takes keys out of config.json, and tensors out of the file."""
-    return lambda config, tensors: [(config.pop(name, None), tensors.pop(name, None)) for name in names]
+    return lambda config, tensors: [
+        (config.pop(name, None), tensors.pop(name, None)) for name in names
+    ]
 
 
 def _tensors(
@@ -91,7 +108,9 @@ def _tensors(
     if dialect in WITH_EMBEDDING:
         tensors["embed_tokens.weight"] = target_embedding(target)
     if dialect in MIDLAYER:
-        tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
+        }
     return tensors
 
 

@@ -41,9 +41,13 @@ def sources(room: Path, target_dir: Path):
     return source
 
 
-def convert(source: Path, output: Path, dialect: str, target_dir: Path | None, **options: Any) -> HeadConversion:
+def convert(
+    source: Path, output: Path, dialect: str, target_dir: Path | None, **options: Any
+) -> HeadConversion:
     pair = resolve(str(target_dir)) if target_dir else None
-    return convert_head(resolve(str(source)), output, Options(TO.get(dialect, dialect), **options), pair)
+    return convert_head(
+        resolve(str(source)), output, Options(TO.get(dialect, dialect), **options), pair
+    )
 
 
 def errors(result: HeadConversion) -> set[str]:
@@ -58,25 +62,37 @@ def assert_same_tensors(path: Path, expected: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def there_and_back(room: Path, target_dir: Path, sources: Any, one: str, other: str, kind: tuple[Any, ...]) -> None:
+def there_and_back(
+    room: Path, target_dir: Path, sources: Any, one: str, other: str, kind: tuple[Any, ...]
+) -> None:
     """A -> B is what B's own exporter would have written, and B -> A is A again, config included."""
     begin, end = sources(one, *kind), sources(other, *kind)
-    middle, back, canonical = (room / "-".join(map(str, ("out", one, other, *kind, step))) for step in "mbc")
+    middle, back, canonical = (
+        room / "-".join(map(str, ("out", one, other, *kind, step))) for step in "mbc"
+    )
     assert not errors(convert(begin, middle, other, target_dir))
     assert_same_tensors(middle, end)
     assert not errors(convert(middle, back, one, target_dir))
     assert_same_tensors(back, begin)
     assert not errors(convert(begin, canonical, one, target_dir))
-    assert json.loads((back / "config.json").read_text()) == json.loads((canonical / "config.json").read_text())
-    assert (back / "model.safetensors").read_bytes() == (canonical / "model.safetensors").read_bytes()
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (canonical / "config.json").read_text()
+    )
+    assert (back / "model.safetensors").read_bytes() == (
+        canonical / "model.safetensors"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)])  # from ModelOpt's, all others
+@pytest.mark.parametrize(
+    "rest", [False, pytest.param(True, marks=pytest.mark.slow)]
+)  # from ModelOpt's, all others
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def test_there_and_back_is_the_identity(
     room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...], rest: bool
 ) -> None:
-    for one, other in itertools.permutations((name for name in DIALECTS if expressible(name, *kind)), 2):
+    for one, other in itertools.permutations(
+        (name for name in DIALECTS if expressible(name, *kind)), 2
+    ):
         if (one != "modelopt") == rest:
             there_and_back(room, target_dir, sources, one, other, kind)
 
@@ -125,7 +141,9 @@ def test_an_impossible_pair_is_refused_with_its_reason(
 
 
 @pytest.mark.parametrize("layers", [(1, 3, 4), (2, 3, 6), (3, 5, 6)])
-def test_layer_ids_follow_each_convention(room: Path, target_dir: Path, layers: tuple[int, ...]) -> None:
+def test_layer_ids_follow_each_convention(
+    room: Path, target_dir: Path, layers: tuple[int, ...]
+) -> None:
     """The same three layer outputs: as outputs, as the number of layers that ran, and by SGLang's first-id rule."""
     source = write_head(room / f"ids-{layers}", target_dir, "modelopt", aux_layers=layers)
     outputs, inputs = list(layers), [layer + 1 for layer in layers]
@@ -176,10 +194,17 @@ def test_ids_in_both_conventions_are_reconciled(
     source = restated(plain, room / f"both-{dialect}-{layers}", nested, top)
     assert read_head(Checkpoint.open(source))[0].aux_layers == layers
     for other in STORED:
-        there, back = (room / f"both-{dialect}-{layers}-{other}-{step}" for step in ("there", "back"))
-        assert convert(source, there, other, target_dir).capture == (None if layers == (1, 3, 4) else nested)
+        there, back = (
+            room / f"both-{dialect}-{layers}-{other}-{step}" for step in ("there", "back")
+        )
+        assert convert(source, there, other, target_dir).capture == (
+            None if layers == (1, 3, 4) else nested
+        )
         convert(there, back, dialect, target_dir)
-        assert [read_head(Checkpoint.open(path))[0].aux_layers for path in (there, back)] == [layers, layers], other
+        assert [read_head(Checkpoint.open(path))[0].aux_layers for path in (there, back)] == [
+            layers,
+            layers,
+        ], other
 
 
 @pytest.mark.parametrize(
@@ -190,7 +215,9 @@ def test_ids_in_both_conventions_are_reconciled(
 def test_ids_with_two_readings_are_refused_with_both(
     room: Path, target_dir: Path, sources: Any, nested: Any, top: Any, readings: str
 ) -> None:
-    source = restated(sources("torchspec", "mha", "3", None), room / f"doubt-{nested}-{top}", nested, top)
+    source = restated(
+        sources("torchspec", "mha", "3", None), room / f"doubt-{nested}-{top}", nested, top
+    )
     result = convert(source, room / "doubt-out", "modelopt", target_dir)
     assert errors(result) == {"TS-HEAD-LAYER-IDS"}
     message = next(one.message for one in result.problems if one.severity == "error")
@@ -199,10 +226,14 @@ def test_ids_with_two_readings_are_refused_with_both(
 
 def test_sglang_cannot_be_told_of_the_first_layer(room: Path, target_dir: Path) -> None:
     source = write_head(room / "first", target_dir, "modelopt", aux_layers=(0, 3, 4))
-    assert errors(convert(source, room / "first-sglang", "sglang", target_dir)) == {"TS-CONVERT-LAYERS"}
+    assert errors(convert(source, room / "first-sglang", "sglang", target_dir)) == {
+        "TS-CONVERT-LAYERS"
+    }
 
 
-def test_a_pruned_mla_head_is_not_written_for_tensorrt_llm(room: Path, target_dir: Path, sources: Any) -> None:
+def test_a_pruned_mla_head_is_not_written_for_tensorrt_llm(
+    room: Path, target_dir: Path, sources: Any
+) -> None:
     """Its loader cannot read one. The refusal names who can, and what to train for TensorRT-LLM."""
     for dialect in ("vllm", "sglang", "torchspec"):
         output = room / f"pruned-{dialect}"
@@ -212,16 +243,23 @@ def test_a_pruned_mla_head_is_not_written_for_tensorrt_llm(room: Path, target_di
         assert "whole vocabulary, or an MHA head" in problem.message
         assert problem.remedy == "convert to vllm or sglang or torchspec"
         assert not output.exists()
-    result = convert(sources("modelopt", "mla", "3", 128), room / "pruned-served", "vllm", target_dir)
+    result = convert(
+        sources("modelopt", "mla", "3", 128), room / "pruned-served", "vllm", target_dir
+    )
     assert result.serve["trtllm"].startswith("# TensorRT-LLM cannot load")
     assert "trtllm-serve" not in (room / "pruned-served" / "README.md").read_text()
 
 
-def test_clean_heads_of_every_kind_have_no_finding_above_info(target_dir: Path, sources: Any) -> None:
+def test_clean_heads_of_every_kind_have_no_finding_above_info(
+    target_dir: Path, sources: Any
+) -> None:
     """But for TensorRT-LLM's own layout of a head that it cannot load."""
     for dialect, kind in itertools.product(DIALECTS, KINDS):
         if not expressible(dialect, kind[0], kind[1]):
             continue
         report = inspected(str(sources(dialect, *kind)), str(target_dir), sample=0)
         found = {problem.code for problem in report.problems if problem.severity != "info"}
-        assert found == (set() if expressible(dialect, *kind) else {"TS-HEAD-PRUNED-MLA"}), (dialect, kind)
+        assert found == (set() if expressible(dialect, *kind) else {"TS-HEAD-PRUNED-MLA"}), (
+            dialect,
+            kind,
+        )

@@ -17,7 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import TRTSPEC, Done, trtspec
-from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key, target_embedding, write_head
+from tests.heads.convert.foreign_heads import (
+    IDS,
+    Change,
+    changed_head,
+    drop,
+    set_key,
+    target_embedding,
+    write_head,
+)
 from tests.tiny import make_target
 from trtspec import machine
 
@@ -50,7 +58,11 @@ def leaked_quantization(config: dict[str, Any], tensors: dict[str, torch.Tensor]
 
 
 def llama_yarn(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["rope_scaling"] = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096}
+    config["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+    }
     del config["rope_parameters"]
 
 
@@ -75,9 +87,17 @@ INSPECTED = [
 ]
 
 
-@pytest.mark.parametrize(("code", "status", "dialect", "change", "kind"), INSPECTED, ids=[row[0] for row in INSPECTED])
+@pytest.mark.parametrize(
+    ("code", "status", "dialect", "change", "kind"), INSPECTED, ids=[row[0] for row in INSPECTED]
+)
 def test_inspect_names_it(
-    room: Path, target_dir: Path, code: str, status: int, dialect: str, change: Change | None, kind: dict[str, Any]
+    room: Path,
+    target_dir: Path,
+    code: str,
+    status: int,
+    dialect: str,
+    change: Change | None,
+    kind: dict[str, Any],
 ) -> None:
     path = changed_head(room / f"inspect-{code}", target_dir, dialect, change, **kind)
     done = trtspec("inspect", path, "--against", target_dir, "--json")
@@ -89,8 +109,12 @@ def test_inspect_names_it(
 def medusa(room: Path) -> Path:
     path = room / "medusa"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 64}))
-    weights = {f"{i}.{j}": torch.zeros(64, 64) for i in range(2) for j in ("0.linear.weight", "1.weight")}
+    (path / "config.json").write_text(
+        json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 64})
+    )
+    weights = {
+        f"{i}.{j}": torch.zeros(64, 64) for i in range(2) for j in ("0.linear.weight", "1.weight")
+    }
     save_file(weights, path / "model.safetensors")
     return path
 
@@ -98,9 +122,17 @@ def medusa(room: Path) -> Path:
 def eagle_1(room: Path) -> Path:
     path = room / "eagle1"
     path.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+    }
     (path / "config.json").write_text(json.dumps(config))
-    weights = {"fc.weight": torch.zeros(64, 128), "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}
+    weights = {
+        "fc.weight": torch.zeros(64, 128),
+        "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64),
+    }
     save_file(weights, path / "model.safetensors")
     return path
 
@@ -131,8 +163,12 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     bad = changed_head(room / "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
     for name in ("good", "bad"):
         source = {"good": good, "bad": bad}[name]
-        assert trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").status == 0
-    files = [(room / f"mended-{name}" / "model.safetensors").read_bytes() for name in ("good", "bad")]
+        assert (
+            trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").status == 0
+        )
+    files = [
+        (room / f"mended-{name}" / "model.safetensors").read_bytes() for name in ("good", "bad")
+    ]
     assert files[0] == files[1]
     assert codes(trtspec("inspect", room / "mended-bad", "--json")) == set()
 
@@ -152,13 +188,19 @@ def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir:
     words = ("--to", "vllm", "--rope-theta", "10000")
     for source, output in ((path, "words-out"), (good, "right-out")):
         assert trtspec("convert", source, "-o", room / output, *words).status == 0
-    assert (room / "words-out" / "config.json").read_text() == (room / "right-out" / "config.json").read_text()
+    assert (room / "words-out" / "config.json").read_text() == (
+        room / "right-out" / "config.json"
+    ).read_text()
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "vllm", "sglang"])
-def test_a_borrowed_lm_head_is_borrowed_by_every_engine(room: Path, target_dir: Path, dialect: str) -> None:
+def test_a_borrowed_lm_head_is_borrowed_by_every_engine(
+    room: Path, target_dir: Path, dialect: str
+) -> None:
     """With draft_vocab_size and without lm_head SGLang keeps a random one."""
-    path = changed_head(room / f"borrowed-{dialect}", target_dir, dialect, drop("lm_head.weight"), attention="mla")
+    path = changed_head(
+        room / f"borrowed-{dialect}", target_dir, dialect, drop("lm_head.weight"), attention="mla"
+    )
     assert "TS-HEAD-CONFIG" in codes(trtspec("inspect", path, "--json"))
     for to in ("trtllm", "vllm", "sglang"):
         output = room / f"borrowed-{dialect}-{to}"
@@ -182,24 +224,49 @@ def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> No
 def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> None:
     bare = changed_head(room / "bare", target_dir, "modelopt", drop("lm_head.weight"))
     output = room / "bare-out"
-    assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {"TS-CONVERT-LM-HEAD"}
-    assert trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).status == 0
+    assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {
+        "TS-CONVERT-LM-HEAD"
+    }
+    assert (
+        trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).status
+        == 0
+    )
     assert load_file(output / "model.safetensors")["lm_head.weight"].shape == (512, 64)
     assert trtspec("convert", bare, "-o", room / "bare-sglang", "--to", "sglang").status == 0
-    assert json.loads((room / "bare-sglang" / "config.json").read_text())["draft_vocab_size"] is None
+    assert (
+        json.loads((room / "bare-sglang" / "config.json").read_text())["draft_vocab_size"] is None
+    )
 
 
 def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir: Path) -> None:
-    for name, code in (("layers.0.self_attn.o_proj.bias", "TS-HEAD-FUNCTION"), ("gate.weight", "TS-CONVERT-TENSORS")):
+    for name, code in (
+        ("layers.0.self_attn.o_proj.bias", "TS-HEAD-FUNCTION"),
+        ("gate.weight", "TS-CONVERT-TENSORS"),
+    ):
 
-        def more(config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = name) -> None:
+        def more(
+            config: dict[str, Any], tensors: dict[str, torch.Tensor], name: str = name
+        ) -> None:
             tensors[name] = torch.ones(64, 1, dtype=torch.bfloat16)
 
         path = changed_head(room / f"more-{code}", target_dir, "modelopt", more)
         assert code in codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json"))
     path = changed_head(room / "nan", target_dir, "torchspec", nan_embedding)
-    assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {"TS-HEAD-NOT-FINITE"}
-    words = ("convert", path, "-o", room / "cured", "--to", "vllm", "--target", target_dir, "--embed-tokens", "target")
+    assert codes(trtspec("convert", path, "-o", room / "no", "--to", "vllm", "--json")) == {
+        "TS-HEAD-NOT-FINITE"
+    }
+    words = (
+        "convert",
+        path,
+        "-o",
+        room / "cured",
+        "--to",
+        "vllm",
+        "--target",
+        target_dir,
+        "--embed-tokens",
+        "target",
+    )
     assert trtspec(*words).status == 0
     assert not (room / "no").exists()
 
@@ -209,10 +276,14 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
     pickled = room / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
-    torch.save({"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin")
+    torch.save(
+        {"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin"
+    )
     for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
         assert trtspec("convert", source, "-o", room / name, "--to", "trtllm").status == 0
-    files = [(room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")]
+    files = [
+        (room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")
+    ]
     assert files[0] == files[1]
 
     class Code:
@@ -230,10 +301,14 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
         if reason == "posix.mkdir":
             torch.save({"fc.weight": torch.nn.Linear(2, 2)}, pickled / "pytorch_model.bin")
         else:
-            (pickled / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Code()}, protocol=5))
+            (pickled / "pytorch_model.bin").write_bytes(
+                pickle.dumps({"fc.weight": Code()}, protocol=5)
+            )
 
 
-def test_a_dry_run_checks_what_the_run_checks(room: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_checks_what_the_run_checks(
+    room: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One value in 21 MB, which a sample misses; the room on the disk."""
 
     def wide(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -272,17 +347,26 @@ def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
         assert "did not write" in trtspec(*words, "--force").stderr
         assert (output / name).read_text() == "mine"
         (output / name).unlink()
-    assert "the head that is converted" in trtspec("convert", source, "-o", source, "--to", "vllm").stderr
+    assert (
+        "the head that is converted"
+        in trtspec("convert", source, "-o", source, "--to", "vllm").stderr
+    )
 
 
 def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) -> None:
-    source = changed_head(room / "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128)
+    source = changed_head(
+        room / "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128
+    )
     output = room / "reread-out"
     assert trtspec("convert", source, "-o", output, "--to", "vllm").status == 0
     done = trtspec("inspect", output, "--against", source, "--json")
     report = json.loads(done.stdout)
     assert done.status == 0
-    assert report["comparison"]["identical"] == report["comparison"]["compared"] == report["comparison"]["tensors"]
+    assert (
+        report["comparison"]["identical"]
+        == report["comparison"]["compared"]
+        == report["comparison"]["tensors"]
+    )
     assert report["comparison"]["absent"] == ["t2d"]
     tensors = load_file(output / "model.safetensors")
     tensors["norm.weight"] = tensors["norm.weight"] + 1
@@ -292,15 +376,27 @@ def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) 
 
 def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None:
     target = make_target(room / "deep", layers=12, hidden=64)
-    source = write_head(room / "deep-head", target, "modelopt", attention="mla", aux_layers=(2, 6, 9))
+    source = write_head(
+        room / "deep-head", target, "modelopt", attention="mla", aux_layers=(2, 6, 9)
+    )
     for dialect in ("vllm", "sglang"):
         output = room / f"deep-{dialect}"
         done = trtspec("convert", source, "-o", output, "--to", dialect, "--target", target)
         assert "eagle3_layers_to_capture: [2, 6, 9]" in done.stdout
         built = trtspec(
-            "build-config", target, "--head", output, "--trtllm-version", "1.3.0rc20", "--tp-size", 4, "--json"
+            "build-config",
+            target,
+            "--head",
+            output,
+            "--trtllm-version",
+            "1.3.0rc20",
+            "--tp-size",
+            4,
+            "--json",
         )
-        assert json.loads(built.stdout)["config"]["speculative_config"]["eagle3_layers_to_capture"] == [2, 6, 9]
+        assert json.loads(built.stdout)["config"]["speculative_config"][
+            "eagle3_layers_to_capture"
+        ] == [2, 6, 9]
 
 
 @pytest.mark.slow
@@ -308,9 +404,13 @@ def test_a_killed_conversion_leaves_no_head(tmp_path: Path, target_dir: Path) ->
     """Nor anything in the way of the same command, which then writes what an undisturbed one writes."""
     source = write_head(tmp_path / "head", target_dir, "vllm")
     words, out = [*TRTSPEC, "convert", str(source), "--to", "trtllm", "-o"], tmp_path / "out"
-    assert subprocess.run([*words, str(tmp_path / "whole")], stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run([*words, str(tmp_path / "whole")], stdout=subprocess.DEVNULL).returncode == 0
+    )
     for delay in (0.2, 0.6, 0.9, 1.2, 1.5, 1.8):
-        process = subprocess.Popen([*words, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*words, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -334,12 +434,18 @@ def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
     path = changed_head(room / "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
     wanted = {"TS-HEAD-CONFIG", "TS-HEAD-T2D-VALUES"}
     done = trtspec("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
-    assert done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
+    assert (
+        done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
+    )
     output = room / "repaired out"
-    assert {one["code"] for one in json.loads((output / "provenance.json").read_text())["repairs"]} == wanted
+    assert {
+        one["code"] for one in json.loads((output / "provenance.json").read_text())["repairs"]
+    } == wanted
     card = (output / "README.md").read_text()
     assert all(code in card for code in wanted)
-    assert f"--speculative-draft-model-path '{output}'" in card  # quoted, since the path has a space
+    assert (
+        f"--speculative-draft-model-path '{output}'" in card
+    )  # quoted, since the path has a space
     shown = trtspec("convert", path, "-o", output, "--to", "vllm", "--force").stdout
     assert shown.count("repaired: ") == 3
 
@@ -356,13 +462,18 @@ def test_fp8_heads_are_read_as_bf16_and_said_so(room: Path, target_dir: Path, sc
             rows, columns = weight.shape
             scale = weight.abs().amax(1, keepdim=True) / 448
             if scales == "weight_scale_inv":
-                scale = torch.full((-(-rows // 128), -(-columns // 128)), float(weight.abs().max()) / 448)
+                scale = torch.full(
+                    (-(-rows // 128), -(-columns // 128)), float(weight.abs().max()) / 448
+                )
             full = scale if scales == "weight_scale" else scale[0, 0]
             tensors[name] = (weight / full).to(torch.float8_e4m3fn)
             tensors[name.replace("weight", scales)] = scale
             wanted[name] = (tensors[name].float() * full).to(torch.bfloat16)
 
-    path, output = changed_head(room / f"fp8-{scales}", target_dir, "vllm", to_fp8), room / f"bf16-{scales}"
+    path, output = (
+        changed_head(room / f"fp8-{scales}", target_dir, "vllm", to_fp8),
+        room / f"bf16-{scales}",
+    )
     assert "`trtspec convert` decodes FP8" in trtspec("inspect", path).stdout
     done = trtspec("convert", path, "-o", output, "--to", "trtllm", "--json")
     assert done.status == 0 and "FP8" in json.loads(done.stdout)["repairs"][0]["message"]

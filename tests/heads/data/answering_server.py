@@ -14,7 +14,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 app = FastAPI()
-log_path, fail_every, delay = Path(sys.argv[2]), int((sys.argv + ["0"] * 2)[3]), float((sys.argv + ["0"] * 3)[4])
+log_path, fail_every, delay = (
+    Path(sys.argv[2]),
+    int((sys.argv + ["0"] * 2)[3]),
+    float((sys.argv + ["0"] * 3)[4]),
+)
 served = 0
 
 
@@ -37,11 +41,21 @@ async def complete(request: Request):
     if text == "refused":
         return JSONResponse({"error": "too long"}, 400)
     if text.startswith("choice:"):  # the test says what the model answers
-        return {"choices": [json.loads(text.removeprefix("choice:"))], "usage": {"completion_tokens": 3}}
+        return {
+            "choices": [json.loads(text.removeprefix("choice:"))],
+            "usage": {"completion_tokens": 3},
+        }
     await asyncio.sleep(delay * (len(text) % 5))  # answers come back out of order
     answer = f"{text.upper()} {body['seed'] % 1000}"
-    choice = {"text": answer} if "prompt" in body else {"message": {"role": "assistant", "content": answer}}
-    return {"choices": [choice | {"finish_reason": "stop"}], "usage": {"completion_tokens": len(answer.split())}}
+    choice = (
+        {"text": answer}
+        if "prompt" in body
+        else {"message": {"role": "assistant", "content": answer}}
+    )
+    return {
+        "choices": [choice | {"finish_reason": "stop"}],
+        "usage": {"completion_tokens": len(answer.split())},
+    }
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def rows(path: Path) -> list[dict]:
 
 def test_answers_come_in_the_order_of_the_prompts(tmp_path, server):
     url, log = server
-    source = [{"prompt": f"question {'x' * (n % 7)} {n}", "category": "ab"[n % 2]} for n in range(40)]
+    source = [
+        {"prompt": f"question {'x' * (n % 7)} {n}", "category": "ab"[n % 2]} for n in range(40)
+    ]
     prompts = write(tmp_path / "prompts.jsonl", source + source[:5])  # five of them twice
     outcome = run(prompts, tmp_path / "data.jsonl", url)
     made = rows(tmp_path / "data.jsonl")
@@ -75,7 +77,8 @@ def test_answers_come_in_the_order_of_the_prompts(tmp_path, server):
     assert [row["conversations"][0]["content"] for row in made] == [row["prompt"] for row in source]
     assert [row["category"] for row in made] == [row["category"] for row in source]
     assert all(
-        row["conversations"][1]["content"].startswith(row["conversations"][0]["content"].upper()) for row in made
+        row["conversations"][1]["content"].startswith(row["conversations"][0]["content"].upper())
+        for row in made
     )
     seeds = {body["messages"][0]["content"]: body["seed"] for body in asked(log)}
     assert len(set(seeds.values())) == 40
@@ -88,14 +91,25 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
     url, _ = server
     shapes = [
         {"prompt": "one"},
-        {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two"}]},
-        {"conversations": [{"from": "human", "value": "three"}, {"from": "gpt", "value": "old answer"}]},
+        {
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "two"},
+            ]
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "three"},
+                {"from": "gpt", "value": "old answer"},
+            ]
+        },
         {"turns": ["four", "five"]},
         "six",
     ]
     run(write(tmp_path / "prompts.jsonl", shapes), tmp_path / "data.jsonl", url.removesuffix("/v1"))
     turns = [
-        [(m["role"], m["content"].split()[0]) for m in row["conversations"]] for row in rows(tmp_path / "data.jsonl")
+        [(m["role"], m["content"].split()[0]) for m in row["conversations"]]
+        for row in rows(tmp_path / "data.jsonl")
     ]
     assert turns == [
         [("user", "one"), ("assistant", "ONE")],
@@ -108,7 +122,10 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
     assert len(samples) == 5
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 NEMOTRON = {
     "uuid": "u", "category": "chat", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
@@ -152,14 +169,20 @@ def test_the_same_prompts_from_every_container(tmp_path):
     from trtspec.checkpoint.rows import hub_rows
     from trtspec.heads.synthesis import distinct
 
-    source = [{"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]} for n in range(7)]
+    source = [
+        {"messages": [{"role": "user", "content": f"q{n}"}], "category": "ab"[n % 2]}
+        for n in range(7)
+    ]
     want = read_prompts(write(tmp_path / "p.jsonl", source))
     folder = tmp_path / "folder"
     folder.mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
     assert read_prompts(folder) == want
     assert read_prompts(folder, limit=3) == want[:3]
-    assert list(distinct((conversation(row, Counter()) for row in hub_rows(str(folder), None)), set())) == want
+    assert (
+        list(distinct((conversation(row, Counter()) for row in hub_rows(str(folder), None)), set()))
+        == want
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +203,10 @@ def test_thinking_is_kept_or_dropped(message):
 
 def spoken(message: dict, finish: str | None = "stop") -> dict:
     """A prompt that makes the server answer so."""
-    return {"prompt": "choice:" + json.dumps({"message": {"role": "assistant", **message}, "finish_reason": finish})}
+    return {
+        "prompt": "choice:"
+        + json.dumps({"message": {"role": "assistant", **message}, "finish_reason": finish})
+    }
 
 
 def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
@@ -194,9 +220,14 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
         {"content": "<think>hm</think>Yes."},
         {"content": None, "reasoning": "cut off while thinking"},
     ]
-    prompts = [spoken(answer, "length" if index == 5 else "stop") for index, answer in enumerate(answers)]
+    prompts = [
+        spoken(answer, "length" if index == 5 else "stop") for index, answer in enumerate(answers)
+    ]
     prompts.append(
-        {"messages": [{"role": "user", "content": spoken({"content": "x"}, None)["prompt"]}], "tools": [TOOL]}
+        {
+            "messages": [{"role": "user", "content": spoken({"content": "x"}, None)["prompt"]}],
+            "tools": [TOOL],
+        }
     )
     run(write(tmp_path / "prompts.jsonl", prompts), tmp_path / "data.jsonl", server[0])
     made = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().split("\n")[:-1]]
@@ -205,7 +236,11 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
     assert [list(item.messages) for item in read] == [row["conversations"] for row in made]
     assert [item.finish_reason for item in read] == [row.get("finish_reason", "") for row in made]
     assert [item.id for item in read] == [row["conversation_id"] for row in made]
-    assert read[1].messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert read[1].messages[-1] == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning_content": "hm",
+    }
     assert read[2].messages[-1]["tool_calls"] == [CALL]
     assert read[6].tools == (TOOL,)
     assert judge_answers(made)[0] == {"answers": 7, "empty": 0, "noise": 0, "loop": 0, "cut off": 1}
@@ -264,7 +299,9 @@ def test_killed_and_run_again_asks_nothing_twice(tmp_path):
     with serving(log, "0", "0.03") as url:
         command = [*TRTSPEC, "synthesize", str(prompts), "-o", str(tmp_path / "data.jsonl")]
         command += ["--base-url", url, "--concurrency", "2", "--max-tokens", "8"]
-        process = subprocess.Popen(command, cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": "."})
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": "."}
+        )
         journal = tmp_path / ".data.jsonl.synthesize" / ".trtspec-synthesize.jsonl"
         wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 15)
         process.send_signal(signal.SIGKILL)
@@ -272,10 +309,14 @@ def test_killed_and_run_again_asks_nothing_twice(tmp_path):
         written = journal.read_bytes().split(b"\n")[1:-1]
         assert 15 <= len(written) < 60
         before = settled(log)  # what the killed command had sent may still wait in a socket
-        subprocess.run(command, cwd=Path(__file__).parents[3], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, cwd=Path(__file__).parents[3], check=True, stdout=subprocess.DEVNULL
+        )
     assert len(asked(log)) - before == 60 - len(written)
     made = rows(tmp_path / "data.jsonl")
-    assert [row["conversations"][0]["content"] for row in made] == [f"question {n}" for n in range(60)]
+    assert [row["conversations"][0]["content"] for row in made] == [
+        f"question {n}" for n in range(60)
+    ]
     assert not journal.exists()
 
 
@@ -304,7 +345,9 @@ def test_other_sampling_does_not_mix_into_a_begun_journal(tmp_path, server):
 
 
 def test_shards_divide_the_prompts(tmp_path):
-    prompts = read_prompts(write(tmp_path / "prompts.jsonl", [{"prompt": f"q{n}"} for n in range(50)]))
+    prompts = read_prompts(
+        write(tmp_path / "prompts.jsonl", [{"prompt": f"q{n}"} for n in range(50)])
+    )
     parts = [shard(prompts, f"{index}/3") for index in range(3)]
     assert sorted(p.id for part in parts for p in part) == sorted(p.id for p in prompts)
     assert all(parts)
@@ -324,10 +367,21 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
     [("temperature", "--temperature"), ("max_tokens", "--max-tokens"), ("top_p", "--top-p"), ("model", "--model"),
      ("messages", "PROMPTS"), ("tools", "PROMPTS"), ("seed", "prompt's text"), ("stream", "not streamed")],
 )  # fmt: skip
-def test_an_extra_body_does_not_override_what_the_provenance_names(tmp_path: Path, key: str, remedy: str) -> None:
+def test_an_extra_body_does_not_override_what_the_provenance_names(
+    tmp_path: Path, key: str, remedy: str
+) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
     prompts.write_text("Why?\n")
     body = json.dumps({"top_k": 5, key: None})
     done = trtspec("synthesize", prompts, "-o", output, "--extra-body", body, "--dry-run")
-    assert done.status == 2 and f"--extra-body must not set {key}" in done.stderr and remedy in done.stderr, done.stderr
-    assert trtspec("synthesize", prompts, "-o", output, "--extra-body", '{"top_k": 5}', "--dry-run").status == 0
+    assert (
+        done.status == 2
+        and f"--extra-body must not set {key}" in done.stderr
+        and remedy in done.stderr
+    ), done.stderr
+    assert (
+        trtspec(
+            "synthesize", prompts, "-o", output, "--extra-body", '{"top_k": 5}', "--dry-run"
+        ).status
+        == 0
+    )

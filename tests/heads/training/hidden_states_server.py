@@ -48,7 +48,11 @@ class Pool:
         part = self.slots[slot, : len(tokens)]
         descriptors = self.agent.get_serialized_descs(self.agent.get_xfer_descs([part]))
         shape, dtype = list(part.shape), str(part.dtype).removeprefix("torch.")
-        held = {"hs_descs": base64.b64encode(descriptors).decode(), "hs_shape": shape, "hs_dtype": dtype}
+        held = {
+            "hs_descs": base64.b64encode(descriptors).decode(),
+            "hs_shape": shape,
+            "hs_dtype": dtype,
+        }
         return {"ready": True, "token_ids": tokens, **held}
 
 
@@ -72,7 +76,9 @@ def sidecar(pool: Pool) -> FastAPI:
     return app
 
 
-def capturing(app: FastAPI, target, pool: Pool, layers: tuple[int, ...], sidecar_port: int) -> FastAPI:
+def capturing(
+    app: FastAPI, target, pool: Pool, layers: tuple[int, ...], sidecar_port: int
+) -> FastAPI:
     """The reference server, every answered completion of token ids followed by the states of its prompt."""
 
     @app.middleware("http")
@@ -84,9 +90,15 @@ def capturing(app: FastAPI, target, pool: Pool, layers: tuple[int, ...], sidecar
         whole = json.loads(b"".join([part async for part in answer.body_iterator]))
         tokens = json.loads(asked)["prompt"]
         with torch.inference_mode():
-            planes = target(torch.tensor([tokens]), None, None, aux_layers=layers, last_only=True).aux[0]
+            planes = target(
+                torch.tensor([tokens]), None, None, aux_layers=layers, last_only=True
+            ).aux[0]
         name = pool.put(tokens, planes.unflatten(-1, (len(layers), -1)))
-        whole["kv_transfer_params"] = {"hs_req_id": name, "hs_sidecar_port": sidecar_port, "hs_max_tokens": LONGEST}
+        whole["kv_transfer_params"] = {
+            "hs_req_id": name,
+            "hs_sidecar_port": sidecar_port,
+            "hs_max_tokens": LONGEST,
+        }
         return Response(json.dumps(whole), media_type="application/json")
 
     return app
@@ -96,13 +108,20 @@ def main() -> None:
     torch.set_num_threads(1)
     directory, port, sidecar_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     layers = tuple(map(int, sys.argv[4].split(",")))
-    engine, tokenizer = build_engine(directory, None, ServerOptions(dtype="float32", max_seq_len=LONGEST + 8))
+    engine, tokenizer = build_engine(
+        directory, None, ServerOptions(dtype="float32", max_seq_len=LONGEST + 8)
+    )
     pool = Pool(len(layers), engine.target.spec.hidden_size, getattr(torch, sys.argv[5]))
     listen = {"host": "127.0.0.1", "log_level": "warning"}
     threading.Thread(
-        target=uvicorn.run, args=(sidecar(pool),), kwargs=listen | {"port": sidecar_port}, daemon=True
+        target=uvicorn.run,
+        args=(sidecar(pool),),
+        kwargs=listen | {"port": sidecar_port},
+        daemon=True,
     ).start()
-    app = capturing(create_app(engine, tokenizer, "tiny"), engine.target, pool, layers, sidecar_port)
+    app = capturing(
+        create_app(engine, tokenizer, "tiny"), engine.target, pool, layers, sidecar_port
+    )
     uvicorn.run(app, port=port, **listen)
 
 

@@ -50,7 +50,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def module_for(target: ModelSpec, attention: str, eagle: str) -> TrainingModule:
-    spec = new_head_spec(target, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=100))
+    spec = new_head_spec(
+        target, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=100)
+    )
     embed, lm_head = (torch.zeros(target.vocab_size, target.hidden_size) for _ in range(2))
     return build(spec, target, embed, lm_head, target_ids=torch.arange(0, 500, 5))
 
@@ -71,7 +73,10 @@ def onto(device: str, model: TrainingModule) -> TrainingModule:
 
 
 def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions) -> Stepper:
-    samples = [Sample(str(n), tuple(range(count)), (0,) * 3 + (1,) * (count - 3), 3) for n, count in enumerate(LENGTHS)]
+    samples = [
+        Sample(str(n), tuple(range(count)), (0,) * 3 + (1,) * (count - 3), 3)
+        for n, count in enumerate(LENGTHS)
+    ]
     return Stepper(model, FakeFeatures(samples, target.hidden_size, 3), options, 10, World())
 
 
@@ -98,7 +103,9 @@ def test_a_training_step_reads_the_device_once(
             value.grad = torch.empty_like(value)
 
     monkeypatch.setattr(loop, "read_back", reads)
-    monkeypatch.setattr(Stepper, "_means", lambda *_: (1.0, [1.0]))  # of numbers that are on the host by then
+    monkeypatch.setattr(
+        Stepper, "_means", lambda *_: (1.0, [1.0])
+    )  # of numbers that are on the host by then
     monkeypatch.setattr(Tensor, "backward", backward)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
@@ -108,7 +115,9 @@ def test_a_training_step_reads_the_device_once(
             stepper.step(step, [[0, 1], [2]])
     assert all(value.is_cuda and value.grad is None for value in stepper.parameters.values())
     found = dict(transfers.found)
-    print(f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; in 2 steps {found}")
+    print(
+        f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; in 2 steps {found}"
+    )
     assert reads.calls == 2
     assert transfers.found["read"] == transfers.found["written"] == 0
 
@@ -126,12 +135,16 @@ def test_the_backward_pass_reads_nothing(
     model = module_for(target, attention, eagle)
     with fake_cuda() as transfers:
         objective = Objective(onto("meta", model), TrainOptions(ttt_steps=3))
-        tokens, counted = (torch.zeros(size, dtype=torch.int64, device="meta") for size in ((2, 14), (3,)))
+        tokens, counted = (
+            torch.zeros(size, dtype=torch.int64, device="meta") for size in ((2, 14), (3,))
+        )
         places = torch.zeros(20, dtype=torch.int64, device="meta")
         hidden, aux = (torch.zeros(2, 14, n * target.hidden_size, device="meta") for n in (1, 3))
         loss, _ = objective(tokens, hidden, aux, places, counted)
         loss.backward()
     parameters = dict(model.eagle_module.named_parameters())
     assert [name for name, value in parameters.items() if value.grad is None] == []
-    assert all(value.grad.is_meta and value.grad.shape == value.shape for value in parameters.values())
+    assert all(
+        value.grad.is_meta and value.grad.shape == value.shape for value in parameters.values()
+    )
     assert not transfers.found

@@ -38,7 +38,10 @@ def training_module(target, spec) -> nn.Module:
 
 def record_logits(model, tokens, hidden, aux, steps: int = TTT) -> list[torch.Tensor]:
     """Draft logits [B, S, Vd] of every training-time-test step."""
-    return [model.eagle_module.lm_head(state).detach() for state in draft_states(model, tokens, aux, steps)]
+    return [
+        model.eagle_module.lm_head(state).detach()
+        for state in draft_states(model, tokens, aux, steps)
+    ]
 
 
 def stock_logits(model, tokens, hidden, aux) -> list[torch.Tensor]:
@@ -66,7 +69,9 @@ def drafted_logits(head, tokens, aux, context: int, steps: int) -> list[torch.Te
     logits = [head.logits(normed[:, -1])]
     for step in range(1, steps):
         place = context + step
-        feedback, normed = head(feedback[:, -1:], tokens[:, place : place + 1], start + place - 1, cache)
+        feedback, normed = head(
+            feedback[:, -1:], tokens[:, place : place + 1], start + place - 1, cache
+        )
         logits.append(head.logits(normed[:, -1]))
     return logits
 
@@ -88,7 +93,9 @@ def largest_difference(model, head, target, logits_of=record_logits) -> float:
 
 @pytest.mark.parametrize(("attention", "eagle", "draft_vocab"), KINDS)
 def test_exported_head_computes_what_was_trained(tmp_path, target, attention, eagle, draft_vocab):
-    spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=draft_vocab))
+    spec = new_head_spec(
+        target.spec, TrainOptions(attention=attention, eagle=eagle, draft_vocab_size=draft_vocab)
+    )
     model = training_module(target, spec)
     write_head(tmp_path / "head", train.head_tensors(model), spec, target.spec)
     head = load_head(tmp_path / "head", target, dtype=torch.float32)
@@ -96,7 +103,9 @@ def test_exported_head_computes_what_was_trained(tmp_path, target, attention, ea
     assert head.spec.attention == attention
     assert head.spec.aux_layers == (1, 3, 4)
     difference = largest_difference(model, head, target)
-    print(f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: max difference {difference:.2e}")
+    print(
+        f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: max difference {difference:.2e}"
+    )
     assert difference < 2e-5
 
 
@@ -104,7 +113,9 @@ def stock_module(target, spec, tensors) -> nn.Module:
     """ModelOpt as it comes, with the same weights: its own Llama layer, masks, kernel and export defaults."""
     import modelopt.torch.speculative as mtsp
 
-    stub = train.TargetStub(train._stub_config(spec, target.spec), target.embed.weight, target.lm_head.weight)
+    stub = train.TargetStub(
+        train._stub_config(spec, target.spec), target.embed.weight, target.lm_head.weight
+    )
     architecture = train._eagle_architecture(spec, target.spec) | {"_attn_implementation": "sdpa"}
     options = {"eagle_offline": True, "eagle_ttt_steps": TTT, "eagle_use_torch_compile": False}
     model = mtsp.convert(stub, [("eagle", options | {"eagle_architecture_config": architecture})])
@@ -122,7 +133,9 @@ def test_stock_modelopt_fails_the_same_check(tmp_path, target):
     with_gains = largest_difference(stock, head, target, stock_logits)
     print(f"stock ModelOpt against its own export: max difference {with_gains:.2f}")
     assert with_gains > 0.1
-    with torch.no_grad():  # nearly the whole of it is that gain: at one, only the second normalisation is left
+    with (
+        torch.no_grad()
+    ):  # nearly the whole of it is that gain: at one, only the second normalisation is left
         stock.eagle_module.layers[0].input_layernorm.weight.fill_(1.0)
         head.input_layernorm.weight.fill_(1.0)
     assert largest_difference(stock, head, target, stock_logits) < 0.02 * with_gains
@@ -135,19 +148,29 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
     from modelopt.torch.export import export_speculative_decoding
     from safetensors.torch import load_file
 
-    spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3", draft_vocab_size=100))
+    spec = new_head_spec(
+        target.spec, TrainOptions(attention="mha", eagle="3", draft_vocab_size=100)
+    )
     tensors = train.head_tensors(training_module(target, spec))
     write_head(tmp_path / "ours", tensors, spec, target.spec)
-    stock = stock_module(target, spec, {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()})
+    stock = stock_module(
+        target, spec, {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
+    )
     export_speculative_decoding(stock, export_dir=tmp_path / "stock")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "stock"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "stock")]
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "stock")
+    ]
     assert configs[1]["rope_scaling"]["rope_type"] == "yarn"
     assert configs[0]["rope_scaling"] is None
     assert configs[0]["rope_theta"] == target.spec.rope.theta
-    assert configs[0]["rope_parameters"] == {"rope_type": "default", "type": "default", "rope_theta": 50000.0}
+    assert configs[0]["rope_parameters"] == {
+        "rope_type": "default",
+        "type": "default",
+        "rope_theta": 50000.0,
+    }
     assert configs[0]["eagle_config"] == configs[1]["eagle_config"]
 
 

@@ -9,7 +9,13 @@ import torch
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.samples import batches_of_epoch, coverage, draft_vocabulary, read_samples, split_held_out
+from trtspec.heads.training.samples import (
+    batches_of_epoch,
+    coverage,
+    draft_vocabulary,
+    read_samples,
+    split_held_out,
+)
 from trtspec.heads.training.states import Features, all_dumps, collate, compute_features, dumps_of
 
 LAYERS = (1, 3, 4)
@@ -27,14 +33,19 @@ def samples(data, tokenizer):
 
 def test_a_sample_is_the_generation_prompt_then_the_answer(tmp_path, tokenizer):
     path = tmp_path / "one.jsonl"
-    turns = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "good day"}]
+    turns = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "good day"},
+    ]
     rows = [{"conversations": turns}, {"conversations": turns, "finish_reason": "length"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole, cut = read_samples(path, tokenizer, 512)
     prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
     end = tokenizer.special_id("<|im_end|>")
     assert list(whole.tokens) == prompt + tokenizer.encode("good day") + [end]
-    assert list(cut.tokens) == list(whole.tokens[:-1])  # an answer cut off by the token limit has no end mark
+    assert list(cut.tokens) == list(
+        whole.tokens[:-1]
+    )  # an answer cut off by the token limit has no end mark
     assert whole.prompt == len(prompt)
     written = [token for token, mine in zip(whole.tokens, whole.answer, strict=True) if mine]
     assert written[-len(tokenizer.encode("good day")) - 1 :] == tokenizer.encode("good day") + [end]
@@ -76,8 +87,14 @@ def write_dumps(features: Features, directory: Path, cut: dict[int, int] | None 
     for index, sample in enumerate(features.samples):
         hidden, aux = features.states(index)
         count = (cut or {}).get(index, len(sample.tokens))
-        record = {"input_ids": torch.tensor(sample.tokens)[:count], "hidden_states": hidden[:count].clone()}
-        record |= {"aux_hidden_states": aux[:count].clone(), "loss_mask": torch.tensor(sample.answer)[:count]}
+        record = {
+            "input_ids": torch.tensor(sample.tokens)[:count],
+            "hidden_states": hidden[:count].clone(),
+        }
+        record |= {
+            "aux_hidden_states": aux[:count].clone(),
+            "loss_mask": torch.tensor(sample.answer)[:count],
+        }
         torch.save(record | {"conversation_id": sample.id}, directory / f"{sample.id}.pt")
 
 
@@ -89,7 +106,9 @@ def test_dumps_come_back_bit_for_bit(tmp_path, target, samples):
     for index in range(len(samples)):
         assert all(map(torch.equal, features.states(index), again.states(index)))
     (tmp_path / f"{samples[3].id}.pt").unlink()
-    with pytest.raises(TrtspecError, match=f"TS-FEATURES-NONE .* 1 of {len(samples)} .* first {samples[3].id}.pt"):
+    with pytest.raises(
+        TrtspecError, match=f"TS-FEATURES-NONE .* 1 of {len(samples)} .* first {samples[3].id}.pt"
+    ):
         dumps_of(samples, tmp_path, target.spec, 3)
 
 
@@ -98,10 +117,16 @@ def test_dumps_of_other_tokens_are_trained_on_as_they_are(tmp_path, target, samp
     features = compute_features(target, samples[:3], LAYERS)
     write_dumps(features, tmp_path, cut={1: 5})
     found = dumps_of(samples[:3], tmp_path, target.spec, 3)
-    assert [len(sample.tokens) for sample in found.samples] == [len(samples[0].tokens), 5, len(samples[2].tokens)]
+    assert [len(sample.tokens) for sample in found.samples] == [
+        len(samples[0].tokens),
+        5,
+        len(samples[2].tokens),
+    ]
     assert found.samples[0] == samples[0]
     assert all(map(torch.equal, found.states(2), features.states(2)))
-    assert {sample.id for sample in all_dumps(tmp_path, target.spec, 3).samples} == {s.id for s in samples[:3]}
+    assert {sample.id for sample in all_dumps(tmp_path, target.spec, 3).samples} == {
+        s.id for s in samples[:3]
+    }
 
 
 def test_dumps_of_another_target_are_refused(tmp_path, target, samples):
@@ -173,7 +198,9 @@ def test_a_batch_pads_right_and_masks_what_does_not_count(target, samples):
     for row, index in enumerate((0, 1)):
         count = len(samples[index].tokens)
         length = batch.tokens.shape[1]
-        assert batch.places[batch.places // length == row].tolist() == [row * length + at for at in range(1, count)]
+        assert batch.places[batch.places // length == row].tolist() == [
+            row * length + at for at in range(1, count)
+        ]
         assert torch.equal(batch.hidden[row, :count], features.states(index)[0])
         assert not batch.hidden[row, count:].any()
     answers = collate(features, [0], answer_only=True)

@@ -22,12 +22,19 @@ from trtspec.heads.training import producers
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.producers import ServedFeatures, check_first_layers, open_states, served_model
+from trtspec.heads.training.producers import (
+    ServedFeatures,
+    check_first_layers,
+    open_states,
+    served_model,
+)
 from trtspec.heads.training.run import run_training
 from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
 
-OPTIONS = TrainOptions(epochs=2, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32")
+OPTIONS = TrainOptions(
+    epochs=2, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32"
+)
 
 
 @contextmanager
@@ -50,7 +57,9 @@ def captured(target, plan: TrainingPlan) -> str:
 
 
 def losses(target_dir, target, plan, data, output: Path, **more) -> list[float]:
-    run_training(TrainingRun(target_dir, data.name, output, save_every=1), target, plan, OPTIONS, **more)
+    run_training(
+        TrainingRun(target_dir, data.name, output, save_every=1), target, plan, OPTIONS, **more
+    )
     return [row["loss"] for row in curve(output) if "loss" in row]
 
 
@@ -63,7 +72,9 @@ def one_by_one(target, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torc
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 2**-12), ("bfloat16", 0.03)])
-def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_dir, data, target, plan, dtype, apart):
+def test_states_and_losses_are_those_of_the_target_in_memory(
+    tmp_path, target_dir, data, target, plan, dtype, apart
+):
     """A server that sends bf16, as vLLM does, has rounded the last state before its norm; nothing else differs."""
     with serving(target_dir, captured(target, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
@@ -73,7 +84,9 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
             for index, (hidden, aux) in enumerate(one_by_one(target, plan).values()):
                 got_hidden, got_aux = features.states(index)
                 unequal = max(unequal, float((got_aux != aux).float().mean()))
-                torch.testing.assert_close(got_aux, aux, rtol=2**-7, atol=2**-12)  # a neighbour in bf16
+                torch.testing.assert_close(
+                    got_aux, aux, rtol=2**-7, atol=2**-12
+                )  # a neighbour in bf16
                 torch.testing.assert_close(got_hidden, hidden, rtol=2**-7, atol=apart)
         ours = losses(target_dir, target, served, data, tmp_path / "served")
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
@@ -86,7 +99,9 @@ def test_states_and_losses_are_those_of_the_target_in_memory(tmp_path, target_di
 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
-def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_dir, data, target, plan, monkeypatch):
+def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
+    tmp_path, target_dir, data, target, plan, monkeypatch
+):
     monkeypatch.setattr(producers, "PATIENCE", 0.01)
     layers = captured(target, plan)
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
@@ -98,12 +113,21 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(tmp_path, target_d
 
         with pytest.raises(TrtspecError, match=r"TS-FEATURES-SERVER .* in 5 attempts"):
             losses(
-                target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut", on_step=kill
+                target_dir,
+                target,
+                replace(plan, features=feature_source(url)),
+                data,
+                tmp_path / "cut",
+                on_step=kill,
             )
     with pytest.raises(TrtspecError, match="does not name its model"):
-        losses(target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
+        losses(
+            target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut"
+        )
     with serving(target_dir, layers, "float32") as (url, _):
-        ours = losses(target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut")
+        ours = losses(
+            target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut"
+        )
     assert max(abs(a - b) for a, b in zip(ours, memory, strict=True)) < 1e-2
 
 
@@ -122,7 +146,9 @@ def fetched(target, plan, change) -> ServedFeatures:
 
     def client():
         def fetch(sample):
-            planes = target(torch.tensor([sample.tokens]), None, None, aux_layers=layers, last_only=True).aux[0]
+            planes = target(
+                torch.tensor([sample.tokens]), None, None, aux_layers=layers, last_only=True
+            ).aux[0]
             return change(planes.unflatten(-1, (len(layers), -1)).clone())
 
         return fetch
@@ -157,7 +183,10 @@ def refused(planes: torch.Tensor) -> None:
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
     monkeypatch.setattr(producers, "PATIENCE", 0.001)
-    with closing(fetched(target, plan, change)) as features, pytest.raises(TrtspecError, match=says):
+    with (
+        closing(fetched(target, plan, change)) as features,
+        pytest.raises(TrtspecError, match=says),
+    ):
         features.states(0)
 
 
@@ -167,8 +196,12 @@ def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, targ
     right = compute_features(target, [sample], layers).states(0)[1]
     assert check_first_layers(target_dir, sample, right, layers, torch.float32) < 0.01
     for shift, nearest in ((-1, 0), (1, 2)):
-        wrong = compute_features(target, [sample], tuple(layer + shift for layer in layers)).states(0)[1]
-        with pytest.raises(TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "):
+        wrong = compute_features(target, [sample], tuple(layer + shift for layer in layers)).states(
+            0
+        )[1]
+        with pytest.raises(
+            TrtspecError, match=f"labelled as layer 1 are the outputs of layer {nearest} "
+        ):
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
     foreign = compute_features(other, [sample], layers).states(0)[1]
@@ -197,7 +230,10 @@ def test_servers_are_looked_at_before_a_run():
 
 
 def test_urls_are_told_from_directories(tmp_path):
-    assert feature_source("http://a:8000, http://b:8000/").urls == ("http://a:8000", "http://b:8000")
+    assert feature_source("http://a:8000, http://b:8000/").urls == (
+        "http://a:8000",
+        "http://b:8000",
+    )
     with pytest.raises(TrtspecError, match="does not name its model"):
         served_model((f"http://127.0.0.1:{free_port()}",), 8)
 

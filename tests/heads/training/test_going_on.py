@@ -32,7 +32,9 @@ def assert_usable(head_dir: Path, target_dir: Path) -> None:
     options = EngineOptions(draft_len=3, max_batch_size=1, max_seq_len=64)
     drafted = Engine(model, head, options).generate([GenerationRequest("a", [1, 2, 3], 12)])["a"]
     alone = Engine(model, None, EngineOptions(max_batch_size=1, max_seq_len=64))
-    assert drafted.token_ids == alone.generate([GenerationRequest("a", [1, 2, 3], 12)])["a"].token_ids
+    assert (
+        drafted.token_ids == alone.generate([GenerationRequest("a", [1, 2, 3], 12)])["a"].token_ids
+    )
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -52,8 +54,12 @@ def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, da
     assert first["training"]["finished"]
     with pytest.raises(UsageError, match="is finished: it has had all 2 steps"):
         train_once(target_dir, data, parts, replace(LASTING, eval_every=2))
-    with pytest.raises(UsageError, match=r"options\.batch_size was 8, now 4; options\.lr was 0\.003, now 0\.001$"):
-        train_once(target_dir, data, parts, replace(LASTING, eval_every=2, batch_size=4, lr=1e-3, epochs=3))
+    with pytest.raises(
+        UsageError, match=r"options\.batch_size was 8, now 4; options\.lr was 0\.003, now 0\.001$"
+    ):
+        train_once(
+            target_dir, data, parts, replace(LASTING, eval_every=2, batch_size=4, lr=1e-3, epochs=3)
+        )
     train_once(target_dir, data, parts, replace(LASTING, epochs=3, eval_every=2))
     assert (parts / "training.jsonl").read_bytes() == (whole / "training.jsonl").read_bytes()
     assert same_weights(parts, whole)
@@ -66,7 +72,11 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     output = tmp_path / "head"
     options = replace(OPTIONS, steps=9, eval_every=3)
     train_once(target_dir, data, output, options, save_every=2, keep=3)
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
     record = json.loads((output / "checkpoint-6" / "provenance.json").read_text())["training"]
     assert (record["steps"], record["total"], record["finished"]) == (6, 9, False)
     held = [row for row in curve(output) if "held_out" in row]
@@ -77,10 +87,14 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
     for name in ("checkpoint-6", "best", "."):
         assert_usable(output / name, target_dir)
     assert all(
-        {"loss", "accuracy", "lr", "grad_norm", "tokens"} <= row.keys() for row in curve(output) if "loss" in row
+        {"loss", "accuracy", "lr", "grad_norm", "tokens"} <= row.keys()
+        for row in curve(output)
+        if "loss" in row
     )
     speed = [json.loads(line) for line in (output / "speed.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in speed] == list(range(1, 10)) and all(row["tokens_per_second"] > 0 for row in speed)
+    assert [row["step"] for row in speed] == list(range(1, 10)) and all(
+        row["tokens_per_second"] > 0 for row in speed
+    )
 
 
 @pytest.mark.slow
@@ -96,7 +110,17 @@ def test_time_runs_out_and_the_run_goes_on(tmp_path, target_dir, data):
 
 
 def command(target_dir: Path, data: Path, output: Path) -> list[str]:
-    words = ["train", str(target_dir), str(data), "-o", str(output), "--seq-len", "96", "--steps", "400"]
+    words = [
+        "train",
+        str(target_dir),
+        str(data),
+        "-o",
+        str(output),
+        "--seq-len",
+        "96",
+        "--steps",
+        "400",
+    ]
     words += ["--save-every", "3", "--acceptance-prompts", "0", "--precision", "fp32", "--json"]
     return [sys.executable, "-m", "trtspec", *words]
 
@@ -113,7 +137,9 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     out, err = process.communicate(timeout=120)
     if number == signal.SIGKILL:
         assert process.returncode == -number
-        exported = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+        exported = sorted(
+            output.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
+        )
         assert exported and int(exported[-1].name.partition("-")[2]) >= 9
         assert_usable(exported[-1], target_dir)
         return

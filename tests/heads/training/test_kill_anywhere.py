@@ -71,11 +71,15 @@ def test_synthesize_killed_twenty_times(tmp_path):
             kills += killed(quiet_synthesize, delay, prompts, output, url)
             requested = [body["messages"][0]["content"] for body in asked(log)[before:]]
             repeated += len(done.intersection(requested))
-            if output.exists() and not journal.exists() and kills < KILLS:  # done, if only just before the kill
+            if (
+                output.exists() and not journal.exists() and kills < KILLS
+            ):  # done, if only just before the kill
                 assert output.read_bytes() == want
                 output.unlink()
                 rounds += 1
-    print(f"synthesize: {kills} kills over {rounds + 1} runs to the end, {repeated} journalled answers asked again")
+    print(
+        f"synthesize: {kills} kills over {rounds + 1} runs to the end, {repeated} journalled answers asked again"
+    )
     assert output.read_bytes() == want
     assert repeated == 0
 

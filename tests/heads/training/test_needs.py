@@ -30,23 +30,46 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
     found = needs(sizes, spec, options, resolved.known["bytes"], gpu_spec(gpu), typed.target, data)
     assert (plan["samples"], plan["aux_layers"]) == (112_000, [1, 29, 57])
     assert plan["feature_bytes"] == 112_000 * 2000 * 4 * 7168 * 2  # the 13 TB of a real run
-    assert plan["parameters"] - 1_841_199_104 == (3 * 7168 if plan["eagle"] == "3.1" else 0)  # NVIDIA's MLA layout
+    assert plan["parameters"] - 1_841_199_104 == (
+        3 * 7168 if plan["eagle"] == "3.1" else 0
+    )  # NVIDIA's MLA layout
     assert found["storage"]["state_bytes_per_token"] == 4 * 7168 * 2
     training, ways = found["phases"]["training"], found["ways"]
-    assert training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8  # rows of a batch
-    assert ways["online"]["why"].startswith("one GPU would have to hold") and not ways["online"]["possible"]
+    assert (
+        training["peak_bytes"] < 0.9 * gpu_spec(gpu).memory_bytes and training["least_gpus"] <= 8
+    )  # rows of a batch
+    assert (
+        ways["online"]["why"].startswith("one GPU would have to hold")
+        and not ways["online"]["possible"]
+    )
     assert all(ways[name]["possible"] for name in ("stream", "dumps", "server"))
-    small = needs(sizes, spec, options, resolved.known["bytes"], replace(gpu_spec(gpu), memory_bytes=2**30), "x", data)
-    assert not any(way["possible"] for way in small["ways"].values())  # not the head with one sequence either
+    small = needs(
+        sizes,
+        spec,
+        options,
+        resolved.known["bytes"],
+        replace(gpu_spec(gpu), memory_bytes=2**30),
+        "x",
+        data,
+    )
+    assert not any(
+        way["possible"] for way in small["ways"].values()
+    )  # not the head with one sequence either
     assert ways["dumps"]["disk_bytes"] == plan["feature_bytes"]
     assert ways["server"]["gpus"] == holding + training["least_gpus"]
     assert ways["stream"]["peak_bytes"] >= found["storage"]["decoded_layer_bytes"][1]
     trtllm = found["dump_commands"]["trtllm"]
-    refused = gpu == "h200" or spec.quant.format == "int4"  # as plan says: no FP4 on Hopper, no INT4 anywhere
+    refused = (
+        gpu == "h200" or spec.quant.format == "int4"
+    )  # as plan says: no FP4 on Hopper, no INT4 anywhere
     assert trtllm.startswith("# ") if refused else "--aux-layers 1,29,57" in trtllm
     line = shlex.split(found["server_commands"]["vllm"])
-    capture = json.loads(line[line.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
-    assert capture == {"eagle_aux_hidden_state_layer_ids": [2, 30, 58, 61]}  # layers that ran, of 61
+    capture = json.loads(line[line.index("--speculative-config") + 1])["draft_model_config"][
+        "hf_config"
+    ]
+    assert capture == {
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58, 61]
+    }  # layers that ran, of 61
     assert json.loads(line[line.index("--kv-transfer-config") + 1])["kv_role"] == "kv_producer"
 
 
@@ -60,7 +83,9 @@ def test_a_decoded_layer_is_34_gigabytes():
 def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
     spec = resolve("moonshotai/Kimi-K2.5", weights=False).target_spec()
     with pytest.raises(UsageError, match="cannot be counted"):
-        plan_without_data(spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), feature_source("memory"))
+        plan_without_data(
+            spec, TrainOptions(), TrainingRecipe(), Path("answers.jsonl"), feature_source("memory")
+        )
 
 
 def test_a_longer_sequence_needs_no_more_logits():

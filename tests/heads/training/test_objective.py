@@ -44,8 +44,13 @@ def test_the_loss_and_its_gradients_equal_autograds(chunk):
     hidden, vocab, rows, steps = 8, 30, 20, 3
     lm_head = torch.randn(vocab, hidden, requires_grad=True)
     states = [torch.randn(rows, hidden, requires_grad=True) for _ in range(steps)]
-    places, weights = torch.tensor([1, 2, 3, 5, 8, 9, 11, 12, 17, 19]), torch.tensor([0.5, 0.3, 0.2])
-    teacher = Teacher(torch.randn(rows, hidden), torch.randn(vocab, hidden), places, places % 10 - 1, weights)
+    places, weights = (
+        torch.tensor([1, 2, 3, 5, 8, 9, 11, 12, 17, 19]),
+        torch.tensor([0.5, 0.3, 0.2]),
+    )
+    teacher = Teacher(
+        torch.randn(rows, hidden), torch.randn(vocab, hidden), places, places % 10 - 1, weights
+    )
     want = torch.tensor(0.0)
     for step, state in enumerate(states):
         counts = (teacher.depth >= step) * weights[step]
@@ -54,11 +59,18 @@ def test_the_loss_and_its_gradients_equal_autograds(chunk):
     want.backward()
     found = Gradients(torch.zeros(vocab, hidden), [torch.zeros(rows, hidden) for _ in states])
     with torch.no_grad():
-        values, agree = losses(lm_head.detach(), tuple(s.detach() for s in states), teacher, found, chunk)
+        values, agree = losses(
+            lm_head.detach(), tuple(s.detach() for s in states), teacher, found, chunk
+        )
     assert values.sum().item() == pytest.approx(want.item(), rel=1e-5)
     assert torch.allclose(found.lm_head, lm_head.grad, atol=2e-6)
-    assert all(torch.allclose(ours, state.grad, atol=2e-6) for ours, state in zip(found.states, states, strict=True))
-    best = (teacher.hidden[places] @ teacher.lm_head.T).argmax(-1) == (states[1][places - 1] @ lm_head.T).argmax(-1)
+    assert all(
+        torch.allclose(ours, state.grad, atol=2e-6)
+        for ours, state in zip(found.states, states, strict=True)
+    )
+    best = (teacher.hidden[places] @ teacher.lm_head.T).argmax(-1) == (
+        states[1][places - 1] @ lm_head.T
+    ).argmax(-1)
     assert torch.equal(agree[1], best & (teacher.depth >= 1))
 
 
@@ -77,14 +89,21 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     """Three batches of unequal length in one step, against one sum over all positions of the plain formula."""
     samples = some_samples(5)
     options = TrainOptions(
-        ttt_steps=2, ttt_decay=0.7, lr=1e-3, precision="fp32", answer_only=answer_only, grad_clip=1e9
+        ttt_steps=2,
+        ttt_decay=0.7,
+        lr=1e-3,
+        precision="fp32",
+        answer_only=answer_only,
+        grad_clip=1e9,
     )
     features = compute_features(target, samples, LAYERS)
     spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))
     model = training_module(target, spec)
     stepper = Stepper(model, features, options, 10, World())
     seen = {}
-    stepper.optimizer.step = lambda: seen.update({k: v.grad.clone() for k, v in stepper.parameters.items()})
+    stepper.optimizer.step = lambda: seen.update(
+        {k: v.grad.clone() for k, v in stepper.parameters.items()}
+    )
     point = stepper.step(1, [[0, 1], [2, 3], [4]])  # the last one is incomplete
 
     fresh = training_module(target, spec)
@@ -107,9 +126,13 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     assert point.loss == pytest.approx(loss.item(), rel=1e-5)
     assert point.accuracy == pytest.approx([r / c for r, c in zip(right, counts, strict=True)])
     assert point.tokens == sum(len(sample.tokens) for sample in samples)
-    worst = max(float((seen[k] - v.grad).abs().max()) for k, v in fresh.eagle_module.named_parameters())
+    worst = max(
+        float((seen[k] - v.grad).abs().max()) for k, v in fresh.eagle_module.named_parameters()
+    )
     norm = math.sqrt(sum(float(v.grad.square().sum()) for v in fresh.eagle_module.parameters()))
-    print(f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}")
+    print(
+        f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}"
+    )
     assert worst < 1e-5 and point.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
@@ -136,7 +159,12 @@ def test_chunked_attention_changes_nothing(target, attention, monkeypatch):
 def test_a_constant_rate_behind_the_warm_up():
     for warmup in (4, 0.4):
         options = TrainOptions(schedule="constant", warmup=warmup)
-        assert [learning_rate(step, 10, 1.0, options) for step in range(1, 11)] == [0.25, 0.5, 0.75, *[1.0] * 7]
+        assert [learning_rate(step, 10, 1.0, options) for step in range(1, 11)] == [
+            0.25,
+            0.5,
+            0.75,
+            *[1.0] * 7,
+        ]
 
 
 def test_transformers_schedule_is_the_same():
@@ -151,7 +179,9 @@ def test_transformers_schedule_is_the_same():
         scheduler.step()
         theirs.append(scheduler.get_last_lr()[0])
     options = TrainOptions(warmup=10)
-    assert [learning_rate(step, 100, 1.0, options) for step in range(1, 101)] == pytest.approx(theirs, abs=1e-9)
+    assert [learning_rate(step, 100, 1.0, options) for step in range(1, 101)] == pytest.approx(
+        theirs, abs=1e-9
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -161,7 +191,9 @@ def test_transformers_schedule_is_the_same():
 def test_data_order(count, batch, accumulation, epochs):
     """Every sample that is not held out comes once in an epoch; a longer run begins like a shorter one; only the last
     window and the last batch of an epoch may be short."""
-    options = TrainOptions(batch_size=batch, accumulation=accumulation, epochs=epochs, seed=3, held_out=0.2)
+    options = TrainOptions(
+        batch_size=batch, accumulation=accumulation, epochs=epochs, seed=3, held_out=0.2
+    )
     samples = some_samples(count)
     data = split_data(samples, options)
     for number in range(epochs):
@@ -181,8 +213,13 @@ def write(path: Path, rows: list[tuple[str, str]]) -> str:
 
 
 def test_duplicates_are_counted_and_ids_differ(tmp_path, target_dir):
-    words = [(f"question number {n} is", f" answered with {n} and some more words") for n in range(12)]
-    one, two = write(tmp_path / "one.jsonl", words[:6] + words[:2]), write(tmp_path / "two.jsonl", words[4:10])
+    words = [
+        (f"question number {n} is", f" answered with {n} and some more words") for n in range(12)
+    ]
+    one, two = (
+        write(tmp_path / "one.jsonl", words[:6] + words[:2]),
+        write(tmp_path / "two.jsonl", words[4:10]),
+    )
     samples, told = read_files([one, two], KimiTokenizer(target_dir), TrainOptions())
     assert told == [
         {"file": one, "conversations": 6, "duplicates": 2},

@@ -19,7 +19,18 @@ LAUNCHERS = {
     "alone": [],
     "replicated": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
-OPTIONS = ["--seq-len", "96", "--steps", "12", "--batch-size", "5", "--lr", "0.003", "--save-every", "3"]
+OPTIONS = [
+    "--seq-len",
+    "96",
+    "--steps",
+    "12",
+    "--batch-size",
+    "5",
+    "--lr",
+    "0.003",
+    "--save-every",
+    "3",
+]
 
 
 def command(launcher: str, *arguments: str) -> list[str]:
@@ -27,7 +38,9 @@ def command(launcher: str, *arguments: str) -> list[str]:
 
 
 def run(launcher: str, *arguments: str) -> None:
-    done = subprocess.run(command(launcher, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command(launcher, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -42,7 +55,17 @@ def assert_same_curve(ours: Path, theirs: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("one") / "head"
-    run("alone", "train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0")
+    run(
+        "alone",
+        "train",
+        str(target_dir),
+        str(data),
+        "-o",
+        str(output),
+        *OPTIONS,
+        "--acceptance-prompts",
+        "0",
+    )
     return output
 
 
@@ -50,7 +73,16 @@ def one_process(tmp_path_factory, target_dir, data):
 @pytest.mark.slow
 def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
-    arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "2"]
+    arguments = [
+        "train",
+        str(target_dir),
+        str(data),
+        "-o",
+        str(output),
+        *OPTIONS,
+        "--acceptance-prompts",
+        "2",
+    ]
     run("replicated", *arguments)
     assert_same_curve(output, one_process)
     assert {p.name for p in output.iterdir()} == {p.name for p in one_process.iterdir()}
@@ -59,9 +91,13 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
     ours, theirs = (load_file(path / "model.safetensors") for path in (output, one_process))
     worst = max(float((ours[n].float() - theirs[n].float()).abs().max()) for n in theirs)
     apart = max(
-        abs(a["loss"] - b["loss"]) for a, b in zip(curve(output), curve(one_process), strict=True) if "loss" in a
+        abs(a["loss"] - b["loss"])
+        for a, b in zip(curve(output), curve(one_process), strict=True)
+        if "loss" in a
     )
-    print(f"losses differ by {apart:.1e}, a weight of the export by {worst:.1e} at most after 12 steps")
+    print(
+        f"losses differ by {apart:.1e}, a weight of the export by {worst:.1e} at most after 12 steps"
+    )
     assert worst < 1e-2
     assert torch.equal(ours["d2t"], theirs["d2t"]) if "d2t" in theirs else True
 
@@ -69,11 +105,21 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
 @pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("killed", "resumed"), [("replicated", "replicated"), ("replicated", "alone"), ("alone", "replicated")]
+    ("killed", "resumed"),
+    [("replicated", "replicated"), ("replicated", "alone"), ("alone", "replicated")],
 )
 def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, killed, resumed):
     output = tmp_path / "head"
-    arguments = ["train", str(target_dir), str(data), "-o", str(output), *OPTIONS, "--acceptance-prompts", "0"]
+    arguments = [
+        "train",
+        str(target_dir),
+        str(data),
+        "-o",
+        str(output),
+        *OPTIONS,
+        "--acceptance-prompts",
+        "0",
+    ]
     group = subprocess.Popen(command(killed, *arguments), cwd=ROOT)
     after_steps(group, output, 7)
     launcher = psutil.Process(group.pid)  # its workers lead sessions of their own
@@ -110,7 +156,15 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
         "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
         "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
     )
-    line = [sys.executable, *LAUNCHERS["replicated"], "--no-python", sys.executable, "-c", script, str(tmp_path)]
+    line = [
+        sys.executable,
+        *LAUNCHERS["replicated"],
+        "--no-python",
+        sys.executable,
+        "-c",
+        script,
+        str(tmp_path),
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
     assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr

@@ -23,7 +23,9 @@ from trtspec.heads.training.states import Features, HeldFeatures, compute_featur
 from trtspec.models.stream import LayerStream
 
 ROOT = Path(__file__).parents[3]
-OPTIONS = TrainOptions(epochs=1, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32")
+OPTIONS = TrainOptions(
+    epochs=1, batch_size=4, intermediate_size=64, seq_len=96, held_out=0.1, precision="fp32"
+)
 SMALL = 200_000  # bytes of a chunk: a handful of samples
 
 
@@ -56,7 +58,11 @@ def same(streamed: Features, memory: Features, indices: range | list[int]) -> bo
 def test_one_chunk_has_the_bits_of_the_dump_in_memory(tmp_path, stream, plan, target):
     streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target")
     assert len(streamed.chunks) == 1
-    assert same(streamed, compute_features(target, plan.samples, plan.spec.aux_layers), range(len(plan.samples)))
+    assert same(
+        streamed,
+        compute_features(target, plan.samples, plan.spec.aux_layers),
+        range(len(plan.samples)),
+    )
 
 
 @pytest.mark.slow
@@ -64,12 +70,19 @@ def test_many_chunks_have_the_bits_of_the_same_batches(tmp_path, stream, plan, t
     streamed = stream_features(stream, plan, OPTIONS, tmp_path, "target", chunk_bytes=SMALL)
     assert len(streamed.chunks) > 3
     assert same(
-        streamed, by_chunks(target, plan, streamed.chunks), sorted(index for c in streamed.chunks for index in c)
+        streamed,
+        by_chunks(target, plan, streamed.chunks),
+        sorted(index for c in streamed.chunks for index in c),
     )
 
 
 def losses(
-    features: Features, stream, plan: TrainingPlan, directory: Path, options: TrainOptions = OPTIONS, stop: int = 0
+    features: Features,
+    stream,
+    plan: TrainingPlan,
+    directory: Path,
+    options: TrainOptions = OPTIONS,
+    stop: int = 0,
 ):
     """The curve of a training run on these states."""
     torch.manual_seed(0)
@@ -80,7 +93,14 @@ def losses(
         if point.step == stop:
             raise KeyboardInterrupt
 
-    train_head(module, features, options, TrainingRun(Path(), "data", directory, save_every=1), {}, on_step=on_step)
+    train_head(
+        module,
+        features,
+        options,
+        TrainingRun(Path(), "data", directory, save_every=1),
+        {},
+        on_step=on_step,
+    )
     return curve(directory)
 
 
@@ -89,9 +109,16 @@ def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream,
     got = losses(streamed, stream, plan, tmp_path / "stream")
     online = losses(by_chunks(target, plan, streamed.chunks), stream, plan, tmp_path / "memory")
     assert got == online and sum("loss" in row for row in got) == plan.steps
-    plain = losses(compute_features(target, plan.samples, plan.spec.aux_layers), stream, plan, tmp_path / "plain")
+    plain = losses(
+        compute_features(target, plan.samples, plan.spec.aux_layers),
+        stream,
+        plan,
+        tmp_path / "plain",
+    )
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(got, plain, strict=True) if "loss" in a)
-    print(f"other batches of the target, one bf16 rounding apart: losses differ by {apart:.1e} at most")
+    print(
+        f"other batches of the target, one bf16 rounding apart: losses differ by {apart:.1e} at most"
+    )
     assert apart < 1e-2
     kept = sorted(path.name[:10] for path in (tmp_path / "s/features").glob("chunk-*"))
     assert len(kept) == 3 < len(streamed.chunks), kept  # the held-out chunk and the last two
@@ -100,7 +127,10 @@ def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream,
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_without_making_a_chunk_twice(tmp_path, stream, plan):
     whole = losses(
-        stream_features(stream, plan, OPTIONS, tmp_path / "a", "t", chunk_bytes=SMALL), stream, plan, tmp_path / "whole"
+        stream_features(stream, plan, OPTIONS, tmp_path / "a", "t", chunk_bytes=SMALL),
+        stream,
+        plan,
+        tmp_path / "whole",
     )
     cut = stream_features(stream, plan, OPTIONS, tmp_path / "b", "t", chunk_bytes=SMALL)
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +150,9 @@ def test_several_epochs_keep_every_chunk(tmp_path, stream, plan):
 
 
 def test_another_target_never_gets_these_chunks(tmp_path, stream, plan):
-    one, other = (stream_features(stream, plan, OPTIONS, tmp_path, name) for name in ("one", "other"))
+    one, other = (
+        stream_features(stream, plan, OPTIONS, tmp_path, name) for name in ("one", "other")
+    )
     assert isinstance(one, StreamedFeatures) and one.path(0) != other.path(0)
 
 
@@ -138,11 +170,16 @@ def test_what_features_names(text: str, source: tuple) -> None:
 
 
 def test_chunks_follow_the_first_epoch(plan, stream):
-    chunks, kept = chunks_in_order(plan.samples, split_data(plan.samples, OPTIONS), stream.spec, 3, SMALL)
+    chunks, kept = chunks_in_order(
+        plan.samples, split_data(plan.samples, OPTIONS), stream.spec, 3, SMALL
+    )
     used = [index for chunk in chunks for index in chunk]
     assert kept == 1 and sorted(used) == sorted(set(used)) == list(range(len(plan.samples)))
     size = 4 * 64 * 2
-    assert all(sum(len(plan.samples[i].tokens) for i in chunk) * size <= SMALL or len(chunk) == 1 for chunk in chunks)
+    assert all(
+        sum(len(plan.samples[i].tokens) for i in chunk) * size <= SMALL or len(chunk) == 1
+        for chunk in chunks
+    )
 
 
 def test_a_disk_too_small_for_every_epoch_is_named(tmp_path, stream, plan):
@@ -156,7 +193,17 @@ def test_a_disk_too_small_for_every_epoch_is_named(tmp_path, stream, plan):
 def test_the_command_killed_and_resumed(tmp_path, target_dir, data):
     config = tmp_path / "train.yaml"
     config.write_text("precision: fp32\nintermediate_size: 64\nbatch_size: 4\nepochs: 2\n")
-    base = [sys.executable, "-m", "trtspec", "train", str(target_dir), str(data), "--config", str(config), "--json"]
+    base = [
+        sys.executable,
+        "-m",
+        "trtspec",
+        "train",
+        str(target_dir),
+        str(data),
+        "--config",
+        str(config),
+        "--json",
+    ]
     base += ["--save-every", "1"]
 
     for name, way in (("memory", ["memory", "--acceptance-prompts", "0"]), ("whole", ["stream"])):
@@ -167,11 +214,16 @@ def test_the_command_killed_and_resumed(tmp_path, target_dir, data):
     output = tmp_path / "killed"
     line = [*base, "-o", str(output), "--features", "stream"]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    while process.poll() is None and (not (output / "training.jsonl").exists() or len(curve(output)) < 3):
+    while process.poll() is None and (
+        not (output / "training.jsonl").exists() or len(curve(output)) < 3
+    ):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     subprocess.run(line, capture_output=True, cwd=ROOT, check=True)
     assert curve(output) == curve(tmp_path / "whole")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole", "memory")]
+    weights = [
+        (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("killed", "whole", "memory")
+    ]
     assert weights[0] == weights[1] == weights[2]

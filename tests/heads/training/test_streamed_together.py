@@ -48,7 +48,12 @@ with process_group("cpu") as world:
 
 def processes(count: int, *arguments: object) -> list[dict]:
     port = str(free_port())
-    group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, *map(str, arguments)],
@@ -85,17 +90,23 @@ def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epoch
     assert alone["chunks"] > 3
     left = sorted(path.name for path in (tmp_path / "two/features").glob("chunk-*"))
     assert all(name.endswith(("0-of-2.safetensors", "1-of-2.safetensors")) for name in left)
-    assert len(left) == 2 * (3 if epochs == 1 else alone["chunks"])  # the held-out chunk and the last two
+    assert len(left) == 2 * (
+        3 if epochs == 1 else alone["chunks"]
+    )  # the held-out chunk and the last two
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "two/features").glob("chunk-*")}
     if epochs > 1:  # another number of processes takes the finished chunks up
         (again,) = processes(1, target_dir, data, tmp_path / "two", epochs)
         assert again == alone
-        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "two/features").glob("chunk-*")} == times
+        assert {
+            path: path.stat().st_mtime_ns for path in (tmp_path / "two/features").glob("chunk-*")
+        } == times
 
 
 def test_more_layers_than_memory_are_refused_at_the_start(target_dir, monkeypatch):
     """Each process holds a decoded layer; the message has the figures."""
     open_stream(target_dir, torch.float32, "cpu", World(0, 8, 0, local_size=8))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1e6})())
-    with pytest.raises(TrtspecError, match=r"TS-FEATURES-MEMORY a decoded layer .* each of 8 processes"):
+    with pytest.raises(
+        TrtspecError, match=r"TS-FEATURES-MEMORY a decoded layer .* each of 8 processes"
+    ):
         open_stream(target_dir, torch.float32, "cpu", World(0, 8, 0, local_size=8))

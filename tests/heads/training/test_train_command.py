@@ -13,7 +13,9 @@ SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 def trained(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("trained") / "head"
     options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
-    done = process("train", target_dir, data, "-o", output, *options, *SMALL, "--json", OMP_NUM_THREADS="1")
+    done = process(
+        "train", target_dir, data, "-o", output, *options, *SMALL, "--json", OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 0, done.stderr
     return output, json.loads(done.stdout)
 
@@ -21,14 +23,18 @@ def trained(tmp_path_factory, target_dir, data):
 def test_the_command_writes_and_measures_a_head(trained):
     output, record = trained
     (row, *_) = record["acceptance"]["rows"]
-    assert row["prompts"] == 2 and row["acceptance_length_interval"] is None  # too few prompts for one
+    assert (
+        row["prompts"] == 2 and row["acceptance_length_interval"] is None
+    )  # too few prompts for one
     assert row["steps"] == sum(row["histogram"])
     assert row["acceptance_length"] == pytest.approx(1 + row["accepted"] / row["steps"])
     assert {path.name for path in output.iterdir()} == {
         "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
         "best", ".trtspec", ".trtspec-train.jsonl",
     }  # fmt: skip
-    assert json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
+    assert (
+        json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
+    )
     card = (output / "README.md").read_text()
     assert "acceptance length" in card
     assert "trtspec serve" in card
@@ -67,7 +73,9 @@ def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     ],
 )
 def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, message):
-    done = trtspec("train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments)
+    done = trtspec(
+        "train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments
+    )
     assert done.status == 2
     assert message in done.stderr
 
@@ -77,13 +85,23 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
     from trtspec.errors import UsageError
 
     path = tmp_path / "train.yaml"
-    path.write_text("eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\nsave-every: 7\naux_layers: [1, 2, 3]\nanswer_only: true\n")
+    path.write_text(
+        "eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\nsave-every: 7\naux_layers: [1, 2, 3]\nanswer_only: true\n"
+    )
     command, _, told = with_file(TrainCommand(output=tmp_path / "head", config=path, ttt_steps=7))
     options = curve_options(command)
-    assert (options.eagle, options.ttt_steps, options.lr, options.answer_only) == ("3.1", 7, 1e-4, True)
+    assert (options.eagle, options.ttt_steps, options.lr, options.answer_only) == (
+        "3.1",
+        7,
+        1e-4,
+        True,
+    )
     assert (command.save_every, options.aux_layers) == (7, (1, 2, 3))
     assert told == {"eagle", "lr", "save_every", "aux_layers", "answer_only"}
-    for text, message in [("learning_rate: 1\n", "learning_rate"), ("epochs: three\n", "`epochs` three")]:
+    for text, message in [
+        ("learning_rate: 1\n", "learning_rate"),
+        ("epochs: three\n", "`epochs` three"),
+    ]:
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
             with_file(TrainCommand(output=tmp_path / "head", config=path))
@@ -92,7 +110,15 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
 def test_what_a_file_sets_and_the_run_does_not_use_is_refused(tmp_path, target_dir, data):
     path = tmp_path / "train.yaml"
     path.write_text("gpu: h200\n")
-    words = ("train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--config", str(path))
+    words = (
+        "train",
+        str(target_dir),
+        str(data),
+        "-o",
+        str(tmp_path / "head"),
+        "--config",
+        str(path),
+    )
     done = trtspec(*words)
     assert done.status == 2 and "gpu (--gpu) is not used by a training run" in done.stderr
     assert "Ways on h200" in trtspec(*words, "--dry-run").stdout

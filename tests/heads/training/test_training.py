@@ -19,7 +19,14 @@ from trtspec.models.weights import load_target
 OPTIONS = TrainOptions(seq_len=96, batch_size=8, epochs=4, held_out=0.2, precision="fp32", lr=3e-3)
 
 
-def train_once(target_dir: Path, data: Path, output: Path, options: TrainOptions, init: Path | None = None, **more):
+def train_once(
+    target_dir: Path,
+    data: Path,
+    output: Path,
+    options: TrainOptions,
+    init: Path | None = None,
+    **more,
+):
     model = load_target(target_dir, dtype=torch.float32)
     plan = make_plan(target_dir, model.spec, (str(data),), options, feature_source("memory"))
     on_step = more.pop("on_step", lambda _: None)
@@ -33,7 +40,12 @@ def curve(path: Path) -> list[dict]:
 
 def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
     log = output / "training.jsonl"
-    wait_for(lambda: process.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= count), 180)
+    wait_for(
+        lambda: (
+            process.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= count)
+        ),
+        180,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,9 @@ def test_the_head_learns_and_is_described(whole_run, target_dir):
     losses = [row["loss"] for row in curve(output) if "loss" in row]
     assert losses[-1] < losses[0] - 0.2
     assert record["training"]["samples"] + record["training"]["held_out"] == 40
-    assert record["training"]["tokens_seen"] == sum(row["tokens"] for row in curve(output) if "loss" in row)
+    assert record["training"]["tokens_seen"] == sum(
+        row["tokens"] for row in curve(output) if "loss" in row
+    )
     assert len(record["training"]["held_out_accuracy"]) == 3
     card = (output / "README.md").read_text()
     assert "No acceptance was measured on this head" in card and "estimated at 3 drafts" in card

@@ -7,7 +7,23 @@ from typing import Any
 from trtspec.trtllm.document import scalar
 from trtspec.trtllm.schema import Field, Schema
 
-WRONG: list[Any] = [None, -1, 0, 10**6, "x", "auto", True, 0.5, [], [1, 2], {}, "8", "YES", "2.0", {1: 2}]
+WRONG: list[Any] = [
+    None,
+    -1,
+    0,
+    10**6,
+    "x",
+    "auto",
+    True,
+    0.5,
+    [],
+    [1, 2],
+    {},
+    "8",
+    "YES",
+    "2.0",
+    {1: 2},
+]
 
 
 def written(schema: Schema, rng: random.Random) -> tuple[str, list[str]]:
@@ -27,7 +43,9 @@ def written(schema: Schema, rng: random.Random) -> tuple[str, list[str]]:
     if rng.random() < 0.5:
         spec = tree.setdefault("speculative_config", {})
         if isinstance(spec, dict):
-            spec.setdefault("decoding_type", rng.choice(["Eagle", "Eagle3", "eagle", "MTP", "NGram", "Egle"]))
+            spec.setdefault(
+                "decoding_type", rng.choice(["Eagle", "Eagle3", "eagle", "MTP", "NGram", "Egle"])
+            )
             if rng.random() < 0.5:
                 spec.setdefault("speculative_model_dir", "/heads/one")
     writer = _Writer(rng)
@@ -101,7 +119,9 @@ class _Writer:
             elif isinstance(value, list) and value and self.rng.random() < 0.3:
                 items = [f"{' ' * (depth + step)}- {scalar(item)}" for item in value]
                 lines += [f"{name}:{behind}", *self.lines(depth + step), *items]
-            elif isinstance(value, dict) and value and self.rng.random() < 0.3:  # brackets over several lines
+            elif (
+                isinstance(value, dict) and value and self.rng.random() < 0.3
+            ):  # brackets over several lines
                 pairs = [f"{scalar(k)}: {scalar(v)}" for k, v in value.items()]
                 inner = pairs[0]
                 for pair in pairs[1:]:

@@ -15,15 +15,21 @@ from trtspec.trtllm.schema import schema_for
 
 VERSIONS = ("1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")
 NEW = "1.4.0rc1"
-EAGLE = "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /h\n"
+EAGLE = (
+    "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /h\n"
+)
 
 
 def errors(findings: list[Finding]) -> Counter[tuple[str, str]]:
-    return Counter((finding.code, finding.key) for finding in findings if finding.severity == "error")
+    return Counter(
+        (finding.code, finding.key) for finding in findings if finding.severity == "error"
+    )
 
 
 def leaves(entries: dict[str, Entry]) -> dict[str, Any]:
-    return {path: entry.value for path, entry in entries.items() if not isinstance(entry.value, dict)}
+    return {
+        path: entry.value for path, entry in entries.items() if not isinstance(entry.value, dict)
+    }
 
 
 def check_one(seed: int) -> int:
@@ -34,9 +40,8 @@ def check_one(seed: int) -> int:
     before = Document.parse(text)
     assert not before.error, (before.error, text)
     after, corrected = fix(before, deployment)
-    shown = (
-        f"seed {seed}, {deployment.version}:\n{text}\n--- after {[(f.code, f.key) for f in corrected]}\n{after.text}"
-    )
+    applied = [(finding.code, finding.key) for finding in corrected]
+    shown = f"seed {seed}, {deployment.version}:\n{text}\n--- after {applied}\n{after.text}"
     yaml.safe_load(after.text)
     assert not errors(lint(after.text, deployment)) - errors(lint(text, deployment)), shown
     for comment in comments:
@@ -53,7 +58,9 @@ def check_one(seed: int) -> int:
     return len(corrected)
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+)
 def test_random_files(part: int) -> None:
     assert sum(check_one(seed) for seed in range(part * 50, part * 50 + 50)) > 10
 
@@ -62,7 +69,11 @@ def test_random_files(part: int) -> None:
 def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> None:
     """What a person wrote stays, and no value appears that nobody wrote but the published draft length."""
     rng, schema = random.Random(34), schema_for(NEW)
-    paths = [path for path in sorted(schema.fields) if "." not in path or path.startswith(("kv_cache", "moe_config."))]
+    paths = [
+        path
+        for path in sorted(schema.fields)
+        if "." not in path or path.startswith(("kv_cache", "moe_config."))
+    ]
     for _ in range(count):
         values: dict[str, Any] = {"speculative_config": yaml.safe_load(EAGLE)["speculative_config"]}
         for path in rng.sample(paths, 3):
@@ -70,13 +81,21 @@ def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> No
             place = values.setdefault(parent, {}) if parent else values
             name = name + rng.choice("xyz") if rng.random() < 0.4 else name
             if isinstance(place, dict):
-                place[name] = rng.choice(["60%", "${VALUE}", "{{ value }}", "three", [{"a": 1}], 17.5])
+                place[name] = rng.choice(
+                    ["60%", "${VALUE}", "{{ value }}", "three", [{"a": 1}], 17.5]
+                )
         text = yaml.safe_dump(values)
         fixed, _ = fix(text, Deployment(schema))
         before, after = leaves(Document.parse(text).entries), leaves(fixed.entries)
-        lost = {path for path in before if path not in after and repr(before[path]) not in map(repr, after.values())}
+        lost = {
+            path
+            for path in before
+            if path not in after and repr(before[path]) not in map(repr, after.values())
+        }
         assert lost <= set(schema.removed), (lost, text, fixed.text)
-        invented = {path for path in after if path not in before and after[path] not in before.values()}
+        invented = {
+            path for path in after if path not in before and after[path] not in before.values()
+        }
         assert not invented, (invented, text)
 
 
@@ -96,7 +115,12 @@ CASES = [
         None,
     ),
     ("a misspelt key is left to the user", NEW, "max_batchsize: 8\nmax_batch_size: 16\n", None),
-    ("a switch does not become a threshold and vanish", "1.3.0rc20", EAGLE + "  use_sa_spec: true\n", None),
+    (
+        "a switch does not become a threshold and vanish",
+        "1.3.0rc20",
+        EAGLE + "  use_sa_spec: true\n",
+        None,
+    ),
     ("a value that looks like another one", NEW, "kv_cache_config: {dtype: fp4}\n", None),
     (
         "case alone is certain",
@@ -122,7 +146,12 @@ CASES = [
         "sampler_type: auto  # old\n\n# about the interval\nstream_interval: 2\n",
         "# old\n\n# about the interval\nstream_interval: 2\n",
     ),
-    ("what a removed mapping holds is not dropped", NEW, "pytorch_backend_config: {use_cuda_graph: true}\n", None),
+    (
+        "what a removed mapping holds is not dropped",
+        NEW,
+        "pytorch_backend_config: {use_cuda_graph: true}\n",
+        None,
+    ),
     *(
         (f"{value} is reported and left alone", NEW, text.replace("?", value), None)
         for value in ('"60%"', "${KV_FRACTION}", '"{{ draft }}"', "three", "0")
@@ -131,16 +160,38 @@ CASES = [
             EAGLE.replace("max_draft_len: 3", "max_draft_len: ?"),
         )
     ),
-    ("a misspelt mapping gets no second one", NEW, EAGLE + "moe_cfg: {backend: TRTLLM}\nmax_batch_size: 512\n", None),
-    ("a wrapped file gets no key beside its wrapper", NEW, "llm_args:\n  kv_cache_config: {dtype: fp8}\n", None),
+    (
+        "a misspelt mapping gets no second one",
+        NEW,
+        EAGLE + "moe_cfg: {backend: TRTLLM}\nmax_batch_size: 512\n",
+        None,
+    ),
+    (
+        "a wrapped file gets no key beside its wrapper",
+        NEW,
+        "llm_args:\n  kv_cache_config: {dtype: fp8}\n",
+        None,
+    ),
     ("both names of one key", NEW, "kv_cache_dtype: fp8\nkv_cache_config: {dtype: auto}\n", None),
-    ("line ends of Windows", NEW, "kv_cache_dtype: fp8\r\n# c\r\n", "# c\r\nkv_cache_config:\r\n  dtype: fp8\r\n"),
+    (
+        "line ends of Windows",
+        NEW,
+        "kv_cache_dtype: fp8\r\n# c\r\n",
+        "# c\r\nkv_cache_config:\r\n  dtype: fp8\r\n",
+    ),
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
-    ("a merged key is not the file's own", NEW, "x: &x {num_eagle_layers: 3}\n" + EAGLE + "  <<: *x\n", None),
+    (
+        "a merged key is not the file's own",
+        NEW,
+        "x: &x {num_eagle_layers: 3}\n" + EAGLE + "  <<: *x\n",
+        None,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("version", "before", "after"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("version", "before", "after"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
 def test_each_file_that_was_made_worse(version: str, before: str, after: str | None) -> None:
     fixed, corrected = fix(before, Deployment(schema_for(version)))
     assert fixed.text == (before if after is None else after)
@@ -148,9 +199,20 @@ def test_each_file_that_was_made_worse(version: str, before: str, after: str | N
 
 
 def test_a_nested_key_is_added_nested() -> None:
-    edit = add_key(Document.parse("stream_interval: 2  # two\n"), "kv_cache_config.block_reuse_config.policy", "x")
-    assert edit.text == "stream_interval: 2  # two\nkv_cache_config:\n  block_reuse_config:\n    policy: x\n"
-    edit = add_key(Document.parse("kv_cache_config: {dtype: fp8}\n"), "kv_cache_config.block_reuse_config.policy", "x")
+    edit = add_key(
+        Document.parse("stream_interval: 2  # two\n"),
+        "kv_cache_config.block_reuse_config.policy",
+        "x",
+    )
+    assert (
+        edit.text
+        == "stream_interval: 2  # two\nkv_cache_config:\n  block_reuse_config:\n    policy: x\n"
+    )
+    edit = add_key(
+        Document.parse("kv_cache_config: {dtype: fp8}\n"),
+        "kv_cache_config.block_reuse_config.policy",
+        "x",
+    )
     assert edit.text == "kv_cache_config: {dtype: fp8, block_reuse_config: {policy: x}}\n"
     edit = add_key(Document.parse("kv_cache_config: {}  # kv\n"), "kv_cache_config.dtype", "fp8")
     assert edit.text == "kv_cache_config: {dtype: fp8}  # kv\n"

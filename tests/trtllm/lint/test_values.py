@@ -34,7 +34,10 @@ FIELDS: list[tuple[Field, Any]] = [
     (Field("a", "list[int]", not_empty=True), Annotated[list[int], Limits(min_length=1)]),
     (Field("a", "list[float]"), list[float]),
     (Field("a", "list[float]|null", items="increasing"), INCREASING | None),
-    (Field("a", "list[float]", not_empty=True, items="shares"), Annotated[SHARES, Limits(min_length=1)]),
+    (
+        Field("a", "list[float]", not_empty=True, items="shares"),
+        Annotated[SHARES, Limits(min_length=1)],
+    ),
     (Field("a", "list[list[int]]|str|null"), list[list[int]] | str | None),
     (Field("a", "dict[int,int]|null"), dict[int, int] | None),
     (Field("a", "dict[int,int]", not_empty=True), Annotated[dict[int, int], Limits(min_length=1)]),
@@ -43,7 +46,9 @@ FIELDS: list[tuple[Field, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "annotation"), FIELDS, ids=lambda item: getattr(item, "type", ""))
+@pytest.mark.parametrize(
+    ("field", "annotation"), FIELDS, ids=lambda item: getattr(item, "type", "")
+)
 def test_every_type_takes_what_pydantic_takes(field: Field, annotation: Any) -> None:
     adapter = TypeAdapter(annotation)
     for value in SAMPLES:

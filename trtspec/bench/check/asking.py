@@ -31,7 +31,10 @@ MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
 SAME = 1e-6  # nats within which two tokens are as likely
-BEHIND, DRAWN = 8, 8  # places that are scored one by one: behind a difference, and of a sampled answer
+BEHIND, DRAWN = (
+    8,
+    8,
+)  # places that are scored one by one: behind a difference, and of a sampled answer
 OTHER_SEEDS = 100_000
 EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
@@ -84,7 +87,12 @@ class Asker:
         if not ids:
             return found
         ends = {end, *self.tokenizer.eos_ids}
-        if found.finish == "stop" and found.kind not in ("stop", "json", "parameter") and ids[-1] not in ends and end:
+        if (
+            found.finish == "stop"
+            and found.kind not in ("stop", "json", "parameter")
+            and ids[-1] not in ends
+            and end
+        ):
             ids = (*ids, end)
         return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
 
@@ -117,12 +125,17 @@ def open_journal(path: Path) -> tuple[BinaryIO, dict[bytes, Exchange]]:
 # --- the target scores what was said ---
 
 
-async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
+async def score_answers(
+    asker: Asker, got: Sequence[Exchange]
+) -> tuple[list[Exchange], list[Exchange]]:
     """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
     answers to every request that shows a fault in `got`, and to every parameter."""
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
     drawn = [one for one in got if one.kind == "sampled"]
-    other = [replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS}) for one in drawn]
+    other = [
+        replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
+        for one in drawn
+    ]
     own = await asker.all([*texts, *other[: len(other) // 2]])
     if speculates(own):
         return list(got), own
@@ -146,7 +159,9 @@ async def score_answers(asker: Asker, got: Sequence[Exchange]) -> tuple[list[Exc
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
-    filled = [replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both]
+    filled = [
+        replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both
+    ]
     return filled[: len(got)], [*filled[len(got) :], *answered]
 
 
@@ -167,24 +182,38 @@ async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
     begin = len(_prompt(one))
     tokens, tops = logprobs.get("token_logprobs") or [], logprobs.get("top_logprobs") or []
     places = range(begin, begin + len(one.token_ids))
-    found = [_score(tokens[place], tops[place]) for place in places if place < min(len(tokens), len(tops))]
+    found = [
+        _score(tokens[place], tops[place])
+        for place in places
+        if place < min(len(tokens), len(tops))
+    ]
     return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
 
 
-async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...] | None) -> tuple[Score, ...]:
+async def _continued(
+    asker: Asker, one: Exchange, plain: tuple[int, ...] | None
+) -> tuple[Score, ...]:
     """Scores of some tokens, each from a continuation of one token: of a sampled answer at places drawn by its seed, of
     a greedy one from its first difference on."""
     places = list(range(len(one.token_ids)))
     if one.kind == "sampled":
         places = sorted(random.Random(one.key).sample(places, min(DRAWN, len(places))))
     else:
-        same = next((i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b), None)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b),
+            None,
+        )
         if same is None and plain is not None and one.token_ids == plain[: len(one.token_ids)]:
             return (EQUAL,) * len(one.token_ids)
         places = places[same or 0 :][:BEHIND]
     found = []
     for place in places:
-        body = {"prompt": [*_prompt(one), *one.token_ids[:place]], "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
+        body = {
+            "prompt": [*_prompt(one), *one.token_ids[:place]],
+            "max_tokens": 1,
+            "logprobs": TOP,
+            "temperature": 0.0,
+        }
         logprobs = await _logprobs(asker, body)
         top = (logprobs.get("top_logprobs") or [None])[0] or {}
         name = asker.tokenizer.decode([one.token_ids[place]])
@@ -204,16 +233,23 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 def _score(chosen: Any, top: Any) -> Score | None:
     """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
-    values = {str(name): value for name, listed in (top or {}).items() if (value := finite(listed)) is not None}
+    values = {
+        str(name): value
+        for name, listed in (top or {}).items()
+        if (value := finite(listed)) is not None
+    }
     if not values or not isinstance(chosen, (int, float)):
         return None
     best, last = max(values.values()), min(values.values())
-    near = {name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN}
+    near = {
+        name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN
+    }
     return Score(
         chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
         best=best,
         likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
-        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME) or math.exp(chosen),
+        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME)
+        or math.exp(chosen),
         total=min(1.0, sum(map(math.exp, values.values()))),
         listed=chosen > last - SAME,
         near=near if len(near) > 1 else {},

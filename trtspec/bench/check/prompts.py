@@ -25,10 +25,18 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
     },
 }
-CALLS = ("What is the weather in Paris and in Rome?", "What is the weather in Oslo?", "Is it raining in Lima?")
+CALLS = (
+    "What is the weather in Paris and in Rome?",
+    "What is the weather in Oslo?",
+    "Is it raining in Lima?",
+)
 FORM = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
@@ -64,22 +72,36 @@ class Prompts:
             yield self.chat(f"text {index}", "text", messages, "stream")
         for index, messages in enumerate(text[: 2 * few]):
             yield self.chat(f"text {index}", "text", messages, "chat")
-        for index, messages in enumerate(plain[: 2 * self.samples]):  # one answer a prompt: they are independent
+        for index, messages in enumerate(
+            plain[: 2 * self.samples]
+        ):  # one answer a prompt: they are independent
             drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": index}
             asked = self.raw(f"sampled {index}", "sampled", messages, **drawn)
-            if index % 2:  # a target that is sure of its answers shows no sampler; it is less sure of a user's words
-                asked = replace(asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])})
+            if (
+                index % 2
+            ):  # a target that is sure of its answers shows no sampler; it is less sure of a user's words
+                asked = replace(
+                    asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])}
+                )
             yield asked
         for index, messages in enumerate(self._long(text, few)):
             yield self.raw(f"long {index}", "long", messages)
         for index, (messages, tools) in enumerate(self._calls(few)):
             yield from self._parsed(f"call {index}", "call", messages, tools)
         for index, (messages, tools) in enumerate(self._calls(max(1, few // 2))):
-            yield from self._parsed(f"follow-up {index}", "follow-up", [*messages, *_called(tools)], tools, ("stream",))
+            yield from self._parsed(
+                f"follow-up {index}", "follow-up", [*messages, *_called(tools)], tools, ("stream",)
+            )
         for index, thing in enumerate(THINGS[:few]):
-            messages = [_user(f"Describe {thing} as a JSON object with its name and the number of its legs or days.")]
+            messages = [
+                _user(
+                    f"Describe {thing} as a JSON object with its name and the number of its legs or days."
+                )
+            ]
             for run in ("chat", "stream"):
-                yield self.chat(f"json {index}", "json", messages, run, quiet=True, response_format=FORMAT)
+                yield self.chat(
+                    f"json {index}", "json", messages, run, quiet=True, response_format=FORMAT
+                )
         for index, messages in enumerate(text[:few]):
             yield self.raw(f"stop {index}", "stop", messages, quiet=True)
         for index, (messages, quiet) in enumerate(self._read(text[0])):
@@ -92,14 +114,19 @@ class Prompts:
         plain, few = self._plain(), max(1, self.samples // 5)
         for index, messages in enumerate(plain[: 2 * few]):
             if base := known.get(f"text {index}"):
-                said = {"role": "assistant", "content": parse_reply(base.raw, False)["content"] or "..."}
+                said = {
+                    "role": "assistant",
+                    "content": parse_reply(base.raw, False)["content"] or "...",
+                }
                 more = [*messages, said, _user("Now say the same again, shorter.")]
                 yield self.raw(f"turn-2 {index}", "turn-2", more)
         for index, messages in enumerate(plain[:few]):
             base = known.get(f"stop {index}")
             if base and (word := stop_word(parse_reply(base.raw, False)["content"] or "")):
                 for run in ("chat", "stream"):
-                    asked = self.chat(f"stop {index}", "stop", messages, run, quiet=True, stop=[word])
+                    asked = self.chat(
+                        f"stop {index}", "stop", messages, run, quiet=True, stop=[word]
+                    )
                     yield replace(asked, run=f"{run} with stop")
         yield from self._parameters(known)
         for one in answers:
@@ -114,21 +141,40 @@ class Prompts:
     def raw(self, key: str, kind: str, messages: list[Message], tools: Any = None, quiet: bool = False,
             **fields: Any) -> Exchange:  # fmt: skip
         """A streamed completion of our own template's token ids."""
-        _, prompt = self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **self._quiet(quiet)})
-        body = {"prompt": prompt, "max_tokens": self._limit(quiet), "temperature": 0.0, "stream": True, **self.ids}
+        _, prompt = self.tokenizer.encode_chat(
+            messages, tools, **{"thinking": None, **self._quiet(quiet)}
+        )
+        body = {
+            "prompt": prompt,
+            "max_tokens": self._limit(quiet),
+            "temperature": 0.0,
+            "stream": True,
+            **self.ids,
+        }
         return Exchange(key=key, kind=kind, run="ids", path=RAW, body=body | fields)
 
     def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None, quiet: bool = False,
              **fields: Any) -> Exchange:  # fmt: skip
-        body: dict[str, Any] = {"messages": messages, "max_tokens": self._limit(quiet), "temperature": 0.0}
+        body: dict[str, Any] = {
+            "messages": messages,
+            "max_tokens": self._limit(quiet),
+            "temperature": 0.0,
+        }
         body |= {"tools": tools, "tool_choice": "auto"} if tools else {}
         body |= {"chat_template_kwargs": found} if (found := self._quiet(quiet)) else {}
         body |= {"stream": True} if run == "stream" else {}
-        body.update({} if "detokenize" in self.ids else self.ids)  # without text there would be nothing to compare
+        body.update(
+            {} if "detokenize" in self.ids else self.ids
+        )  # without text there would be nothing to compare
         return Exchange(key=key, kind=kind, run=run, body=body | fields)
 
     def _parsed(
-        self, key: str, kind: str, messages: list[Message], tools: Any, runs: Sequence[str] = ("chat", "stream")
+        self,
+        key: str,
+        kind: str,
+        messages: list[Message],
+        tools: Any,
+        runs: Sequence[str] = ("chat", "stream"),
     ) -> Iterator[Exchange]:
         yield self.raw(key, kind, messages, tools, quiet=True)
         for run in runs:
@@ -136,11 +182,15 @@ class Prompts:
 
     def _plain(self) -> list[list[Message]]:
         """Conversations of text without tools."""
-        return [one.first_request()[0] for one in self.questions if not (one.tools or one.has_pictures)]
+        return [
+            one.first_request()[0] for one in self.questions if not (one.tools or one.has_pictures)
+        ]
 
     def _quiet(self, quiet: bool) -> dict[str, Any]:
         """Template variables that turn thinking off."""
-        return {"thinking": False} if quiet and "thinking" in self.tokenizer.template.variables else {}
+        return (
+            {"thinking": False} if quiet and "thinking" in self.tokenizer.template.variables else {}
+        )
 
     def _limit(self, quiet: bool) -> int:
         return THINKING_TOKENS if quiet and not self._quiet(True) else self.max_tokens
@@ -148,16 +198,23 @@ class Prompts:
     def _calls(self, count: int) -> list[tuple[list[Message], list[Message]]]:
         """Questions that offer tools: those of the data set, then our own."""
         own = [([_user(text)], [TOOL]) for text in CALLS]
-        return [*own[:1], *(one.first_request() for one in self.questions if one.tools), *own[1:]][:count]
+        return [*own[:1], *(one.first_request() for one in self.questions if one.tools), *own[1:]][
+            :count
+        ]
 
     def _read(self, messages: list[Message]) -> list[tuple[list[Message], bool]]:
         """Conversations that templates render differently: with a system prompt, thinking on and off."""
         bare = [one for one in messages if one["role"] != "system"]
-        return [*(([{"role": "system", "content": text}, *bare], False) for text in SYSTEM), (bare, True)]
+        return [
+            *(([{"role": "system", "content": text}, *bare], False) for text in SYSTEM),
+            (bare, True),
+        ]
 
     def _long(self, texts: Sequence[list[Message]], count: int) -> Iterator[list[Message]]:
         """Documents of `context` tokens with a question behind; no two begin alike."""
-        corpus = self.tokenizer.encode("\n\n".join(str(one[-1]["content"]) for one in texts) + "\n\n")
+        corpus = self.tokenizer.encode(
+            "\n\n".join(str(one[-1]["content"]) for one in texts) + "\n\n"
+        )
         for index in range(count if self.context else 0):
             start = len(corpus) * index // count
             words = (corpus[start:] + corpus * (1 + self.context // len(corpus)))[: self.context]
@@ -166,7 +223,9 @@ class Prompts:
 
     def _opening(self, prompt: list[int]) -> list[int]:
         """A prompt up to the first quarter of the last user's words, for the target to write on."""
-        end, begin = (self.tokenizer.special_tokens[mark] for mark in ("<|im_end|>", "<|im_middle|>"))
+        end, begin = (
+            self.tokenizer.special_tokens[mark] for mark in ("<|im_end|>", "<|im_middle|>")
+        )
         last = len(prompt) - prompt[::-1].index(end) - 1
         first = last - prompt[:last][::-1].index(begin)
         return prompt[: first + (last - first) // 4]
@@ -186,11 +245,20 @@ class Prompts:
                 "top_p": {"temperature": 1.0, "top_p": 1e-6, "seed": 7},
             }
             if base.finish == "stop":
-                probes["min_tokens"] = {"min_tokens": len(base.token_ids) + 8, "max_tokens": len(base.token_ids) + 16}
+                probes["min_tokens"] = {
+                    "min_tokens": len(base.token_ids) + 8,
+                    "max_tokens": len(base.token_ids) + 16,
+                }
             for name, fields in probes.items():
                 if name not in self.withheld:
                     body = base.body | fields
-                    yield Exchange(key=f"{name} {index}", kind="parameter", run="ids", path=base.path, body=body)
+                    yield Exchange(
+                        key=f"{name} {index}",
+                        kind="parameter",
+                        run="ids",
+                        path=base.path,
+                        body=body,
+                    )
 
 
 def request_of(asked: Exchange) -> Exchange:
@@ -203,7 +271,11 @@ def stop_word(content: str) -> str | None:
     words = content.split(" ")
     for start in range(len(words) // 3, len(words) - 2):
         phrase = " ".join(words[start : start + 2])
-        if len(phrase) > 3 and phrase == phrase.strip() and content.find(phrase) == len(" ".join(words[:start])) + 1:
+        if (
+            len(phrase) > 3
+            and phrase == phrase.strip()
+            and content.find(phrase) == len(" ".join(words[:start])) + 1
+        ):
             return phrase
     return None
 
@@ -226,5 +298,12 @@ def _called(tools: Sequence[Message]) -> list[Message]:
     arguments = {name: "Paris" for name in function.get("parameters", {}).get("properties", {})}
     call = {"name": function["name"], "arguments": json.dumps(arguments)}
     name = f"functions.{function['name']}:0"
-    said = {"role": "assistant", "content": "", "tool_calls": [{"id": name, "type": "function", "function": call}]}
-    return [said, {"role": "tool", "tool_call_id": name, "content": '{"result": "sunny, 24 degrees"}'}]
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": name, "type": "function", "function": call}],
+    }
+    return [
+        said,
+        {"role": "tool", "tool_call_id": name, "content": '{"result": "sunny, 24 degrees"}'},
+    ]

@@ -23,7 +23,9 @@ CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 w
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler
-KEPT_DRAFTS = 0.8  # accepted drafts per step over those of the same texts before: below it is a regression
+KEPT_DRAFTS = (
+    0.8  # accepted drafts per step over those of the same texts before: below it is a regression
+)
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 MIN_STEPS = 50  # below, acceptance says nothing
 RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
@@ -85,7 +87,9 @@ def faulty(got: Sequence[Exchange]) -> set[Name]:
 
 
 def _new(mine: dict[Name, str], theirs: dict[Name, str]) -> tuple[str, ...]:
-    return tuple(f"{key} ({run}): {fault}" for (key, run), fault in mine.items() if (key, run) not in theirs)
+    return tuple(
+        f"{key} ({run}): {fault}" for (key, run), fault in mine.items() if (key, run) not in theirs
+    )
 
 
 # --- answers ---
@@ -98,11 +102,19 @@ def answers(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     mine = {name: fault for name, fault in _failures(got).items() if name not in refused}
     late, seen = _at_once(got)
     if late and not _at_once(plain)[0]:
-        mine["streams", "all"] = f"{late} of {seen} came at once: a proxy or the server holds them back"
+        mine["streams", "all"] = (
+            f"{late} of {seen} came at once: a proxy or the server holds them back"
+        )
     asked = [one for one in got if not (one.refused and one.kind == "parameter")]
     looked = [one for one in asked if one.name not in refused]
-    why = f"refused by name: {', '.join(sorted({key for key, _ in refused}))}" if len(looked) < len(asked) else ""
-    return judged("answers", seen=len(looked), of=len(asked), faults=_new(mine, _failures(plain)), why=why)
+    why = (
+        f"refused by name: {', '.join(sorted({key for key, _ in refused}))}"
+        if len(looked) < len(asked)
+        else ""
+    )
+    return judged(
+        "answers", seen=len(looked), of=len(asked), faults=_new(mine, _failures(plain)), why=why
+    )
 
 
 def _failures(exchanges: Sequence[Exchange]) -> dict[Name, str]:
@@ -113,7 +125,11 @@ def _failures(exchanges: Sequence[Exchange]) -> dict[Name, str]:
 def _at_once(exchanges: Sequence[Exchange]) -> tuple[int, int]:
     """(streams that came at once, streams that are long enough to tell). A proxy holds back every stream; where some
     came as they were made, the others waited for a busy machine, and the first figure is 0."""
-    long = [one for one in exchanges if one.answered and one.body.get("stream") and _size(one) > TOKENS_PER_ARRIVAL]
+    long = [
+        one
+        for one in exchanges
+        if one.answered and one.body.get("stream") and _size(one) > TOKENS_PER_ARRIVAL
+    ]
     late = sum(_size(one) > TOKENS_PER_ARRIVAL * one.arrivals for one in long)
     return (late if late == len(long) else 0), len(long)
 
@@ -131,7 +147,13 @@ def prompts(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
     asked = [one for one in got if one.answered and one.key in expected]
     counted = [one for one in asked if one.prompt_ids or one.prompt_tokens]
     faults = _new(_misread(got, expected), _misread(plain, expected))
-    return judged("prompts", seen=len(counted), of=len(asked), faults=faults, why="" if counted else "no token counts")
+    return judged(
+        "prompts",
+        seen=len(counted),
+        of=len(asked),
+        faults=faults,
+        why="" if counted else "no token counts",
+    )
 
 
 def _prompts(exchanges: Sequence[Exchange]) -> dict[str, list[int]]:
@@ -148,7 +170,9 @@ def _misread(exchanges: Sequence[Exchange], expected: dict[str, list[int]]) -> d
         if count and count != len(want):
             found[one.name] = f"read {count} tokens, the chat template gives {len(want)}"
         elif one.prompt_ids and list(one.prompt_ids) != want:
-            place = next(i for i, (a, b) in enumerate(zip(one.prompt_ids, want, strict=True)) if a != b)
+            place = next(
+                i for i, (a, b) in enumerate(zip(one.prompt_ids, want, strict=True)) if a != b
+            )
             found[one.name] = f"token {place} of the prompt differs from the chat template's"
     return found
 
@@ -178,7 +202,9 @@ def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why:
     seen = sum(bool(one.scores) for one in asked)
     if asked and seen and not why:
         why = f"at most {max(regrets.values()):.3f} nats behind, without speculation {rounding:.3f}"
-    return judged("greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores"))
+    return judged(
+        "greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores")
+    )
 
 
 def regret(one: Exchange) -> float:
@@ -186,15 +212,21 @@ def regret(one: Exchange) -> float:
 
 
 def _differs(one: Exchange) -> str:
-    worst = max(range(len(one.scores)), key=lambda place: one.scores[place].best - one.scores[place].chosen)
-    return f"{one.key} ({one.run}): token {worst} is {regret(one):.2f} nats behind the target's best"
+    worst = max(
+        range(len(one.scores)), key=lambda place: one.scores[place].best - one.scores[place].chosen
+    )
+    return (
+        f"{one.key} ({one.run}): token {worst} is {regret(one):.2f} nats behind the target's best"
+    )
 
 
 def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
     """Whether `mine` of `of` are more than `theirs` of `among` explain: Fisher's exact test, one-sided."""
     total, found = of + among, mine + theirs
     ways = math.comb(total, found)
-    tail = sum(math.comb(of, k) * math.comb(among, found - k) for k in range(mine, min(of, found) + 1))
+    tail = sum(
+        math.comb(of, k) * math.comb(among, found - k) for k in range(mine, min(of, found) + 1)
+    )
     return mine > 0 and tail / ways < ALPHA
 
 
@@ -211,22 +243,40 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row
     scored = [one for one in asked if one.scores]
     mine, theirs = log_e(scored), log_e([one for one in plain if is_sampled(one) and one.scores])
     if theirs > math.log(1 / ALPHA):
-        return judged("sampled", of=len(asked), why="the server without speculation does not sample exactly either")
+        return judged(
+            "sampled",
+            of=len(asked),
+            why="the server without speculation does not sample exactly either",
+        )
     tokens = sum(len(one.scores) for one in scored)
-    if scored and mine <= math.log(1 / ALPHA) and log_e(scored, greedily=True) <= math.log(1 / ALPHA):
+    if (
+        scored
+        and mine <= math.log(1 / ALPHA)
+        and log_e(scored, greedily=True) <= math.log(1 / ALPHA)
+    ):
         why = f"the target is so sure of these {tokens} tokens that an ignored temperature would not show: ask more"
         return judged("sampled", of=len(asked), why=why)
     if not why:
-        why = f"log e {mine:.1f} over {tokens} tokens, without speculation {theirs:.1f}" if scored else "no scores"
+        why = (
+            f"log e {mine:.1f} over {tokens} tokens, without speculation {theirs:.1f}"
+            if scored
+            else "no scores"
+        )
     faults: tuple[str, ...] = ()
     if mine > math.log(1 / ALPHA):
-        faults = (f"{tokens} tokens at temperature 1 are not drawn from the target's distribution (log e {mine:.1f})",)
+        faults = (
+            f"{tokens} tokens at temperature 1 are not drawn from the target's distribution (log e {mine:.1f})",
+        )
     return judged("sampled", seen=len(scored), of=len(asked), faults=faults, why=why)
 
 
 BETS = tuple(
     (shape, size)
-    for shape in (lambda u: 2 * u - 1, lambda u: math.cos(2 * math.pi * u), lambda u: math.cos(4 * math.pi * u))
+    for shape in (
+        lambda u: 2 * u - 1,
+        lambda u: math.cos(2 * math.pi * u),
+        lambda u: math.cos(4 * math.pi * u),
+    )
     for size in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)
 )
 
@@ -237,11 +287,18 @@ def log_e(exchanges: Sequence[Exchange], greedily: bool = False) -> float:
     each token had been the best one."""
     dice = random.Random(0)
     scores = [score for one in exchanges for score in one.scores]
-    places = [dice.random() * math.exp(score.best) if greedily else _place(score, dice.random()) for score in scores]
+    places = [
+        dice.random() * math.exp(score.best) if greedily else _place(score, dice.random())
+        for score in scores
+    ]
     # where the target is sure, every sampler is right: half of the stake is on the other tokens alone
-    unsure = [place for place, score in zip(places, scores, strict=True) if math.exp(score.best) < SURE]
+    unsure = [
+        place for place, score in zip(places, scores, strict=True) if math.exp(score.best) < SURE
+    ]
     bets = [(places, *bet) for bet in BETS] + [(unsure, *bet) for bet in BETS]
-    logs = [sum(math.log1p(size * shape(place)) for place in chosen) for chosen, shape, size in bets]
+    logs = [
+        sum(math.log1p(size * shape(place)) for place in chosen) for chosen, shape, size in bets
+    ]
     most = max(logs)
     return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
 
@@ -286,18 +343,25 @@ def _expected(one: Exchange, known: Sequence[Exchange]) -> list[Parts]:
     """What the message may be: the parse of its own tokens, else of the tokens of any answer to the same prompt."""
     if one.kind == "json":
         return [_parts(one)]  # its form is judged alone
-    raws = [one.raw] if one.raw else [other.raw for other in known if other.key == one.key and other.raw]
+    raws = (
+        [one.raw]
+        if one.raw
+        else [other.raw for other in known if other.key == one.key and other.raw]
+    )
     found = []
     for reasoning, text, calls in map(_parsed, raws):
         ends = [place for word in one.body.get("stop") or [] if (place := text.find(word)) >= 0]
-        found.append((reasoning, text[: min(ends)].strip(), ()) if ends else (reasoning, text, calls))
+        found.append(
+            (reasoning, text[: min(ends)].strip(), ()) if ends else (reasoning, text, calls)
+        )
     return found
 
 
 def _parsed(raw: str) -> Parts:
     message = parse_reply(raw, False)
     calls = tuple(
-        (call["function"]["name"], _normal(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+        (call["function"]["name"], _normal(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
     )
     return message.get("reasoning_content", "").strip(), (message["content"] or "").strip(), calls
 
@@ -329,7 +393,8 @@ def _tied(one: Exchange, known: Sequence[Exchange]) -> bool:
             text = one.reasoning + one.content
             base = "".join(_parsed(other.raw)[:2])
             same = next(
-                (i for i, (a, b) in enumerate(zip(text, base, strict=False)) if a != b), min(len(text), len(base))
+                (i for i, (a, b) in enumerate(zip(text, base, strict=False)) if a != b),
+                min(len(text), len(base)),
             )
             token = len(other.token_ids) * same // max(1, len(base))
             if any(score.near for score in other.scores[max(0, token - 2) : token + 2]):
@@ -347,7 +412,11 @@ def _form_fault(one: Exchange) -> str | None:
         return f"finish_reason is length after {one.completion_tokens or size} of {limit} tokens"
     if "prompt" in one.body:
         seen = one.content.strip()
-        return "the text is not that of its tokens" if seen and one.raw and seen not in one.raw else None
+        return (
+            "the text is not that of its tokens"
+            if seen and one.raw and seen not in one.raw
+            else None
+        )
     if one.unindexed:
         return "fragments of calls without an index"
     ids = [call["id"] for call in one.calls]
@@ -382,7 +451,9 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> 
     refused = {one.key.split()[0] for one in got if one.kind == "parameter" and one.refused}
     seen = {name for name in mine.keys() | refused if name in theirs or name in refused}
     lost = [name for name, here in mine.items() if not here and theirs.get(name)]
-    faults = tuple(f"{name} has no effect, and has one without speculation" for name in sorted(lost))
+    faults = tuple(
+        f"{name} has no effect, and has one without speculation" for name in sorted(lost)
+    )
     why = why or (f"refused by name: {', '.join(sorted(refused))}" if refused else "")
     return judged("parameters", seen=len(seen), of=len(asked), faults=faults, why=why)
 
@@ -420,12 +491,20 @@ def _shows(one: Exchange, base: Exchange) -> bool:
 def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
     """Tokens per step at or above the floor, never the same in each step, and no fewer where the same text comes from a
     warm cache, in a crowd or after it."""
-    streams = [one for one in got if one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")]
+    streams = [
+        one
+        for one in got
+        if one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")
+    ]
     asked = [one for one in streams if one.answered]
     stepped = [one for one in asked if one.steps and _size(one) > 1]
     tokens, steps = _tokens_and_steps(stepped)
     if steps < MIN_STEPS:
-        why = f"{steps} steps, and {MIN_STEPS} are needed" if stepped else "neither chunks nor the server show steps"
+        why = (
+            f"{steps} steps, and {MIN_STEPS} are needed"
+            if stepped
+            else "neither chunks nor the server show steps"
+        )
         why += f" (for {floor:g} tokens per step)" if floor else ""
         return judged("acceptance", of=len(asked), why=why)
     length = tokens / steps
@@ -433,8 +512,14 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
     faults = [f"{why}, {floor:g} wanted"] if floor and length < floor else []
     if not speculates(stepped) and not faults:
         return judged("acceptance", of=len(asked), why=f"{why}: no draft was accepted")
-    sizes = Counter(b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False))
-    faults += [f"every step brought {forced} tokens: forced acceptance"] if (forced := forced_sizes(sizes)) else []
+    sizes = Counter(
+        b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False)
+    )
+    faults += (
+        [f"every step brought {forced} tokens: forced acceptance"]
+        if (forced := forced_sizes(sizes))
+        else []
+    )
     faults += [fall for run in ("warm", "crowd", "later") for fall in _acceptance_fell(got, run)]
     faults += _collapsed(got, length)
     return judged("acceptance", seen=len(stepped), of=len(asked), faults=faults, why=why)
@@ -464,7 +549,9 @@ def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
     """A fault where equal texts saved fewer steps in this run than in the first one, whose name is "ids": under
     KEPT_DRAFTS of them, and beyond chance. A step that brings two tokens saves one."""
     first = {one.key: one for one in got if one.run == "ids" and one.steps}
-    pairs = [(first[one.key], one) for one in got if one.run == run and one.steps and one.key in first]
+    pairs = [
+        (first[one.key], one) for one in got if one.run == run and one.steps and one.key in first
+    ]
     pairs = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
     steps_before, steps_now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
     tokens = sum(_size(a) - 1 for a, _ in pairs)  # the first one comes from the prompt's own pass
@@ -472,7 +559,9 @@ def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
         return []
     if not more_often(steps_now, tokens, steps_before, tokens):
         return []
-    return [f"{run}: {tokens / steps_now:.2f} tokens per step for the same texts, {tokens / steps_before:.2f} at first"]
+    return [
+        f"{run}: {tokens / steps_now:.2f} tokens per step for the same texts, {tokens / steps_before:.2f} at first"
+    ]
 
 
 def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:
@@ -481,7 +570,9 @@ def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:
     accepted = tokens - steps
     if steps < MIN_STEPS / 2 or accepted > COLLAPSE * (length - 1) * steps:
         return []
-    return [f"long prompts: {1 + accepted / steps:.2f} tokens per step, {length:.2f} for short ones"]
+    return [
+        f"long prompts: {1 + accepted / steps:.2f} tokens per step, {length:.2f} for short ones"
+    ]
 
 
 # --- the verdict ---
@@ -497,21 +588,34 @@ class Verdict:
     @property
     def missing(self) -> list[Row]:
         """Unmeasured rows that the user does not accept as such."""
-        return [row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted]
+        return [
+            row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted
+        ]
 
     @property
     def word(self) -> str:
-        return "NOT SAFE" if any(row.faults for row in self.rows) else "NOT PROVEN" if self.missing else "SAFE"
+        return (
+            "NOT SAFE"
+            if any(row.faults for row in self.rows)
+            else "NOT PROVEN"
+            if self.missing
+            else "SAFE"
+        )
 
     @property
     def line(self) -> str:
         failed = [row for row in self.rows if row.status == "fail"]
         if failed:
-            counts = {row.name: f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}" for row in failed}
+            counts = {
+                row.name: f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}"
+                for row in failed
+            }
             reasons = (f"{row.name}: {counts[row.name]} (first: {row.faults[0]})" for row in failed)
             return f"NOT SAFE: {'; '.join(reasons)}"
         if self.missing:
             reasons = (f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing)
             return f"NOT PROVEN: {'; '.join(reasons)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
-        return "SAFE: the same output as without speculation" + (f"; not measured: {', '.join(rest)}" if rest else "")
+        return "SAFE: the same output as without speculation" + (
+            f"; not measured: {', '.join(rest)}" if rest else ""
+        )

@@ -25,7 +25,13 @@ from trtspec.bench.results import (
     inter_token,
     speed_ratio,
 )
-from trtspec.bench.statistics import add_histograms, by_category, length_ratio, per_question, summarize
+from trtspec.bench.statistics import (
+    add_histograms,
+    by_category,
+    length_ratio,
+    per_question,
+    summarize,
+)
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 from trtspec.client.text_quality import OutputQuality, judge_run
@@ -52,7 +58,11 @@ def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
 
 def describe_target(target: MeasuredEndpoint) -> EndpointResult:
     """One endpoint: pooled acceptance over all levels, by category, and one entry per level."""
-    answers, pooled, by_itself = target.answers(), counts_of(target.rounds), counts_of(target.category_rounds)
+    answers, pooled, by_itself = (
+        target.answers(),
+        counts_of(target.rounds),
+        counts_of(target.category_rounds),
+    )
     workload = target.workload
     levels = [[run for run in target.rounds if run.level == level] for level in workload.levels]
     return EndpointResult(
@@ -86,7 +96,10 @@ def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> Lev
         rate=level.rate,
         categories=by_category(counts),
         throughput=throughput(rounds, promise),
-        rounds=[round(total_rate([run for run in rounds if run.number == number]), 3) for number in numbers],
+        rounds=[
+            round(total_rate([run for run in rounds if run.number == number]), 3)
+            for number in numbers
+        ],
         degeneration=quality_of([answer for run in rounds for answer in run.answers]),
     )
 
@@ -108,7 +121,9 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
         output_tokens=tokens,
         wall_s=round(wall, 4),
         tokens_per_s=round(tokens / wall, 3) if wall else None,
-        tokens_per_s_per_user=spread_of([a.completion_tokens / s for a, s in waited if a.completion_tokens and s > 0]),
+        tokens_per_s_per_user=spread_of(
+            [a.completion_tokens / s for a, s in waited if a.completion_tokens and s > 0]
+        ),
         ttft_s=spread_of([a.first_token - a.started for a in answers if a.first_token is not None]),
         inter_token_s=spread_of([gap for a in answers if (gap := inter_token(a)) is not None]),
         itl_s=spread_of([float(gap) for chunks in times for gap in np.diff(chunks)]),
@@ -153,7 +168,9 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
                 category=first.category,
                 tokens=sum(answer.completion_tokens for answer in answers),
                 seconds=round(sum(answer.finished - answer.started for answer in answers), 6),
-                ttft_s=None if first.first_token is None else round(first.first_token - first.started, 6),
+                ttft_s=None
+                if first.first_token is None
+                else round(first.first_token - first.started, 6),
             )
         )
     return found
@@ -182,7 +199,9 @@ def find_problems(target: MeasuredEndpoint) -> list[Problem]:
     counts = counts_of(target.rounds)
     found = [
         *in_answers(target.answers()),
-        *without_acceptance(target.server.kind, counts or counts_of(target.category_rounds), target.unmeasured),
+        *without_acceptance(
+            target.server.kind, counts or counts_of(target.category_rounds), target.unmeasured
+        ),
         *in_counts(counts, target.answers()),
         *in_request(target.limits, target.workload.body()),
         *too_few(counts or counts_of(target.category_rounds)),
@@ -215,21 +234,31 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
         yield "TS-BENCH-BUFFERED", "warning", message
 
 
-def without_acceptance(kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]) -> Findings:
+def without_acceptance(
+    kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]
+) -> Findings:
     """That acceptance is not measured, in whole or in part. `unmeasured`: why."""
-    code, start = "TS-BENCH-NO-ACCEPTANCE", f"acceptance is {'measured in part' if counts else 'not measured'}"
+    code, start = (
+        "TS-BENCH-NO-ACCEPTANCE",
+        f"acceptance is {'measured in part' if counts else 'not measured'}",
+    )
     if unmeasured := list(dict.fromkeys(unmeasured)):
         more = f", and {len(unmeasured) - SHOWN} more" if len(unmeasured) > SHOWN else ""
         yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}"
     elif not counts:
-        message = f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
+        message = (
+            f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
+        )
         yield code, "info", message
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
     """Drafts of which the target accepts none; acceptance that a server makes up; counters around a run that hold
     requests of others."""
-    steps, drafted = sum(count.steps for count in counts), sum(count.drafted or 0 for count in counts)
+    steps, drafted = (
+        sum(count.steps for count in counts),
+        sum(count.drafted or 0 for count in counts),
+    )
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
@@ -239,12 +268,15 @@ def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findin
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
     histogram = add_histograms(count.histogram for count in counts) or []
     each = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
-    if each and not quality_of(answers).degenerate:  # on a loop a drafter may yield the same in each step
+    if (
+        each and not quality_of(answers).degenerate
+    ):  # on a loop a drafter may yield the same in each step
         message = f"every step brought {each} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
         yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message
     pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
     tokens, verified, asked, surplus = (
-        sum(getattr(count, key) for count in pooled) for key in ("tokens", "steps", "answers", "surplus")
+        sum(getattr(count, key) for count in pooled)
+        for key in ("tokens", "steps", "answers", "surplus")
     )
     drafts = sum(count.drafted or 0 for count in pooled) / max(1, verified)
     reason = ""
@@ -272,7 +304,11 @@ def too_few(counts: Sequence[TurnCounts]) -> Findings:
     """An acceptance length that is too uncertain to judge by, with how many questions would do."""
     summary, found = summarize(counts), length_ratio(counts)
     length = summary.acceptance_length
-    if length is None or (found and found.high / found.value - 1 <= WIDE) or (counts and not per_question(counts)):
+    if (
+        length is None
+        or (found and found.high / found.value - 1 <= WIDE)
+        or (counts and not per_question(counts))
+    ):
         return
     needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
     message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "
@@ -283,7 +319,9 @@ def too_few(counts: Sequence[TurnCounts]) -> Findings:
 def overloaded(rounds: Sequence[Round]) -> Findings:
     """A request rate that the server cannot keep: waiting grows with the length of the run. One finding is enough."""
     for run in rounds:
-        ordered = sorted((a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started)
+        ordered = sorted(
+            (a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started
+        )
         if run.level.rate is None or len(ordered) < ENOUGH_ANSWERS:
             continue
         waits = [a.first_token - a.started for a in ordered]  # type: ignore[operator]
@@ -301,11 +339,19 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
 
 def underfilled(rounds: Sequence[Round]) -> Findings:
     """The highest load that a round had too few conversations to reach; one finding is enough."""
-    asked: dict[tuple[int, int], set[str]] = defaultdict(set)  # by load and round: a resumed round has several parts
+    asked: dict[tuple[int, int], set[str]] = defaultdict(
+        set
+    )  # by load and round: a resumed round has several parts
     for run in rounds:
         if run.level.rate is None:
             asked[run.level.concurrency, run.number] |= {answer.question for answer in run.answers}
-    missed = [(load, len(questions)) for (load, _), questions in asked.items() if len(questions) < load]
+    missed = [
+        (load, len(questions)) for (load, _), questions in asked.items() if len(questions) < load
+    ]
     if missed:
-        message = "concurrency {}: a round had {} questions, so that no more were ever in flight".format(*max(missed))
+        message = (
+            "concurrency {}: a round had {} questions, so that no more were ever in flight".format(
+                *max(missed)
+            )
+        )
         yield "TS-BENCH-FEW-QUESTIONS", "info", message

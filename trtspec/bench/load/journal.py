@@ -59,7 +59,9 @@ class RunJournal:
     """The journal of a run; without a path it keeps nothing. `segment` counts the processes that worked on it."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], restart: bool = False) -> None:
-        self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
+        self.journal = (
+            Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
+        )
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
         # entries by round (endpoint, label of the load and number), and by the process that wrote them
@@ -72,24 +74,35 @@ class RunJournal:
             elif key.startswith("server "):
                 self.servers[entry["endpoint"]] = entry["server"]
             else:
-                self.stored.setdefault(entry["round"], {}).setdefault(entry["segment"], []).append(entry)
+                self.stored.setdefault(entry["round"], {}).setdefault(entry["segment"], []).append(
+                    entry
+                )
         self._write(f"begin {self.segment}")
 
     def served_by(self, endpoint: str, server: DetectedServer) -> None:
         """Notes what answers as `endpoint`. Raises UsageError if another server gave its recorded answers."""
         found, before = asdict(server), self.servers.get(endpoint, {})
         if any(name.startswith(f"{endpoint}|") for name in self.stored):
-            known = {key: value for key, value in before.items() if None not in (value, found.get(key))}
+            known = {
+                key: value for key, value in before.items() if None not in (value, found.get(key))
+            }
             if changed := differences(known, {key: found[key] for key in known}, endpoint):
                 where = self.journal.path if self.journal else ""
-                raise UsageError(f"{where} holds answers of another server: {'; '.join(changed)}", RESUME_REMEDY)
-            found = {key: before.get(key) if value is None else value for key, value in found.items()}
+                raise UsageError(
+                    f"{where} holds answers of another server: {'; '.join(changed)}", RESUME_REMEDY
+                )
+            found = {
+                key: before.get(key) if value is None else value for key, value in found.items()
+            }
         self.servers[endpoint] = found
         self._write(f"server {endpoint}", endpoint=endpoint, server=found)
 
     def record(self, round_name: str, answer: Answer, origin: float) -> None:
         """One complete answer of a round; its times are kept from `origin`, the beginning of the round."""
-        fields = asdict(answer) | {"started": answer.started - origin, "finished": answer.finished - origin}
+        fields = asdict(answer) | {
+            "started": answer.started - origin,
+            "finished": answer.finished - origin,
+        }
         fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
         self._write_of(round_name, f"{answer.question}|{answer.turn}", answer=fields)
 
@@ -104,25 +117,46 @@ class RunJournal:
         except OSError as error:
             path = self.journal.path if self.journal else ""
             remedy = "make room, then give the same command with `resume`"
-            raise TrtspecError(f"{path} cannot be written: {error.strerror or error}", remedy) from None
+            raise TrtspecError(
+                f"{path} cannot be written: {error.strerror or error}", remedy
+            ) from None
 
     def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
         """What each earlier process recorded of a round: answers without an error, with times from its beginning."""
         found = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):
-            answers = good(ANSWERS_IN.validate_python([entry["answer"] for entry in entries if "answer" in entry]))
+            answers = good(
+                ANSWERS_IN.validate_python(
+                    [entry["answer"] for entry in entries if "answer" in entry]
+                )
+            )
             if not answers:
                 continue
             end = next((entry for entry in entries if "counts" in entry), None)
             # a process that was killed has left no end
-            last = end or {"seconds": max(answer.finished for answer in answers), "most": level.concurrency}
+            last = end or {
+                "seconds": max(answer.finished for answer in answers),
+                "most": level.concurrency,
+            }
             counts = COUNTS_IN.validate_python(last.get("counts", []))
-            found.append(Round(level, number, answers, last["seconds"], last["most"], counts, complete=end is not None))
+            found.append(
+                Round(
+                    level,
+                    number,
+                    answers,
+                    last["seconds"],
+                    last["most"],
+                    counts,
+                    complete=end is not None,
+                )
+            )
         return found
 
     def kept(self) -> int:
         """Answers of earlier processes, which are not asked again."""
-        entries = [entry for each in self.stored.values() for entries in each.values() for entry in entries]
+        entries = [
+            entry for each in self.stored.values() for entries in each.values() for entry in entries
+        ]
         return sum("answer" in entry and not entry["answer"]["error"] for entry in entries)
 
     def __enter__(self) -> RunJournal:
@@ -137,7 +171,9 @@ class RunJournal:
             self.journal.close()
 
     def _write_of(self, round_name: str, key: str, **fields: Any) -> None:
-        self._write(f"{round_name}|{self.segment}|{key}", round=round_name, segment=self.segment, **fields)
+        self._write(
+            f"{round_name}|{self.segment}|{key}", round=round_name, segment=self.segment, **fields
+        )
 
     def _write(self, key: str, **fields: Any) -> None:
         if self.journal:

@@ -22,7 +22,15 @@ from trtspec.bench.questions.datasets import Dataset, Question
 from trtspec.bench.results import ServiceLevel, Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
-from trtspec.client.client import OWNED, Answer, RequestSampling, chat_body, new_client, refuse_owned, stream_answer
+from trtspec.client.client import (
+    OWNED,
+    Answer,
+    RequestSampling,
+    chat_body,
+    new_client,
+    refuse_owned,
+    stream_answer,
+)
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar
 
@@ -37,7 +45,8 @@ BENCH_OWNED = {  # keys of a request that options set and every figure states
     "stream_options": "leave it out: usage is always asked for",
 }
 THINKING_OWNED = dict.fromkeys(
-    ("chat_template_kwargs", "reasoning_effort"), "leave `thinking` out and set it in `extra_body` with the rest"
+    ("chat_template_kwargs", "reasoning_effort"),
+    "leave `thinking` out and set it in `extra_body` with the rest",
 )
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
@@ -83,7 +92,9 @@ class BenchWorkload:
 
     def body(self) -> dict[str, Any]:
         """What is merged into every request."""
-        template = {"chat_template_kwargs": {"thinking": self.thinking == "on"}} if self.thinking else {}
+        template = (
+            {"chat_template_kwargs": {"thinking": self.thinking == "on"}} if self.thinking else {}
+        )
         return template | self.extra_body
 
     def describe(self) -> Workload:
@@ -130,11 +141,14 @@ async def measure(
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
             journal.served_by(name, server)
-            target = MeasuredEndpoint(name, url, client, server, workload, journal, bar, limits(server))
+            target = MeasuredEndpoint(
+                name, url, client, server, workload, journal, bar, limits(server)
+            )
             target.restless = journal.segment > 0  # a killed run may have left requests behind
             if deadly := sorted(set(workload.body()) & set(target.limits.get("end_engine", ()))):
                 message = (
-                    f"{', '.join(deadly)}: under speculation such a request ends the engine of {name} for everybody"
+                    f"{', '.join(deadly)}: under speculation such a request ends the engine "
+                    f"of {name} for everybody"
                 )
                 raise UsageError(message, "leave it out of `extra_body`, or use a later release")
             targets.append(target)
@@ -162,7 +176,9 @@ async def measure(
         for target in targets:
             if (answers := target.answers()) and not good(answers):
                 message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
-                raise TrtspecError(message, "look at the server's log; send one request by hand (curl)")
+                raise TrtspecError(
+                    message, "look at the server's log; send one request by hand (curl)"
+                )
             await target.ask_by_category()
     return targets
 
@@ -193,7 +209,10 @@ class MeasuredEndpoint:
     async def warm_up(self) -> None:
         """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
         count = self.workload.most if self.workload.warmup is None else self.workload.warmup
-        first = [replace(question, turns=question.turns[:1]) for question in self.workload.dataset.questions[:count]]
+        first = [
+            replace(question, turns=question.turns[:1])
+            for question in self.workload.dataset.questions[:count]
+        ]
         sampling = self.workload.sampling
         short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
 
@@ -205,13 +224,21 @@ class MeasuredEndpoint:
 
     async def ask_by_category(self) -> None:
         """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""
-        if not any(count.source == servers.FROM_COUNTERS for run in self.rounds for count in run.counts):
+        if not any(
+            count.source == servers.FROM_COUNTERS for run in self.rounds for count in run.counts
+        ):
             return
         questions = self.workload.dataset.questions
         for category in dict.fromkeys(question.category for question in questions):
             self.bar.say(f"{self.name} keeps totals alone: {category} once more by itself")
-            asked = [(place, question) for place, question in enumerate(questions) if question.category == category]
-            self.category_rounds += await self.round(LoadLevel(self.workload.most, category=category), 0, asked)
+            asked = [
+                (place, question)
+                for place, question in enumerate(questions)
+                if question.category == category
+            ]
+            self.category_rounds += await self.round(
+                LoadLevel(self.workload.most, category=category), 0, asked
+            )
 
     async def round(self, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
         """What earlier processes recorded of a round, then what is still to be asked."""
@@ -227,11 +254,20 @@ class MeasuredEndpoint:
                 said.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
         # a conversation resumes behind its last recorded answer
-        left = [(place, question) for place, question in asked if len(said.get(question.id, ())) < question.requests]
+        left = [
+            (place, question)
+            for place, question in asked
+            if len(said.get(question.id, ())) < question.requests
+        ]
         return [*found, await self.ask(name, level, number, left, said)] if left else found
 
     async def ask(
-        self, name: str, level: LoadLevel, number: int, asked: Sequence[Ask], said: Mapping[str, list[str]]
+        self,
+        name: str,
+        level: LoadLevel,
+        number: int,
+        asked: Sequence[Ask],
+        said: Mapping[str, list[str]],
     ) -> Round:
         """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
         of the first turns of conversations that resume, by question."""
@@ -258,10 +294,14 @@ class MeasuredEndpoint:
         if before and after and answered and not counts:
             if failed:  # its counters hold what it did for them, and nobody knows how much that was
                 where = f"{failed} of {len(answers)} answers of {level.label}, round {number + 1}"
-                self.unmeasured.append(f"{where} failed, and the server counts all requests together")
+                self.unmeasured.append(
+                    f"{where} failed, and the server counts all requests together"
+                )
             else:
                 tokens = sum(answer.completion_tokens for answer in answered)
-                pooled = servers.counts_between(before, after, level.category or "all", tokens, self.unmeasured)
+                pooled = servers.counts_between(
+                    before, after, level.category or "all", tokens, self.unmeasured
+                )
                 questions = len({answer.question for answer in answered})
                 counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
         found = Round(level, number, answers, seconds, most, counts)
@@ -287,7 +327,9 @@ class MeasuredEndpoint:
             if question.tools:
                 body["tools"] = list(question.tools)
             limit_s = self.workload.limit_s
-            answer = await stream_answer(self.client, body, question.id, question.category, turn, limit_s=limit_s)
+            answer = await stream_answer(
+                self.client, body, question.id, question.category, turn, limit_s=limit_s
+            )
             yield answer
             if answer.error:
                 break
@@ -309,7 +351,9 @@ async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int
     return concurrency
 
 
-async def open_loop(converse: Converse, asked: Sequence[Ask], rate: float, seed: tuple[int, int]) -> int:
+async def open_loop(
+    converse: Converse, asked: Sequence[Ask], rate: float, seed: tuple[int, int]
+) -> int:
     """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`. Returns the most
     that were in flight."""
     # a Poisson process has exponential gaps
@@ -344,8 +388,13 @@ def refuse_other_server(
     for where, other in earlier.items():
         if other.model != server.model:
             message = f"{where} holds figures of the model {other.model}, and this server serves {server.model}"
-            raise UsageError(message, "compare runs of one model; `model` names another one that the server lists")
+            raise UsageError(
+                message,
+                "compare runs of one model; `model` names another one that the server lists",
+            )
         drawn = (other.draft_sampling, server.draft_sampling)
         if sampled and None not in drawn and drawn[0] != drawn[1]:
             message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
-            raise UsageError(message, "compare runs with the same draft sampling, or at temperature 0")
+            raise UsageError(
+                message, "compare runs with the same draft sampling, or at temperature 0"
+            )

@@ -52,7 +52,10 @@ class Question:
 
     @property
     def has_pictures(self) -> bool:
-        return any(not isinstance(said, str) for said in (*self.turns, *(each["content"] for each in self.opening)))
+        return any(
+            not isinstance(said, str)
+            for said in (*self.turns, *(each["content"] for each in self.opening))
+        )
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
         """(messages, tools) of the first request."""
@@ -91,7 +94,9 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
     if source.file and Path(source.file).is_file():
         digest = file_sha256(Path(source.file))
     else:
-        text = json.dumps([asdict(question) for question in questions], sort_keys=True, ensure_ascii=False)
+        text = json.dumps(
+            [asdict(question) for question in questions], sort_keys=True, ensure_ascii=False
+        )
         digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return Dataset(
         name=source.label,
@@ -110,8 +115,12 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
         if isinstance(value, dict):
             images = value.get("images") or []
             value = {key: item for key, item in value.items() if key != "images"}
-        shown = [_picture(row, image) for image in (images if isinstance(images, list) else [images])]
-        question = question_of(conversation(replace(row, value=value), unread, pictures=True), index, shown)
+        shown = [
+            _picture(row, image) for image in (images if isinstance(images, list) else [images])
+        ]
+        question = question_of(
+            conversation(replace(row, value=value), unread, pictures=True), index, shown
+        )
         if "images" in source.fields and not question.has_pictures:
             raise _no_field(row, source.fields["images"], source)
         name = question.id if question.id not in seen else f"{question.id}#{index}"
@@ -121,7 +130,9 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
     return found
 
 
-def question_of(conversation: Conversation, index: int, pictures: Sequence[Message] = ()) -> Question:
+def question_of(
+    conversation: Conversation, index: int, pictures: Sequence[Message] = ()
+) -> Question:
     """What is asked at the end of a conversation, one turn or several without answers between, and all that precedes.
     `pictures` are shown with the first turn.
 
@@ -134,18 +145,30 @@ def question_of(conversation: Conversation, index: int, pictures: Sequence[Messa
     while first and messages[first - 1]["role"] == "user":
         first -= 1
     functions = [tool.get("function") for tool in conversation.tools]
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+    if not all(
+        isinstance(function, dict) and isinstance(function.get("name"), str)
+        for function in functions
+    ):
         remedy = "write {type: function, function: {name, description, parameters}}"
         raise UsageError(f"{where} has a tool without function.name", remedy)
     if first == len(messages):
-        ends = f"ends in a message of the role {messages[-1]['role']}" if messages else "has no user message"
-        raise UsageError(f"{where} {ends}", "a row holds a prompt, turns, or messages, with a user's at the end")
+        ends = (
+            f"ends in a message of the role {messages[-1]['role']}"
+            if messages
+            else "has no user message"
+        )
+        raise UsageError(
+            f"{where} {ends}", "a row holds a prompt, turns, or messages, with a user's at the end"
+        )
     turns = [message["content"] for message in messages[first:]]
     if pictures:
         text = [{"type": "text", "text": turns[0]}] if turns[0] else []
         turns[0] = [*text, *pictures]
     if not all(said.strip() if isinstance(said, str) else said for said in turns):
-        raise UsageError(f"{where} has an empty or non-text prompt", "turns, content and prompt are non-empty strings")
+        raise UsageError(
+            f"{where} has an empty or non-text prompt",
+            "turns, content and prompt are non-empty strings",
+        )
     return Question(
         id=conversation.id or str(index),
         category=conversation.category or "all",
@@ -207,9 +230,13 @@ def locate(text: str) -> QuestionSource:
         config, file = match["config"], match["file"] or ""
         if config and config not in (*found.configs, *found.others):
             listed = ", ".join((*found.configs, *found.others)) or "none"
-            raise UsageError(f"the data set {found.label} has no configuration {config}", f"it has {listed}")
+            raise UsageError(
+                f"the data set {found.label} has no configuration {config}", f"it has {listed}"
+            )
         if file and not Path(file).expanduser().exists():
-            raise UsageError(f"the dataset {file} does not exist", f"`dataset` {found.label} alone reads the hub")
+            raise UsageError(
+                f"the dataset {file} does not exist", f"`dataset` {found.label} alone reads the hub"
+            )
         if config:
             category = found.category or (config if len(found.configs) > 1 else "")
             found = replace(found, configs=[config], category=category)
@@ -226,13 +253,17 @@ def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRo
     if split is not None and file and not from_hub(file):
         kind = "a directory" if Path(file).is_dir() else "a file"
         remedy = "pass the file of that split alone as `dataset`, without `split`"
-        raise UsageError(f"`split` {split} is not used: the data set {source.label} is {kind}", remedy)
+        raise UsageError(
+            f"`split` {split} is not used: the data set {source.label} is {kind}", remedy
+        )
     if file:
         rows = read_rows(file, split)
         yield from (row_in_words(row, source) for row in rows) if source.hub else rows
         return
     for config in source.configs or [""]:
-        own = replace(source, category=source.category or (config if len(source.configs) > 1 else ""))
+        own = replace(
+            source, category=source.category or (config if len(source.configs) > 1 else "")
+        )
         name = f"{source.hub}:{config}" if config else source.hub
         for row in hub_rows(name, split or source.split, source.revision):
             value = dict(row.value)
@@ -250,7 +281,9 @@ def row_in_words(row: DataRow, known: QuestionSource) -> DataRow:
     if not isinstance(value, dict):
         return row
     if known.placeholder and known.placeholder in json.dumps(value, default=str):
-        raise UsageError(f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare)
+        raise UsageError(
+            f"{CODE} {row.where} holds a placeholder instead of the text", known.prepare
+        )
     template, turns = fields.get("template", ""), fields.get("turns", "")
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [turns]
     missing = [name for name in names if name not in value]
@@ -265,8 +298,13 @@ def row_in_words(row: DataRow, known: QuestionSource) -> DataRow:
         words = {name: _words_in(row, value[name], name, known) for name in names}
         found = {"prompt": template.format(**words).strip()}
     identity = fields.get("id") or next((key for key in IDS if key in value), "")
-    about = {"id": value.get(identity), "category": value.get(fields.get("category", "category")) or known.category}
-    return replace(row, value={key: item for key, item in (found | images | about).items() if item is not None})
+    about = {
+        "id": value.get(identity),
+        "category": value.get(fields.get("category", "category")) or known.category,
+    }
+    return replace(
+        row, value={key: item for key, item in (found | images | about).items() if item is not None}
+    )
 
 
 def _words_in(row: DataRow, item: Any, name: str, known: QuestionSource) -> str:
@@ -274,7 +312,9 @@ def _words_in(row: DataRow, item: Any, name: str, known: QuestionSource) -> str:
     if item is None or (isinstance(item, str) and not item.strip()):
         raise _no_field(row, name, known)
     if not isinstance(item, (str, int)) or isinstance(item, bool):
-        raise UsageError(f"{CODE} {row.where} has a {name} that is not text", f"write {name} as a string")
+        raise UsageError(
+            f"{CODE} {row.where} has a {name} that is not text", f"write {name} as a string"
+        )
     return str(item)
 
 
@@ -295,7 +335,10 @@ def _picture(row: DataRow, image: Any) -> Message:
         buffer = io.BytesIO()
         data.save(buffer, format="PNG")
         data = buffer.getvalue()
-    kind = next((name for magic, name in PICTURES if isinstance(data, bytes) and data.startswith(magic)), None)
+    kind = next(
+        (name for magic, name in PICTURES if isinstance(data, bytes) and data.startswith(magic)),
+        None,
+    )
     if kind is None:
         raise UsageError(f"{CODE} {row.where} has an image that is neither a URL nor PNG, JPEG, GIF or WebP bytes",
                          "give a URL, a data: URL, or the bytes of a picture")  # fmt: skip

@@ -38,18 +38,26 @@ def subject(results: BenchResults) -> EndpointResult:
 def sentence(results: BenchResults) -> str:
     """The result in one sentence: its figures with their ranges, on what."""
     about = subject(results)
-    parts = [f"{one.value} {one.label}{f' ({one.range})' if one.range else ''}" for one in figures(results)]
+    parts = [
+        f"{one.value} {one.label}{f' ({one.range})' if one.range else ''}"
+        for one in figures(results)
+    ]
     if about.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
     what = f"on {results.workload.questions} questions of {results.workload.dataset}"
-    return f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
+    return (
+        f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
+    )
 
 
 def figures(results: BenchResults) -> list[Figure]:
     """What the sentence says and the top of the page shows: speed-up, acceptance, speed of a user at the first load."""
     about, at = subject(results), results.concurrency[0].label
     ups = [up for up in results.speedups if up.of == about.name][:1]
-    found = [Figure(f"{up.ratio.value:.2f}", up.ratio.words, f"times as fast as {up.over} at {up.level}") for up in ups]
+    found = [
+        Figure(f"{up.ratio.value:.2f}", up.ratio.words, f"times as fast as {up.over} at {up.level}")
+        for up in ups
+    ]
     if about.speculates and not about.degenerate():
         ends = about.acceptance_length_interval
         between = f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
@@ -78,11 +86,21 @@ def sections(results: BenchResults) -> list[Section]:
         Section(
             title="Acceptance",
             text=quality_line(results),
-            plots=[category_plot(speculating, f"Tokens per step by category, {where}, with 95 % intervals.")],
+            plots=[
+                category_plot(
+                    speculating, f"Tokens per step by category, {where}, with 95 % intervals."
+                )
+            ],
             tables=titled(*acceptance, position_table(speculating)),
         ),
-        Section(title="Draft length", tables=titled(draft_table(results.draft_choice)) if results.draft_choice else ()),
-        Section(title="Comparison", tables=titled(comparison_table(results.comparison)) if results.comparison else ()),
+        Section(
+            title="Draft length",
+            tables=titled(draft_table(results.draft_choice)) if results.draft_choice else (),
+        ),
+        Section(
+            title="Comparison",
+            tables=titled(comparison_table(results.comparison)) if results.comparison else (),
+        ),
         Section(title="Findings", problems=results.problems),
     ]
 
@@ -144,7 +162,11 @@ def median_ms(spread: LatencySpread | None) -> str:
 def condition(results: BenchResults) -> str:
     """Part of every figure's name: the temperature, how drafts were drawn above 0, and whether the model thinks."""
     temperature, mode = results.workload.temperature, results.server.draft_sampling
-    drawn = f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})" if temperature else ""
+    drawn = (
+        f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})"
+        if temperature
+        else ""
+    )
     thinking = f", thinking {results.workload.thinking}" if results.workload.thinking else ""
     return f"temperature {temperature:g}{drawn}{thinking}"
 
@@ -175,7 +197,10 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
     """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
     rows = []
     for name, group in endpoint.groups.items():
-        cells = [interval(group.acceptance_length, group.acceptance_length_interval), number(group.per_question_mean)]
+        cells = [
+            interval(group.acceptance_length, group.acceptance_length_interval),
+            number(group.per_question_mean),
+        ]
         counts = [name, str(group.questions), number(group.steps, 0)]
         rows.append([*counts, *([BLANK] * 2 if endpoint.degenerate(name) else cells)])
     note = (
@@ -190,12 +215,17 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
 
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     """Share of steps that accepted the draft at each position."""
-    reported = [endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()]
+    reported = [
+        endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()
+    ]
     depth = max((len(endpoint.cumulative or ()) for endpoint in reported), default=0)
     rows = [
         [endpoint.name, words, *map(number, shares or ()), *([BLANK] * (depth - len(shares or ())))]
         for endpoint in reported
-        for words, shares in (("of all steps", endpoint.cumulative), ("once reached", endpoint.conditional))
+        for words, shares in (
+            ("of all steps", endpoint.cumulative),
+            ("once reached", endpoint.conditional),
+        )
     ]
     columns = ["endpoint", "accepted", *map(str, range(1, depth + 1))]
     return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
@@ -229,7 +259,12 @@ def latency_table(results: BenchResults) -> Table:
     for endpoint in results.all:
         for level in endpoint.concurrency:
             speed = level.throughput
-            first, token, chunk, good = speed.ttft_s, speed.inter_token_s, speed.itl_s, speed.goodput
+            first, token, chunk, good = (
+                speed.ttft_s,
+                speed.inter_token_s,
+                speed.itl_s,
+                speed.goodput,
+            )
             row = [
                 endpoint.name,
                 level.load,
@@ -238,19 +273,37 @@ def latency_table(results: BenchResults) -> Table:
                 median_ms(token),
                 median_ms(chunk),
             ]
-            kept = [f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else DASH] if promise else []
+            kept = (
+                [f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else DASH]
+                if promise
+                else []
+            )
             rows.append(row + kept)
     note = (
         "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
         "chunks, of several tokens each under speculation."
     ) + (f" goodput = answers per second with {promise}." if promise else "")
-    columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL", *(["goodput/s"] if promise else [])]
+    columns = [
+        "endpoint",
+        "load",
+        "TTFT",
+        "p99",
+        "TPOT",
+        "ITL",
+        *(["goodput/s"] if promise else []),
+    ]
     return Table("Latency in ms", columns, rows, note)
 
 
 def speedup_table(results: BenchResults) -> Table:
     rows = [
-        [f"{up.of} over {up.over}", up.level, number(up.ratio.value, 2, "x"), up.ratio.words, str(up.ratio.units)]
+        [
+            f"{up.of} over {up.over}",
+            up.level,
+            number(up.ratio.value, 2, "x"),
+            up.ratio.words,
+            str(up.ratio.units),
+        ]
         for up in results.speedups
     ]
     note = "Output tokens/s of a user, paired by question, with its 95 % interval."

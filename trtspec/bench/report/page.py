@@ -65,7 +65,13 @@ class Section:
     @property
     def empty(self) -> bool:
         plots = any(plot.svg or plot.bars for plot in self.plots)
-        return not (self.text or plots or any(table.rows for table in self.tables) or self.problems or self.code)
+        return not (
+            self.text
+            or plots
+            or any(table.rows for table in self.tables)
+            or self.problems
+            or self.code
+        )
 
 
 def render(
@@ -102,7 +108,9 @@ def render(
 
 # --- plots, in the colours of the page ---
 
-Value = tuple[float, float | None, float | None]  # value, and the ends of its interval where it has one
+Value = tuple[
+    float, float | None, float | None
+]  # value, and the ends of its interval where it has one
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,10 @@ class Point:
 
 def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> dict[str, list[Bar]]:
     """Horizontal bars from `baseline` on by label, a colour for each name of `series`."""
-    longest = max((high or value for values in series.values() for value, _, high in values.values()), default=0.0)
+    longest = max(
+        (high or value for values in series.values() for value, _, high in values.values()),
+        default=0.0,
+    )
 
     def percent(value: float) -> float:
         return round(100 * max(0.0, value - baseline) / max(longest - baseline, 1e-9), 1)
@@ -127,7 +138,9 @@ def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> di
     for number, values in enumerate(series.values()):
         for label, (value, low, high) in values.items():
             interval = None if low is None or high is None else (percent(low), percent(high))
-            found.setdefault(label, []).append(Bar(number % COLORS + 1, f"{value:,.2f}", percent(value), interval))
+            found.setdefault(label, []).append(
+                Bar(number % COLORS + 1, f"{value:,.2f}", percent(value), interval)
+            )
     return found
 
 
@@ -136,7 +149,10 @@ def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> st
     points = [point for line in series.values() for point in line]
     if not points:
         return ""
-    xs, ys = _ticks([p.x for p in points]), _ticks([e for p in points for e in (p.y, p.low, p.high) if e is not None])
+    xs, ys = (
+        _ticks([p.x for p in points]),
+        _ticks([e for p in points for e in (p.y, p.low, p.high) if e is not None]),
+    )
     found, top, bottom = list[str](), TOP, HEIGHT - BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -152,13 +168,21 @@ def curve(series: Mapping[str, Sequence[Point]], xlabel: str, ylabel: str) -> st
     for number, line in enumerate(series.values()):
         color = f"var(--series-{number % COLORS + 1})"
         path = " ".join("{:.1f},{:.1f}".format(*at(point.x, point.y)) for point in line)
-        found.append(f'<polyline points="{path}" fill="none" style="stroke:{color}" stroke-width="1.8"/>')
+        found.append(
+            f'<polyline points="{path}" fill="none" style="stroke:{color}" stroke-width="1.8"/>'
+        )
         for point in line:
             x, y = at(point.x, point.y)
             if point.low is not None and point.high is not None:
-                found.append(_line(x, at(point.x, point.low)[1], x, at(point.x, point.high)[1], color))
+                found.append(
+                    _line(x, at(point.x, point.low)[1], x, at(point.x, point.high)[1], color)
+                )
             found.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" style="fill:{color}"/>')
-            found.append(_text(min(x + 6, WIDTH - 12), y - 5, point.label, "start" if x < WIDTH - 60 else "end"))
+            found.append(
+                _text(
+                    min(x + 6, WIDTH - 12), y - 5, point.label, "start" if x < WIDTH - 60 else "end"
+                )
+            )
     return f'<svg role="img" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(found)}</svg>'
 
 
@@ -170,7 +194,10 @@ def _ticks(values: Sequence[float]) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / 4))
     step = next(m * power for m in (1, 2, 5, 10) if span / (m * power) <= 5)
     first = math.floor(low / step)
-    return [round(number * step, 10) for number in range(first, max(math.ceil(high / step), first + 1) + 1)]
+    return [
+        round(number * step, 10)
+        for number in range(first, max(math.ceil(high / step), first + 1) + 1)
+    ]
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -8,13 +8,26 @@ from typing import Any
 from trtspec.data_files import load_yaml
 from trtspec.specs import YARN_NUMBERS, HeadSpec, RopeSpec
 
-DIALECT_TABLE = load_yaml("dialects.yaml")  # all that differs between who writes heads and who serves them
+DIALECT_TABLE = load_yaml(
+    "dialects.yaml"
+)  # all that differs between who writes heads and who serves them
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-LEFT_OUT = {"quantization_config", "auto_map", "_name_or_path", "name_or_path"}  # the target's, or code from a hub
+LEFT_OUT = {
+    "quantization_config",
+    "auto_map",
+    "_name_or_path",
+    "name_or_path",
+}  # the target's, or code from a hub
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # sizes of MLA alone
+LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)  # sizes of MLA alone
 LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
          "mlp_bias": False}  # fmt: skip
 SPECULATORS_VERSION = "0.9.0"  # whose config classes the written files are tested with
@@ -49,7 +62,11 @@ def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[st
 
 
 def write_config(
-    layout: dict[str, Any], shared: dict[str, Any], spec: HeadSpec, ids: list[int] | None, verifier: Verifier
+    layout: dict[str, Any],
+    shared: dict[str, Any],
+    spec: HeadSpec,
+    ids: list[int] | None,
+    verifier: Verifier,
 ) -> dict[str, Any]:
     """The whole file as a dialect's `config` in data/dialects.yaml says. `shared`: see `shared_config`; `ids`: layer
     ids as the dialect counts them; only speculators stores the target."""
@@ -58,11 +75,17 @@ def write_config(
         return _speculators_config(shared, spec, verifier) | stated
     norm = {"norm_before_fc": True} if spec.norm_before_fc else {}
     tops = {"num_aux_hidden_states": spec.num_aux} | stated | norm
-    written = class_config(spec) | shared | {key: tops[key] for key in layout.get("top", ()) if key in tops}
+    written = (
+        class_config(spec)
+        | shared
+        | {key: tops[key] for key in layout.get("top", ()) if key in tops}
+    )
     if spec.target_hidden_size != spec.hidden_size:  # three servers test for the key's presence
         written["target_hidden_size"] = spec.target_hidden_size
     if not spec.has_lm_head:
-        del written["draft_vocab_size"]  # with it SGLang keeps a random lm_head; without it all take the target's
+        del written[
+            "draft_vocab_size"
+        ]  # with it SGLang keeps a random lm_head; without it all take the target's
         written |= {"draft_vocab_size": None} if layout.get("null_vocabulary") else {}
     if spec.fc_norm or spec.norm_output:
         written |= {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
@@ -70,14 +93,27 @@ def write_config(
         written["norm_before_residual"] = True
     if "class" in layout:
         return written | {"architectures": [layout["class"]]}
-    return written | {"eagle_config": stated | {"use_aux_hidden_state": True} | layout.get("nested", {}) | norm}
+    return written | {
+        "eagle_config": stated | {"use_aux_hidden_state": True} | layout.get("nested", {}) | norm
+    }
 
 
-def _speculators_config(shared: dict[str, Any], spec: HeadSpec, verifier: Verifier) -> dict[str, Any]:
+def _speculators_config(
+    shared: dict[str, Any], spec: HeadSpec, verifier: Verifier
+) -> dict[str, Any]:
     """The layer's sizes are in transformer_layer_config; every flag is written, because defaults differ by reader."""
-    layer = {key: value for key, value in shared.items() if key not in ("torch_dtype", "tie_word_embeddings")}
+    layer = {
+        key: value
+        for key, value in shared.items()
+        if key not in ("torch_dtype", "tie_word_embeddings")
+    }
     del layer["draft_vocab_size"]
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -86,7 +122,10 @@ def _speculators_config(shared: dict[str, Any], spec: HeadSpec, verifier: Verifi
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
+            "verifier": {
+                "name_or_path": verifier.name,
+                "architectures": list(verifier.architectures),
+            },
         },
         "transformer_layer_config": {"model_type": "llama"} | layer,
         "draft_vocab_size": spec.draft_vocab_size,
@@ -102,7 +141,11 @@ def _speculators_config(shared: dict[str, Any], spec: HeadSpec, verifier: Verifi
 
 def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
     """The rope as a config dict with both spellings of the type, because readers differ in which one they look at."""
-    names = ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:]) if rope.rope_type == "yarn" else ()
+    names = (
+        ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:])
+        if rope.rope_type == "yarn"
+        else ()
+    )
     found = {"rope_type": rope.rope_type, "type": rope.rope_type, "rope_theta": rope.theta}
     return found | {name: getattr(rope, name) for name in names}
 

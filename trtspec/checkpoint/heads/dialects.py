@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.heads.config import DIALECT_TABLE, Verifier, shared_config, stated_ids, write_config
+from trtspec.checkpoint.heads.config import (
+    DIALECT_TABLE,
+    Verifier,
+    shared_config,
+    stated_ids,
+    write_config,
+)
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.checkpoint.identity import recorded
 from trtspec.specs import HeadSpec, ModelSpec
@@ -38,7 +44,11 @@ class HeadEngine:
 
     def cannot_load(self, spec: HeadSpec) -> str:
         """Why this engine fails on such a head, whatever its layout; "" where it does not."""
-        return self.pruned_mla if spec.attention == "mla" and spec.draft_vocab_size != spec.vocab_size else ""
+        return (
+            self.pruned_mla
+            if spec.attention == "mla" and spec.draft_vocab_size != spec.vocab_size
+            else ""
+        )
 
     def start(self, head: str, target: str, capture: list[int] | None) -> str:
         """The shell command that serves a pair. `capture`: the layer outputs that TensorRT-LLM needs in its
@@ -127,14 +137,17 @@ class Dialect:
 
     def served_by(self, engine: HeadEngine, spec: HeadSpec) -> bool:
         """Whether `engine` computes a head from this layout as it is, layer ids included."""
-        misread = engine.guesses_ids and self.counts == "outputs" and bool(spec.aux_layers) and spec.aux_layers[0] != 1  # type: ignore[index]
+        not_first = spec.aux_layers and spec.aux_layers[0] != 1
+        misread = engine.guesses_ids and self.counts == "outputs" and not_first
         return engine.name in self.read_by and not misread and not engine.cannot_load(spec)
 
 
 def _rows(section: str) -> dict[str, dict[str, Any]]:
     """Rows of data/dialects.yaml by name; their lists as tuples."""
     return {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        name: {
+            key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
+        }
         for name, row in DIALECT_TABLE[section].items()
     }
 
@@ -144,7 +157,9 @@ DIALECTS = {
     name: Dialect(name, **{"option": name} | row | {"expresses": frozenset(row["expresses"])})
     for name, row in _rows("dialects").items()
 }  # in the order in which they are offered
-OPTIONS = {row.option: row for row in DIALECTS.values()} | DIALECTS  # by the name that convert takes, or their own
+OPTIONS = {
+    row.option: row for row in DIALECTS.values()
+} | DIALECTS  # by the name that convert takes, or their own
 DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trtspec train` writes
 
 
@@ -157,7 +172,10 @@ def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
     shown |= {name.split(".")[0] for name in names} | ({"ids"} if ids else set())
     shown |= {"ids from 1"} if ids and min(ids) == 1 else set()
     for row in sorted(DIALECTS.values(), key=lambda row: row.rank):
-        if any(all((word.removeprefix("!") in shown) != word.startswith("!") for word in way) for way in row.wrote):
+        if any(
+            all((word.removeprefix("!") in shown) != word.startswith("!") for word in way)
+            for way in row.wrote
+        ):
             return row
     return DEFAULT
 
@@ -179,7 +197,9 @@ def dialect_of(checkpoint: Checkpoint) -> Dialect:
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
         return noted
-    return detect_dialect(checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors})
+    return detect_dialect(
+        checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors}
+    )
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:

@@ -14,11 +14,20 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
-STRETCH = {"rope_type", "factor", "original_max_position_embeddings"}  # published heads differ in the others
+STRETCH = {
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+}  # published heads differ in the others
 
 
 def pair_problems(
-    head: HeadSpec, target: ModelSpec, *, head_id: str | None = None, target_id: str | None = None, tp_size: int = 1
+    head: HeadSpec,
+    target: ModelSpec,
+    *,
+    head_id: str | None = None,
+    target_id: str | None = None,
+    tp_size: int = 1,
 ) -> list[Problem]:
     """Problems of serving `head` with `target`; ids, where known, are compared with the published pairs."""
     return [
@@ -34,7 +43,11 @@ def reported_once(problems: list[Problem]) -> list[Problem]:
     """One finding for one fault: those that another explains are left out."""
     effects = load_yaml("explained.yaml")
     caused = {effect.partition(" ") for one in problems for effect in effects.get(one.code, ())}
-    return [one for one in problems if not any(one.code == code and one.where.startswith(at) for code, _, at in caused)]
+    return [
+        one
+        for one in problems
+        if not any(one.code == code and one.where.startswith(at) for code, _, at in caused)
+    ]
 
 
 def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Problem]:
@@ -46,7 +59,11 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
         message = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}: it was made for another model"
         problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
-    rotation = [key for key, value in quantization.items() if value and ("rotat" in key or key == "transform_config")]
+    rotation = [
+        key
+        for key, value in quantization.items()
+        if value and ("rotat" in key or key == "transform_config")
+    ]
     if rotation:
         message = f"the target's quantization rotates its states ({rotation[0]}); a head of the plain one accepts ~1.1"
         problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message))
@@ -61,7 +78,9 @@ def _ids(config: dict[str, Any], other: dict[str, Any]) -> set[int]:
 def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     """YaRN's other numbers, for a head whose config.json was read: published ones differ in beta_fast, 1 and 32."""
     names = [field.name for field in fields(head.rope) if field.name != "theta"]
-    ours, theirs = ({name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope))
+    ours, theirs = (
+        {name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope)
+    )
     other = [name for name in names if ours[name] != theirs[name]]
     if head.attention != "mla" or not other:
         return []
@@ -73,7 +92,11 @@ def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
 
 def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
     """Tensor-parallel sizes that divide the head's attention heads and its MLP."""
-    return [size for size in TP_SIZES if head.num_attention_heads % size == 0 and head.intermediate_size % size == 0]
+    return [
+        size
+        for size in TP_SIZES
+        if head.num_attention_heads % size == 0 and head.intermediate_size % size == 0
+    ]
 
 
 def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
@@ -90,9 +113,14 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
         message = f"the head fuses states of width {head.target_hidden_size}, the target's have {target.hidden_size}"
         yield Problem("TS-PAIR-WIDTH", "error", "fc.weight", message)
     if head.vocab_size != target.vocab_size:
-        message = f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
+        message = (
+            f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
+        )
         yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
-    if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (target.vocab_size, target.hidden_size):
+    if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (
+        target.vocab_size,
+        target.hidden_size,
+    ):
         yield finding("TS-PAIR-LM-HEAD", "lm_head.weight")
     if head.attention == "mha":
         yield finding("TS-PAIR-MHA-CACHE", "attention", "info")
@@ -103,7 +131,15 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     if layers is None:
         if head.num_aux != len(default):
             message = f"the head fuses {head.num_aux} states and does not say which; the default is {len(default)}"
-            return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, "ask the head's author")]
+            return [
+                Problem(
+                    "TS-PAIR-LAYERS-UNKNOWN",
+                    "error",
+                    "eagle_config",
+                    message,
+                    "ask the head's author",
+                )
+            ]
         message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
         remedy = "right for every published Kimi head; else acceptance is near 1.0, as `trtspec bench` shows"
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
@@ -117,17 +153,23 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
         remedy = f"if so, store {list(default)}; `trtspec bench` shows acceptance near 1.0 with the wrong ids"
         return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
-    message = f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
+    message = (
+        f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
+    )
     remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
 
 
 def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.attention == "mla" and head.rope.theta != target.rope.theta:
-        message = f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
+        message = (
+            f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
+        )
         yield Problem("TS-PAIR-ROPE", "warning", "rope_theta", message)
     if head.max_position_embeddings < target.max_position_embeddings:
-        message = f"the head knows positions to {head.max_position_embeddings:,}; acceptance falls beyond"
+        message = (
+            f"the head knows positions to {head.max_position_embeddings:,}; acceptance falls beyond"
+        )
         yield Problem("TS-PAIR-CONTEXT", "info", "max_position_embeddings", message)
 
 
@@ -135,5 +177,15 @@ def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:
     sizes = tensor_parallel_sizes(head)
     if tp_size in sizes:
         return []
-    message = f"the head's {head.num_attention_heads} attention heads do not split over {tp_size} GPUs"
-    return [Problem("TS-PAIR-TP", "error", "num_attention_heads", message, f"use a tensor-parallel size of {sizes}")]
+    message = (
+        f"the head's {head.num_attention_heads} attention heads do not split over {tp_size} GPUs"
+    )
+    return [
+        Problem(
+            "TS-PAIR-TP",
+            "error",
+            "num_attention_heads",
+            message,
+            f"use a tensor-parallel size of {sizes}",
+        )
+    ]

@@ -18,17 +18,24 @@ from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
-CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}  # in the names of classes and model types
+CLASS_WORDS = {
+    "mha": ("llama", "qwen"),
+    "mla": ("deepseek", "kimi"),
+}  # in the names of classes and model types
 KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
 EPSILONS = (1e-8, 1e-3)  # between which every published rms_norm_eps lies
 STRANGE = (".bias", "q_norm.weight", "k_norm.weight")
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
 DEFAULT_THETA = 10000.0  # what readers take without a base
-SPREAD = 0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
+SPREAD = (
+    0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
+)
 
 
-def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+def head_problems(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> list[Problem]:
     """Every problem beyond missing tensors and shapes; `tensors` go by their canonical names."""
     return [
         *_layout(checkpoint, tensors, spec),
@@ -44,36 +51,62 @@ def head_problems(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: 
     ]
 
 
-def _layout(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
+def _layout(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> Iterator[Problem]:
     if any(name.startswith("model.") for name in checkpoint.tensors):
         yield finding("TS-HEAD-MODEL-PREFIX", "tensor names")
-    config, fp8 = flat_config(checkpoint.config), tuple(name.removesuffix("weight") for name in fp8_weights(tensors))
-    read = {*required_names(spec.attention), *OPTIONAL, *(f"fc_norm.{index}.weight" for index in range(spec.num_aux))}
-    unread = [name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))]
+    config, fp8 = (
+        flat_config(checkpoint.config),
+        tuple(name.removesuffix("weight") for name in fp8_weights(tensors)),
+    )
+    read = {
+        *required_names(spec.attention),
+        *OPTIONAL,
+        *(f"fc_norm.{index}.weight" for index in range(spec.num_aux)),
+    }
+    unread = [
+        name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))
+    ]
     more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if more or config.get("num_hidden_layers", 1) != 1:
-        message = "the head has several decoder layers; Kimi heads and the engines' drafters have one"
+        message = (
+            "the head has several decoder layers; Kimi heads and the engines' drafters have one"
+        )
         yield Problem("TS-HEAD-FUNCTION", "error", "num_hidden_layers", message)
-    for where, message in _other_functions(config, [name for name in unread if name.endswith(STRANGE)], spec):
+    for where, message in _other_functions(
+        config, [name for name in unread if name.endswith(STRANGE)], spec
+    ):
         yield Problem("TS-HEAD-FUNCTION", "error", where, message)
     unread = [name for name in unread if not name.endswith(STRANGE)]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
         yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message)
-    quantized = [name for name, info in tensors.items() if info.dtype not in FLOATS and name not in ("d2t", "t2d")]
+    quantized = [
+        name
+        for name, info in tensors.items()
+        if info.dtype not in FLOATS and name not in ("d2t", "t2d")
+    ]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
-        remedy = "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
+        remedy = (
+            "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
+        )
         yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy)
 
 
-def _other_functions(config: dict[str, Any], strange: list[str], spec: HeadSpec) -> Iterator[tuple[str, str]]:
+def _other_functions(
+    config: dict[str, Any], strange: list[str], spec: HeadSpec
+) -> Iterator[tuple[str, str]]:
     """Tensors and keys by which the head computes what no engine's drafter does."""
     if strange:
         message = "biases, or norms of queries and keys, which engines leave out or load into another function"
         yield strange[0], f"the file holds {message}: {', '.join(strange)}"
     if (config.get("hidden_act") or "silu") not in SILU:
-        yield "config.json:hidden_act", f"{config['hidden_act']!r}; every engine computes a head's MLP with SiLU"
+        yield (
+            "config.json:hidden_act",
+            f"{config['hidden_act']!r}; every engine computes a head's MLP with SiLU",
+        )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key) and not strange:
             message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
@@ -83,7 +116,9 @@ def _other_functions(config: dict[str, Any], strange: list[str], spec: HeadSpec)
         yield "config.json:tie_word_embeddings", message
 
 
-def _stated(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
+def _stated(
+    config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> Iterator[Problem]:
     """Keys of config.json that engines obey and that the tensors contradict. Converting rewrites them."""
     found = {**(config.get("eagle_config") or {}), **flat_config(config)}
     pruned, dtype = spec.draft_vocab_size != spec.vocab_size, DTYPES.get(tensors["fc.weight"].dtype)
@@ -101,26 +136,49 @@ def _stated(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSp
             effect = "engines choose a head's code by this name, and would build another layer and leave it unfilled"
             yield wrong(key, class_config(spec)[key], effect)
     if found.get("tie_word_embeddings") and spec.has_lm_head:
-        yield wrong("tie_word_embeddings", False, "loaders draft with the embedding in place of the head's lm_head")
+        yield wrong(
+            "tie_word_embeddings",
+            False,
+            "loaders draft with the embedding in place of the head's lm_head",
+        )
     if found.get("quantization_config"):
-        yield wrong("quantization_config", None, "the target's it seems, and engines would apply it to the head")
+        yield wrong(
+            "quantization_config",
+            None,
+            "the target's it seems, and engines would apply it to the head",
+        )
     if found.get("use_aux_hidden_state") is False:
-        yield wrong("use_aux_hidden_state", True, "vLLM would hand the head one state, and its fc takes several")
+        yield wrong(
+            "use_aux_hidden_state",
+            True,
+            "vLLM would hand the head one state, and its fc takes several",
+        )
     if found.get("target_hidden_size", 1) is None:
         yield wrong("target_hidden_size", None, "loaders that only test for the key fail")
     if pruned and not found.get("draft_vocab_size"):
-        yield wrong("draft_vocab_size", spec.draft_vocab_size, "the head drafts from a part of the vocabulary only")
+        yield wrong(
+            "draft_vocab_size",
+            spec.draft_vocab_size,
+            "the head drafts from a part of the vocabulary only",
+        )
     if not pruned and not spec.has_lm_head and found.get("draft_vocab_size"):
         effect = "without an lm_head SGLang then keeps a random one in place of the target's, and accepts nothing"
         yield wrong("draft_vocab_size", None, effect, "warning")
     if dtype and str(found.get(dtype_key)).removeprefix("torch.") != dtype:
-        yield wrong(dtype_key, dtype, f"the weights are {dtype}; engines cast them to what it says", "warning")
+        yield wrong(
+            dtype_key,
+            dtype,
+            f"the weights are {dtype}; engines cast them to what it says",
+            "warning",
+        )
 
 
 def _names_class(value: Any, spec: HeadSpec) -> bool:
     """Whether `architectures` or `model_type` is a name by which engines know a head of this attention."""
     text, other = str(value).lower(), "mha" if spec.attention == "mla" else "mla"
-    return any(word in text for word in KNOWN_WORDS) and not any(word in text for word in CLASS_WORDS[other])
+    return any(word in text for word in KNOWN_WORDS) and not any(
+        word in text for word in CLASS_WORDS[other]
+    )
 
 
 def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
@@ -145,7 +203,9 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     if -1 in layers and -1 not in (top or nested):
         message = f"layer ids {list(top or nested)} count the layers that ran; no engine hands on 0, the embedding"
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
-    captured = sorted(set(layers), key=lambda layer: (layer < 0, layer))  # -1, the final state, comes last
+    captured = sorted(
+        set(layers), key=lambda layer: (layer < 0, layer)
+    )  # -1, the final state, comes last
     if list(layers) != captured:
         message = (
             f"the head lists layers {list(layers)}; engines capture each once and in ascending order, so fc would be "
@@ -167,7 +227,9 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
-def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec) -> Iterator[Problem]:
+def _function(
+    config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> Iterator[Problem]:
     """Flags that make the trained function another one than TensorRT-LLM computes."""
     if spec.norm_before_residual:
         yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")
@@ -185,7 +247,9 @@ def _function(config: dict[str, Any], tensors: dict[str, TensorInfo], spec: Head
         message = "`norm_output: true` without a norm before fc: EAGLE-3.1 has both or neither"
         remedy = "remove norm_output if the head was trained as EAGLE-3"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
-    if spec.fc_norm and any(f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)):
+    if spec.fc_norm and any(
+        f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)
+    ):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
         yield Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY)
 
@@ -223,7 +287,9 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         return
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
     if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
-        remedy = f"add `rope_theta: {rope.theta:g}`; without it TensorRT-LLM takes {DEFAULT_THETA:g}"
+        remedy = (
+            f"add `rope_theta: {rope.theta:g}`; without it TensorRT-LLM takes {DEFAULT_THETA:g}"
+        )
         yield finding("TS-HEAD-ROPE-THETA", "config.json", remedy=remedy)
     if spec.attention == "mla" and not yarn and not twice:
         yield finding("TS-HEAD-ROPE-MLA", "config.json:rope_scaling")
@@ -231,7 +297,12 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     unscaled = yarn and not (scaling.get("mscale") and scaling.get("mscale_all_dim"))
     if spec.attention == "mha" and unscaled and not injected:
         yield finding("TS-HEAD-ROPE-MSCALE", "config.json:rope_scaling", "warning")
-    if spec.attention == "mla" and yarn and dialect.fixed_rope_base and rope.theta != dialect.fixed_rope_base[1]:
+    if (
+        spec.attention == "mla"
+        and yarn
+        and dialect.fixed_rope_base
+        and rope.theta != dialect.fixed_rope_base[1]
+    ):
         yield finding("TS-HEAD-ROPE-TORCHSPEC", "config.json:rope_theta", "info")
 
 
@@ -239,7 +310,11 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
     """Rope is in up to three places, and readers differ in which one they use."""
     scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
     places = (flat, scaling, parameters)
-    thetas = {Values(place, "config.json").number("rope_theta") for place in places if place.get("rope_theta")}
+    thetas = {
+        Values(place, "config.json").number("rope_theta")
+        for place in places
+        if place.get("rope_theta")
+    }
     if len(thetas) > 1:
         listed = " and ".join(f"{theta:g}" for theta in sorted(thetas))
         message = f"config.json states rope_theta twice and differently: {listed}; engines differ in which they read"
@@ -248,22 +323,37 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
     if "rope_scaling" not in flat or not parameters:
         return
     one, other = (
-        RopeSpec.from_config({"rope_scaling": place | {"rope_theta": 1.0}}) for place in (scaling, parameters)
+        RopeSpec.from_config({"rope_scaling": place | {"rope_theta": 1.0}})
+        for place in (scaling, parameters)
     )
     if one != other:
-        names = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-        listed = ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
+        names = [
+            field.name
+            for field in fields(one)
+            if getattr(one, field.name) != getattr(other, field.name)
+        ]
+        listed = ", ".join(
+            f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names
+        )
         message = f"rope_scaling and rope_parameters of config.json differ: {listed}; engines differ in which they read"
         remedy = "keep the one that the head was trained with, and write it in both places"
         yield Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy)
 
 
-def _double_norm(checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+def _double_norm(
+    checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
+) -> list[Problem]:
     """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
     gain = tensors.get("layer.input_layernorm.weight")
     doubled = DIALECTS[spec.dialect].double_norm and not training_record(checkpoint.path)
     if not doubled or gain is None or gain.dtype not in FLOATS:
         return []
     gains = read_values(checkpoint, gain)
-    spread = float(np.std(gains)) if np.isfinite(gains).all() else 0.0  # else `head_value_problems` names it
-    return [finding("TS-HEAD-DOUBLE-NORM", "input_layernorm.weight", "info")] if spread >= SPREAD else []
+    spread = (
+        float(np.std(gains)) if np.isfinite(gains).all() else 0.0
+    )  # else `head_value_problems` names it
+    return (
+        [finding("TS-HEAD-DOUBLE-NORM", "input_layernorm.weight", "info")]
+        if spread >= SPREAD
+        else []
+    )

@@ -29,8 +29,19 @@ from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-STORAGE = ("dialect", "layer_prefix", "has_lm_head", "has_embed_tokens", "has_d2t")  # may differ between dialects
-MAY_BE_ABSENT = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")  # rebuilt, or lent by the target
+STORAGE = (
+    "dialect",
+    "layer_prefix",
+    "has_lm_head",
+    "has_embed_tokens",
+    "has_d2t",
+)  # may differ between dialects
+MAY_BE_ABSENT = (
+    "lm_head.weight",
+    "embed_tokens.weight",
+    "d2t",
+    "t2d",
+)  # rebuilt, or lent by the target
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
@@ -43,16 +54,22 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
         problems += head_value_problems(checkpoint, checkpoint.tensors)
     for problem in problems:
         if problem.severity == "error":
-            raise TrtspecError(f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy)
+            raise TrtspecError(
+                f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy
+            )
     return spec
 
 
-def read_head(checkpoint: Checkpoint, dialect: Dialect | None = None) -> tuple[HeadSpec, list[Problem]]:
+def read_head(
+    checkpoint: Checkpoint, dialect: Dialect | None = None
+) -> tuple[HeadSpec, list[Problem]]:
     """The canonical record with every problem found in the checkpoint on its own (not against a target).
 
     `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
     """
-    from trtspec.checkpoint.heads.problems import head_problems  # here: numpy takes longer to load than lint to answer
+    from trtspec.checkpoint.heads.problems import (
+        head_problems,
+    )  # here: numpy takes longer to load than lint to answer
 
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None:
@@ -76,7 +93,10 @@ def head_spec_from_config(
     flat = flat_config(config)
     owns = owns or {}
     values = Values(flat, "the head's config.json")
-    hidden, heads = values.whole("hidden_size", least=1), values.whole("num_attention_heads", least=1)
+    hidden, heads = (
+        values.whole("hidden_size", least=1),
+        values.whole("num_attention_heads", least=1),
+    )
     vocab = values.whole("vocab_size", least=1)
     dialect = dialect or detect_dialect(config, set())
     mla = bool(flat.get("kv_lora_rank"))
@@ -107,7 +127,9 @@ def head_spec_from_config(
     if mla:
         sizes: dict[str, Any] = {name: values.whole(name, 0) for name in LATENT}
         sizes["head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
-        spec = replace(spec, **sizes, num_key_value_heads=heads)  # latent attention shares one; engines read no number
+        spec = replace(
+            spec, **sizes, num_key_value_heads=heads
+        )  # latent attention shares one; engines read no number
     return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
 
 
@@ -115,14 +137,18 @@ def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
     """Flags that change the function. The same key has another meaning or default in two dialects."""
     eagle = config.get("eagle_config") or {}
     fc_norm = bool(config.get("fc_norm"))
-    norm_output = bool(config.get("norm_output") or config.get("post_norm") or eagle.get("return_hidden_post_norm"))
+    norm_output = bool(
+        config.get("norm_output") or config.get("post_norm") or eagle.get("return_hidden_post_norm")
+    )
     if dialect.norm_output_since and not fc_norm:
         norm_output = False  # before that date the key named plain EAGLE-3
     return {
         "fc_norm": fc_norm,
         "norm_output": norm_output,
         "norm_before_fc": bool(eagle.get("norm_before_fc") or config.get("norm_before_fc")),
-        "norm_before_residual": bool(config.get("norm_before_residual", dialect.norm_before_residual)),
+        "norm_before_residual": bool(
+            config.get("norm_before_residual", dialect.norm_before_residual)
+        ),
     }
 
 
@@ -130,11 +156,17 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     """Why these tensors are no Eagle3 head, by names and shapes that only other things have; None if they may be."""
     names = set(tensors)
     kind = config.get("speculators_model_type") or config.get("model_type")
-    if "medusa_num_heads" in config or kind == "medusa" or any(MEDUSA.search(name) for name in names):
+    if (
+        "medusa_num_heads" in config
+        or kind == "medusa"
+        or any(MEDUSA.search(name) for name in names)
+    ):
         return finding("TS-HEAD-MEDUSA", "tensor names")
     if config.get("speculators_model_type", "eagle3") != "eagle3":
         return finding("TS-HEAD-OTHER-DRAFT", "speculators_model_type")
-    fc = next((info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None)
+    fc = next(
+        (info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None
+    )
     if fc is not None:
         # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
         normed = any(name.endswith("hidden_norm.weight") for name in names)
@@ -145,14 +177,30 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
     if len(layers) > 1 or any(".mlp.experts." in name for name in names):
-        message = f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
-        return Problem("TS-HEAD-FULL-MODEL", "error", "fc.weight", message, "pass the target first and a head second")
+        message = (
+            f"this is a whole model ({max(layers, default=0) + 1} layers, no fc), not a draft head"
+        )
+        return Problem(
+            "TS-HEAD-FULL-MODEL",
+            "error",
+            "fc.weight",
+            message,
+            "pass the target first and a head second",
+        )
     return None
 
 
 def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `inspect --json` and `convert --json` that only a head has."""
-    own = ("eagle", "attention", "dialect", "draft_vocab_size", "vocab_size", "hidden_size", "kv_elements_per_token")
+    own = (
+        "eagle",
+        "attention",
+        "dialect",
+        "draft_vocab_size",
+        "vocab_size",
+        "hidden_size",
+        "kv_elements_per_token",
+    )
     return {
         "family": "eagle3",
         "model_type": config.get("model_type"),
@@ -195,7 +243,9 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
         if name == "aux_layers" and None in (one.aux_layers, other.aux_layers):
             continue  # one of the two does not say
         if getattr(one, name) != getattr(other, name):
-            problems.append(_differs(name, f"{getattr(one, name)} here, {getattr(other, name)} in the source"))
+            problems.append(
+                _differs(name, f"{getattr(one, name)} here, {getattr(other, name)} in the source")
+            )
     return HeadComparison(
         tensors=len(ours),
         compared=len(both),

@@ -18,7 +18,15 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 ATTENTION = {
     "mha": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mla": ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"),
+    "mla": (
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    ),
 }
 MAPS = ("d2t", "t2d")
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS, "input_norm.weight")
@@ -41,12 +49,23 @@ def canonical_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def fp8_scale(tensors: dict[str, TensorInfo], name: str) -> str | None:
     """The tensor with the scales of an FP8 weight."""
-    return next((side for part in FP8_SCALES if (side := f"{name.removesuffix('weight')}{part}") in tensors), None)
+    return next(
+        (
+            side
+            for part in FP8_SCALES
+            if (side := f"{name.removesuffix('weight')}{part}") in tensors
+        ),
+        None,
+    )
 
 
 def fp8_weights(tensors: dict[str, TensorInfo]) -> list[str]:
     """Weights in FP8 with scales beside them, as compressed-tensors, ModelOpt and DeepSeek write them."""
-    return [name for name, info in tensors.items() if info.dtype == "F8_E4M3" and fp8_scale(tensors, name)]
+    return [
+        name
+        for name, info in tensors.items()
+        if info.dtype == "F8_E4M3" and fp8_scale(tensors, name)
+    ]
 
 
 def layer_prefix(tensors: dict[str, TensorInfo]) -> str:
@@ -55,20 +74,40 @@ def layer_prefix(tensors: dict[str, TensorInfo]) -> str:
 
 def required_names(attention: str) -> list[str]:
     """Tensors without which no engine computes the head; lm_head, embed_tokens and d2t may be absent."""
-    names = ["fc", "norm", *(f"layer.{norm}" for norm in NORMS), *(f"layer.mlp.{part}" for part in MLP)]
-    return [f"{name}.weight" for name in names + [f"layer.self_attn.{part}" for part in ATTENTION[attention]]]
+    names = [
+        "fc",
+        "norm",
+        *(f"layer.{norm}" for norm in NORMS),
+        *(f"layer.mlp.{part}" for part in MLP),
+    ]
+    return [
+        f"{name}.weight"
+        for name in names + [f"layer.self_attn.{part}" for part in ATTENTION[attention]]
+    ]
 
 
 def expected_shapes(spec: HeadSpec) -> Shapes:
     """Canonical name -> shape of every tensor that a head of this record may hold. Linears are [outputs, inputs]; the
     first projections see embedding and state, 2H wide."""
-    hidden, inner, captured = spec.hidden_size, spec.intermediate_size, spec.num_aux * spec.target_hidden_size
+    hidden, inner, captured = (
+        spec.hidden_size,
+        spec.intermediate_size,
+        spec.num_aux * spec.target_hidden_size,
+    )
     shapes: Shapes = {f"layer.{norm}.weight": (hidden,) for norm in NORMS}
-    shapes |= {"fc.weight": (hidden, captured), "norm.weight": (hidden,), "input_norm.weight": (captured,)}
+    shapes |= {
+        "fc.weight": (hidden, captured),
+        "norm.weight": (hidden,),
+        "input_norm.weight": (captured,),
+    }
     shapes |= {f"layer.mlp.{part}.weight": (inner, hidden) for part in ("gate_proj", "up_proj")}
     shapes["layer.mlp.down_proj.weight"] = (hidden, inner)
-    shapes |= {f"layer.self_attn.{part}.weight": shape for part, shape in _attention_shapes(spec).items()}
-    shapes |= {f"fc_norm.{index}.weight": (spec.target_hidden_size,) for index in range(spec.num_aux)}
+    shapes |= {
+        f"layer.self_attn.{part}.weight": shape for part, shape in _attention_shapes(spec).items()
+    }
+    shapes |= {
+        f"fc_norm.{index}.weight": (spec.target_hidden_size,) for index in range(spec.num_aux)
+    }
     shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
     return shapes | {
         "embed_tokens.weight": (spec.vocab_size, hidden), "d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)
@@ -86,17 +125,25 @@ def _attention_shapes(spec: HeadSpec) -> Shapes:
     return latent_attention(spec, 2 * hidden)
 
 
-def unreadable(tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention) -> list[Problem]:
+def unreadable(
+    tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention
+) -> list[Problem]:
     """Why nothing can be said of the shapes: tensors that every head needs are absent, one has another rank, or the
     config describes another attention."""
     if missing := [name for name in required_names(attention) if name not in tensors]:
         what = f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent"
         message = f"{what}: {', '.join(missing)}"
         return [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message)]
-    if wrong := [problem for name, info in tensors.items() if (problem := _wrong_rank(name, info)) is not None]:
+    if wrong := [
+        problem
+        for name, info in tensors.items()
+        if (problem := _wrong_rank(name, info)) is not None
+    ]:
         return wrong
     if attention != declared.attention:
-        message = f"config.json describes {declared.attention} attention, the tensors are {attention}"
+        message = (
+            f"config.json describes {declared.attention} attention, the tensors are {attention}"
+        )
         return [Problem("TS-HEAD-SHAPE", "error", "config.json:kv_lora_rank", message)]
     return []
 
@@ -106,9 +153,13 @@ def attention_of(tensors: dict[str, TensorInfo]) -> Attention:
     return "mla" if any(name.startswith(latent) for name in tensors) else "mha"
 
 
-def measured(tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]) -> HeadSpec:
+def measured(
+    tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]
+) -> HeadSpec:
     """The record with what the tensors show and config.json does not state."""
-    rows = {name: tensors[name].shape[0] for name in OPTIONAL if name in tensors and tensors[name].shape}
+    rows = {
+        name: tensors[name].shape[0] for name in OPTIONAL if name in tensors and tensors[name].shape
+    }
     draft, states = declared.draft_vocab_size, declared.num_aux
     if not config.get("draft_vocab_size"):
         draft = rows.get("lm_head.weight") or rows.get("d2t") or draft
@@ -147,7 +198,9 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
         if name == "fc.weight":
             stored, wanted = stored[:1], wanted[:1]  # its inputs are judged with the layer ids
         if stored != wanted:
-            found.append(f"{name} is stored as {list(stored)}, where config.json asks for {list(wanted)}")
+            found.append(
+                f"{name} is stored as {list(stored)}, where config.json asks for {list(wanted)}"
+            )
     flags = []
     for flag in (flag for flag in FLAGS if getattr(spec, flag) != getattr(declared, flag)):
         remedy = f"set `{flag}: true`" if getattr(spec, flag) else REMEDY
@@ -161,12 +214,16 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
     return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
 
 
-def fc_width(tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]) -> list[Problem]:
+def fc_width(
+    tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]
+) -> list[Problem]:
     """fc sees n_aux target states; layer ids and num_aux_hidden_states say how many those are."""
     (rows, width), states = tensors["fc.weight"].shape, spec.num_aux
     if rows != spec.hidden_size:
         return []  # not fc as a head has it, which `misfits` says
-    if width != states * spec.target_hidden_size or (spec.aux_layers is not None and len(spec.aux_layers) != states):
+    if width != states * spec.target_hidden_size or (
+        spec.aux_layers is not None and len(spec.aux_layers) != states
+    ):
         states = states if spec.aux_layers is None else len(spec.aux_layers)
         message = f"fc takes {width} inputs, which is not {states} captured states of width {spec.target_hidden_size}"
         return [Problem("TS-HEAD-FC-WIDTH", "error", "fc.weight", message, REMEDY)]
@@ -174,5 +231,9 @@ def fc_width(tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, A
     if stated and stated != states:
         message = f"config.json says num_aux_hidden_states {stated}, fc takes {states} states; vLLM believes the key"
         remedy = f"set `num_aux_hidden_states: {states}`"
-        return [Problem("TS-HEAD-FC-WIDTH", "error", "config.json:num_aux_hidden_states", message, remedy)]
+        return [
+            Problem(
+                "TS-HEAD-FC-WIDTH", "error", "config.json:num_aux_hidden_states", message, remedy
+            )
+        ]
     return []

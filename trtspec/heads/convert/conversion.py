@@ -82,7 +82,16 @@ class HeadConversion:
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `trtspec convert --json`, but for `problems`."""
-        same = ("to", "dry_run", "tensors", "parameters", "bytes_out", "target_default_layers", "serve", "config")
+        same = (
+            "to",
+            "dry_run",
+            "tensors",
+            "parameters",
+            "bytes_out",
+            "target_default_layers",
+            "serve",
+            "config",
+        )
         about = {
             "output": str(self.output) if self.output else None,
             "from": self.source_dialect,
@@ -108,13 +117,19 @@ def convert_head(
     that is in the way, TrtspecError for one that has no room."""
     begun, path = time.monotonic(), source.path
     if path is None:
-        raise UsageError(f"{source.name} is not on this machine", f"run `hf download {source.hub_id}` first")
+        raise UsageError(
+            f"{source.name} is not on this machine", f"run `hf download {source.hub_id}` first"
+        )
     if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
-        raise UsageError(f"{output} is, or holds, the head that is converted", "choose another `output`")
+        raise UsageError(
+            f"{output} is, or holds, the head that is converted", "choose another `output`"
+        )
     licences = sorted(path.glob("LICENSE*"))
     names = frozenset((*HEAD_FILES, *(licence.name for licence in licences)))
     directory = OutputDirectory(output, "convert", names, size=0)
-    again = OutputOptions(options.dry_run, restart=True, force=options.force)  # a killed conversion starts over
+    again = OutputOptions(
+        options.dry_run, restart=True, force=options.force
+    )  # a killed conversion starts over
     directory.check(again)
     with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
@@ -136,13 +151,19 @@ def convert_head(
                 "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
                 "provenance": recorded(path) or None, "target": target.name if target else None,
             }  # fmt: skip
-            more = {"dialect": done.head.dialect, "tensors": tensors, "repairs": done.to_json()["repairs"]}
+            more = {
+                "dialect": done.head.dialect,
+                "tensors": tensors,
+                "repairs": done.to_json()["repairs"],
+            }
             chosen = {"to": options.to, "from": options.from_, "embed_tokens": options.embed_tokens,
                       "rope_theta": options.rope_theta}  # fmt: skip
             record = provenance("convert", origin, chosen, **more)
             write_json(output / "provenance.json", record)
             write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
-            write_json(output / "config.json", done.config)  # last: without it the directory is no head
+            write_json(
+                output / "config.json", done.config
+            )  # last: without it the directory is no head
             directory.finish()
     return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
 
@@ -161,12 +182,18 @@ def _plan(
     if spec.aux_layers is None and model is not None and spec.num_aux == 3:
         spec = replace(spec, aux_layers=model.default_aux_layers)
     if model is not None:
-        problems += [problem for problem in pair_problems(spec, model) if problem.severity == "error"]
+        problems += [
+            problem for problem in pair_problems(spec, model) if problem.severity == "error"
+        ]
     lender = _lender(target, model)
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
     if not has_errors(problems):
         problems += about_tensors
-        copied = {name: entry.info for name, entry in entries.items() if entry.info and entry.checkpoint is checkpoint}
+        copied = {
+            name: entry.info
+            for name, entry in entries.items()
+            if entry.info and entry.checkpoint is checkpoint
+        }
         problems += head_value_problems(checkpoint, copied, everything=options.dry_run)
         own = entries.get(EMBED)
         if own and own.info and own.checkpoint is checkpoint and lender:
@@ -177,7 +204,11 @@ def _plan(
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        verifier = Verifier(target.name, tuple(target.config().get("architectures") or ())) if target else Verifier()
+        verifier = (
+            Verifier(target.name, tuple(target.config().get("architectures") or ()))
+            if target
+            else Verifier()
+        )
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
         config = write_config(dialect.config, shared, spec, dialect.ids(spec.aux_layers), verifier)
     parameters, size = sizes(entries)
@@ -203,11 +234,15 @@ def _plan(
     return planned, entries
 
 
-def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options) -> list[Problem]:
+def _left(
+    checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options
+) -> list[Problem]:
     """The problems that rewriting does not fix."""
     repaired = CURED | DEPENDS
     if options.rope_theta is not None:
-        problems = [one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)]
+        problems = [
+            one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)
+        ]
     tensors = canonical_names(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
@@ -217,7 +252,12 @@ def _left(checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], opti
 
 
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
-    if target is None or model is None or target.path is None or not any(target.path.glob("*.safetensors")):
+    if (
+        target is None
+        or model is None
+        or target.path is None
+        or not any(target.path.glob("*.safetensors"))
+    ):
         return None
     return Lender(require_target(target.path).checkpoint, model)
 
@@ -241,7 +281,11 @@ LIMITS = {name: Limit(**row) for name, row in DIALECT_TABLE["features"].items()}
 
 def features(spec: HeadSpec) -> list[str]:
     """What a dialect must be able to express for this head."""
-    mla, yarn, layers = spec.attention == "mla", spec.rope.rope_type == "yarn", spec.aux_layers or ()
+    mla, yarn, layers = (
+        spec.attention == "mla",
+        spec.rope.rope_type == "yarn",
+        spec.aux_layers or (),
+    )
     needs: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
@@ -285,7 +329,9 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
         message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers or ())} are its own is not known"
         remedy = "pass `target`, so that its default layers are known"
     else:
-        message = f"{dialect.title} always captures {list(default)}, not {list(spec.aux_layers or ())}"
+        message = (
+            f"{dialect.title} always captures {list(default)}, not {list(spec.aux_layers or ())}"
+        )
         remedy = "convert to another dialect"
     return [*problems, Problem("TS-CONVERT-LAYERS", "error", "layer ids", message, remedy)]
 
@@ -295,18 +341,26 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
     problems = []
     if spec.eagle == "3.1":
         message = f"EAGLE-3.1 needs {dialect.eagle31}; an older one computes another function and accepts little"
-        problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message, "check the version"))
+        problems.append(
+            Problem(
+                "TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message, "check the version"
+            )
+        )
     for feature in features(spec):
         if feature in dialect.since:
             message = f"{feature} needs {dialect.since[feature]}"
-            problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version"))
+            problems.append(
+                Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version")
+            )
     if dialect.mha_needs and spec.attention == "mha":
         message = f"{dialect.title} needs {dialect.mha_needs}"
         remedy = "install transformers below 5 there, or train the head on elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
     trainer, base = dialect.fixed_rope_base or ("", spec.rope.theta)
     if spec.attention == "mla" and spec.rope.theta != base:
-        message = f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
+        message = (
+            f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
+        )
         remedy = "fix its rope before training on; serving is not affected"
         problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message, remedy))
     return problems

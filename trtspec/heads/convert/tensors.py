@@ -17,7 +17,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trtspec.checkpoint.headers import DTYPE_BITS, PIECE, Checkpoint, ShardReader, TensorInfo, read_config, same_bytes
+from trtspec.checkpoint.headers import (
+    DTYPE_BITS,
+    PIECE,
+    Checkpoint,
+    ShardReader,
+    TensorInfo,
+    read_config,
+    same_bytes,
+)
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import (
     FP8_SCALES,
@@ -78,7 +86,9 @@ class OutputTensor:
     @staticmethod
     def made(values: np.ndarray) -> OutputTensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return OutputTensor("BOOL" if tensor.dtype == torch.bool else "I64", tuple(tensor.shape), values=tensor)
+        return OutputTensor(
+            "BOOL" if tensor.dtype == torch.bool else "I64", tuple(tensor.shape), values=tensor
+        )
 
 
 def plan_tensors(
@@ -94,12 +104,18 @@ def plan_tensors(
             renamed = prefix + name.removeprefix("layer.") if name.startswith("layer.") else name
             entries[renamed] = OutputTensor.copied(source, tensors[name])
     known = {*required_names(spec.attention), *norms, *OPTIONAL}
-    unknown = [name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    unknown = [
+        name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
+    ]
     if unknown:
         message = f"{len(unknown)} tensors have no place in {dialect.title}, first {unknown[0]}"
         remedy = "ask the head's author what they do; a head that works without them can be saved without them"
         problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
-    own = {name: OutputTensor.copied(source, tensors[name]) for name in (LM_HEAD, EMBED) if name in tensors}
+    own = {
+        name: OutputTensor.copied(source, tensors[name])
+        for name in (LM_HEAD, EMBED)
+        if name in tensors
+    }
     lent = {name: lender.lend(name) for name in (LM_HEAD, EMBED)} if lender else {}
     for name, (chosen, found) in {
         LM_HEAD: _lm_head(spec, dialect, own.get(LM_HEAD), lent.get(LM_HEAD)),
@@ -147,16 +163,24 @@ def _lm_head(
     if own is not None or not dialect.needs_lm_head:
         return own, []
     if spec.draft_vocab_size != spec.vocab_size:
-        message = "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
+        message = (
+            "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
+        )
         return None, [Problem(code, "error", where, message, "use a head with its own lm_head")]
     if lent is None:
         message = f"{dialect.title} needs an lm_head, and the target's weights to borrow it from are not here"
-        return None, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
+        return None, [
+            Problem(code, "error", where, message, "pass `target` DIR with the target's weights")
+        ]
     return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
 
 
 def _embedding(
-    spec: HeadSpec, dialect: Dialect, own: OutputTensor | None, lent: OutputTensor | None, choice: Choice
+    spec: HeadSpec,
+    dialect: Dialect,
+    own: OutputTensor | None,
+    lent: OutputTensor | None,
+    choice: Choice,
 ) -> tuple[OutputTensor | None, list[Problem]]:
     """auto: what the dialect's own writer does, without losing an embedding that is not the target's."""
     where, code = EMBED, "TS-CONVERT-EMBED"
@@ -164,12 +188,20 @@ def _embedding(
     if choice == "target" or (own is None and dialect.embed_tokens and lent is not None):
         if lent is None:
             message = "the target's weights to borrow the embedding from are not here"
-            return own, [Problem(code, "error", where, message, "pass `target` DIR with the target's weights")]
+            return own, [
+                Problem(
+                    code, "error", where, message, "pass `target` DIR with the target's weights"
+                )
+            ]
         return lent, _misfit(lent, (spec.vocab_size, spec.hidden_size), where, code)
     if own is None:
         needed = not borrowed or dialect.trains_embedding
         message = "the head has no embedding of its own; training continues from the target's; servers share it"
-        found = [Problem(code, "info", where, message, "pass `target` DIR to write the target's")] if needed else []
+        found = (
+            [Problem(code, "info", where, message, "pass `target` DIR to write the target's")]
+            if needed
+            else []
+        )
         return None, found
     if not borrowed or dialect.uses_embedding:
         return own, []
@@ -178,7 +210,9 @@ def _embedding(
         return own, [Problem(code, "warning", where, message, "pass `target` DIR to compare them")]
     if own.is_same(lent):
         return None, []
-    message = f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
+    message = (
+        f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
+    )
     remedy = "convert to vllm, which uses the head's, or accept the loss with `embed_tokens` target"
     return own, [Problem(code, "error", where, message, remedy)]
 
@@ -186,7 +220,9 @@ def _embedding(
 def _misfit(lent: OutputTensor, wanted: tuple[int, int], where: str, code: str) -> list[Problem]:
     if lent.shape == wanted and lent.dtype in FLOATS:
         return []
-    message = f"the target's is {lent.dtype} {list(lent.shape)}, the head needs {list(wanted)} in BF16"
+    message = (
+        f"the target's is {lent.dtype} {list(lent.shape)}, the head needs {list(wanted)} in BF16"
+    )
     return [Problem(code, "error", where, message, "pass the target that the head was trained for")]
 
 
@@ -242,8 +278,20 @@ def opened(path: Path, scratch: Path | None = None) -> Iterator[tuple[Checkpoint
         if stored and quantized:
             write_shard(Path(directory) / "model.safetensors", _plain(stored, quantized))
             message = f"{len(quantized)} weights are FP8; they are read as BF16, with the rounding that FP8 had"
-            repairs = [Problem("TS-HEAD-DTYPE", "warning", quantized[0], message, "use the head's BF16 source, if any")]
-            config = {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")}
+            repairs = [
+                Problem(
+                    "TS-HEAD-DTYPE",
+                    "warning",
+                    quantized[0],
+                    message,
+                    "use the head's BF16 source, if any",
+                )
+            ]
+            config = {
+                key: value
+                for key, value in config.items()
+                if key not in ("quantization_config", "torch_dtype")
+            }
             config["torch_dtype"] = "bfloat16"
         write_json(Path(directory) / "config.json", config)
         yield Checkpoint.open(directory), repairs
@@ -251,14 +299,25 @@ def opened(path: Path, scratch: Path | None = None) -> Iterator[tuple[Checkpoint
 
 def _plain(stored: Checkpoint, quantized: list[str]) -> dict[str, torch.Tensor]:
     """The tensors in BF16 where they were FP8: with one scale, one for each row, or one for each block of 128 x 128."""
-    block = (stored.config.get("quantization_config") or {}).get("weight_block_size") or FP8_BLOCK_SIZE
+    block = (stored.config.get("quantization_config") or {}).get(
+        "weight_block_size"
+    ) or FP8_BLOCK_SIZE
     with LazyTensors(stored) as tensors:
-        sides = {f"{name.removesuffix('weight')}{side}" for name in quantized for side in ("input_scale", *FP8_SCALES)}
+        sides = {
+            f"{name.removesuffix('weight')}{side}"
+            for name in quantized
+            for side in ("input_scale", *FP8_SCALES)
+        }
         found = {name: tensors[name] for name in tensors.names() if name not in sides}
         for name in quantized:
-            scale, (rows, columns) = tensors[fp8_scale(stored.tensors, name) or ""].float(), found[name].shape
+            scale, (rows, columns) = (
+                tensors[fp8_scale(stored.tensors, name) or ""].float(),
+                found[name].shape,
+            )
             if scale.dim() == 2 and scale.shape[1] > 1:
-                scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+                scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
+                    :, :columns
+                ]
             else:
                 scale = scale.reshape(-1, 1)
             found[name] = (found[name].float() * scale).to(torch.bfloat16)
@@ -282,14 +341,18 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = "it is damaged, or was not written by torch.save"
         if named is not None:
-            reason = f"it names {named[1]}, which would be imported and may be run while it is opened"
+            reason = (
+                f"it names {named[1]}, which would be imported and may be run while it is opened"
+            )
         raise TrtspecError(
             f"{file} is not a plain file of tensors: {reason}",
             "ask its author for the head as safetensors, which run nothing; do not open this file by other means",
         ) from None
     tensors = _state_dict(value)
     if not tensors:
-        raise TrtspecError(f"{file} holds no tensors by name", "pass a directory with the head's state_dict")
+        raise TrtspecError(
+            f"{file} holds no tensors by name", "pass a directory with the head's state_dict"
+        )
     if all(name.startswith("module.") for name in tensors):  # as DistributedDataParallel names them
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
@@ -311,7 +374,9 @@ def _pickles(path: Path) -> list[Path]:
     return [file for file in found if not file.name.startswith(other)]
 
 
-def write_tensors(path: Path, entries: dict[str, OutputTensor], bar: Bar) -> dict[str, dict[str, Any]]:
+def write_tensors(
+    path: Path, entries: dict[str, OutputTensor], bar: Bar
+) -> dict[str, dict[str, Any]]:
     """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
 
     Every float that passes is looked at: raises CheckFailed for NaN and infinity.
@@ -330,5 +395,8 @@ def write_tensors(path: Path, entries: dict[str, OutputTensor], bar: Bar) -> dic
             if bad:
                 problem = not_finite(name, bad, math.prod(entry.shape))
                 raise CheckFailed(f"[{problem.code}] {name}: {problem.message}", problem.remedy)
-            record[name] = {"source": entry.info.name if entry.info else None, "sha256": digest.hexdigest()}
+            record[name] = {
+                "source": entry.info.name if entry.info else None,
+                "sha256": digest.hexdigest(),
+            }
     return record

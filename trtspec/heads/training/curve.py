@@ -23,7 +23,11 @@ CURVE_NAME, SPEED_NAME = "training.jsonl", "speed.jsonl"
 
 def checkpoints(output: Path) -> list[Path]:
     """The heads exported on the way, oldest first."""
-    found = [path for path in output.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdigit()]
+    found = [
+        path
+        for path in output.glob(f"{CHECKPOINT}*")
+        if path.name.removeprefix(CHECKPOINT).isdigit()
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)))
 
 
@@ -31,14 +35,23 @@ def is_finished(output: Path) -> bool:
     """Whether `output` holds a finished head, or one that no unfinished run wrote."""
     if not (output / "config.json").is_file():
         return False
-    if not (output / "provenance.json").is_file():  # removed before an unfinished run's head is written again
+    if not (
+        output / "provenance.json"
+    ).is_file():  # removed before an unfinished run's head is written again
         return not (output / WORK_NAME).is_dir()
     return bool(read_object(output / "provenance.json").get("training", {}).get("finished", True))
 
 
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
     """What a run writes into `output`, `size` bytes at the most."""
-    names = {WORK_NAME, BEST, CURVE_NAME, SPEED_NAME, *HEAD_FILES, *(path.name for path in checkpoints(output))}
+    names = {
+        WORK_NAME,
+        BEST,
+        CURVE_NAME,
+        SPEED_NAME,
+        *HEAD_FILES,
+        *(path.name for path in checkpoints(output)),
+    }
     return OutputDirectory(output, "train", frozenset(names), size)
 
 
@@ -94,8 +107,14 @@ class Curve:
         return [file.seek(0, os.SEEK_END) for file in self._files]
 
     def add(self, point: CurvePoint) -> None:
-        speed: dict[str, Any] = {"step": point.step, "seconds": round(point.seconds, 4), "tokens": point.tokens}
-        speed["tokens_per_second"] = round(point.tokens / point.seconds, 1) if point.seconds else None
+        speed: dict[str, Any] = {
+            "step": point.step,
+            "seconds": round(point.seconds, 4),
+            "tokens": point.tokens,
+        }
+        speed["tokens_per_second"] = (
+            round(point.tokens / point.seconds, 1) if point.seconds else None
+        )
         for file, rows in zip(self._files, (point.rows(), [speed]), strict=True):
             file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
             file.flush()
@@ -107,7 +126,11 @@ class Curve:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.is_file()
+        else []
+    )
 
 
 def summary(curve: Path) -> dict[str, Any]:
@@ -119,10 +142,17 @@ def summary(curve: Path) -> dict[str, Any]:
     found = {
         "tokens_seen": sum(row["tokens"] for row in steps),
         "loss": sum(row["loss"] for row in last) / len(last),
-        "accuracy": [sum(values) / len(last) for values in zip(*(row["accuracy"] for row in last), strict=True)],
+        "accuracy": [
+            sum(values) / len(last)
+            for values in zip(*(row["accuracy"] for row in last), strict=True)
+        ],
     }
     if held:
-        found |= {"held_out_loss": held[-1]["loss"], "held_out_accuracy": held[-1]["accuracy"], "curve": held}
+        found |= {
+            "held_out_loss": held[-1]["loss"],
+            "held_out_accuracy": held[-1]["accuracy"],
+            "curve": held,
+        }
         if "acceptance_length" in held[-1]:
             found["estimated_acceptance_length"] = held[-1]["acceptance_length"]
     return found

@@ -34,9 +34,14 @@ from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, spli
 from trtspec.heads.training.states import Features, collate
 
 if TYPE_CHECKING:
-    from trtspec.heads.training.module import TrainingModule  # ModelOpt takes many seconds, and a dry run needs none
+    from trtspec.heads.training.module import (
+        TrainingModule,
+    )  # ModelOpt takes many seconds, and a dry run needs none
 
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
+CHUNK_ELEMENTS = {
+    "cpu": 2**18,
+    "cuda": 2**28,
+}  # logits of a chunk: the cache of a CPU core, 1 GiB of a GPU
 # of one logit while a chunk is computed: the target's product (bf16) and distribution (float32), the head's product
 # (bf16) and its log-probabilities, which become the gradient (float32), and that gradient for the products (bf16)
 LOGIT_BYTES = 2 + 4 + 2 + 4 + 2
@@ -112,14 +117,24 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """For the record."""
-        return {"steps": self.steps, "total": self.total, "finished": self.finished, "stopped": self.stopped}
+        return {
+            "steps": self.steps,
+            "total": self.total,
+            "finished": self.finished,
+            "stopped": self.stopped,
+        }
 
 
 class Stepper:
     """Optimizer steps and evaluations over global batches, of which each process computes its share."""
 
     def __init__(
-        self, model: TrainingModule, features: Features, options: TrainOptions, total: int, world: World
+        self,
+        model: TrainingModule,
+        features: Features,
+        options: TrainOptions,
+        total: int,
+        world: World,
     ) -> None:
         self.features, self.options, self.total, self.world = features, options, total, world
         self.device = str(model.lm_head.weight.device)
@@ -127,7 +142,11 @@ class Stepper:
         self.objective = world.wrap(Objective(model, options))
         self.parameters = dict(model.eagle_module.named_parameters())  # by their exported names
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+            self.parameters.values(),
+            lr=0.0,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,
         )
 
     def step(self, step: int, window: list[list[int]]) -> CurvePoint:
@@ -156,8 +175,12 @@ class Stepper:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        tokens = sum(len(self.features.samples[index].tokens) for batch in window for index in batch)
-        return CurvePoint(step, self.total, value, shares, rate, norm, tokens, time.monotonic() - began)
+        tokens = sum(
+            len(self.features.samples[index].tokens) for batch in window for index in batch
+        )
+        return CurvePoint(
+            step, self.total, value, shares, rate, norm, tokens, time.monotonic() - began
+        )
 
     @torch.no_grad()
     def evaluate(self, indices: list[int]) -> dict[str, Any]:
@@ -172,7 +195,9 @@ class Stepper:
             loss, agree = self._loss(batch, counted)
             figures += _figures(loss, agree).cpu()
             for row, index in enumerate(self.world.share(batch)):
-                walked += torch.tensor(simulate_acceptance(agree[:, row].tolist(), self.features.samples[index].answer))
+                walked += torch.tensor(
+                    simulate_acceptance(agree[:, row].tolist(), self.features.samples[index].answer)
+                )
         value, shares = self._means(figures, counted)
         steps, accepted = self.world.sum(walked).tolist()
         found = {"loss": value, "accuracy": shares}
@@ -180,12 +205,16 @@ class Stepper:
 
     def _counted(self, indices: list[int]) -> Tensor:
         samples = (self.features.samples[index] for index in indices)
-        return torch.tensor(counted_positions(samples, self.options.ttt_steps, self.options.answer_only))
+        return torch.tensor(
+            counted_positions(samples, self.options.ttt_steps, self.options.answer_only)
+        )
 
     def _means(self, figures: Tensor, counted: Tensor) -> tuple[float, list[float]]:
         """(loss, agreement by step) of the whole step, from this process's sums."""
         value, *right = self.world.sum(figures).tolist()
-        return value, [one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)]
+        return value, [
+            one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)
+        ]
 
     def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
@@ -193,7 +222,9 @@ class Stepper:
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
             batch.places = batch.places[:0]  # fewer rows than processes: take part without counting
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16):
+        with torch.autocast(
+            batch.tokens.device.type, torch.bfloat16, enabled=self.options.dtype == torch.bfloat16
+        ):
             known = counted.to(self.device, non_blocking=True)
             return self.objective(batch.tokens, batch.hidden, batch.aux, batch.places, known)
 
@@ -255,12 +286,18 @@ class Objective(nn.Module):
         of the loss add up. The loss is the mean over positions, summed over the steps with weights `ttt_decay`^k.
         """
         steps, model = self.options.ttt_steps, self.model
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(tokens.device.type) else model.target_rows.dtype
+        dtype = (
+            torch.bfloat16
+            if torch.is_autocast_enabled(tokens.device.type)
+            else model.target_rows.dtype
+        )
         normed = draft_states(model, tokens, aux.to(dtype), steps)
         rows, length = tokens.shape
         decay = self.options.ttt_decay ** torch.arange(steps, device=tokens.device)
         weights = (decay / counted.clamp_min(1)).float()
-        teacher = Teacher(hidden.flatten(0, 1), model.target_rows, places, places % length - 1, weights)
+        teacher = Teacher(
+            hidden.flatten(0, 1), model.target_rows, places, places % length - 1, weights
+        )
         flat = tuple(state.flatten(0, 1) for state in normed)
         lm_head = model.eagle_module.lm_head.weight
         # `losses` chooses the dtype of each product itself
@@ -286,8 +323,12 @@ def draft_states(model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int)
     places = torch.arange(tokens.shape[1], device=tokens.device)[None]
     state, cache, found = head.fc(aux), StepKeys(), []
     for _ in range(steps):
-        normed, output, _ = head(state, following, None, position_ids=places, past_key_values=cache, use_cache=True)
-        state = output.roll(1, 1)  # the state of a row goes to the row that drafts the next token from it
+        normed, output, _ = head(
+            state, following, None, position_ids=places, past_key_values=cache, use_cache=True
+        )
+        state = output.roll(
+            1, 1
+        )  # the state of a row goes to the row that drafts the next token from it
         found.append(normed)
     return found
 
@@ -299,7 +340,9 @@ class StepKeys:
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()
 
-    def update(self, key: Tensor, value: Tensor, *_: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def update(
+        self, key: Tensor, value: Tensor, *_: object
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         self.keys, self.values = (*self.keys, key), (*self.values, value)
         return self.keys, self.values
 
@@ -312,7 +355,9 @@ class _LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, teacher: Teacher, lm_head: Tensor, *states: Tensor):
-        gradients = Gradients(torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states])
+        gradients = Gradients(
+            torch.zeros_like(lm_head, dtype=torch.float32), [torch.zeros_like(s) for s in states]
+        )
         values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, gradients)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(agree)
@@ -352,12 +397,20 @@ def losses(
             rows = state[places - 1].to(lm_head.dtype)
             drafted = rows @ lm_head.T
             # argmax is not vectorized on a CPU, amax is
-            agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (depth >= step)
+            agree[step, part] = (drafted.gather(-1, best)[:, 0] >= drafted.amax(-1)) & (
+                depth >= step
+            )
             weight = (depth >= step) * teacher.weights[step]
             value, gradient = cross_entropy(p, torch.log_softmax(drafted, -1, dtype=torch.float32))
             values[step] += torch.dot(value.double(), weight.double())
             if gradients is not None:
-                gradients.add(step, places - 1, gradient.mul_(weight[:, None]).to(lm_head.dtype), rows, lm_head)
+                gradients.add(
+                    step,
+                    places - 1,
+                    gradient.mul_(weight[:, None]).to(lm_head.dtype),
+                    rows,
+                    lm_head,
+                )
     return values, agree
 
 

@@ -31,7 +31,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RMSNorm,
     DeepseekV3RotaryEmbedding,
 )
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from trtspec.checkpoint.heads.config import architecture_config, rope_scaling
 from trtspec.errors import MissingDependency, TrtspecError
@@ -56,7 +61,9 @@ class DraftLayer(nn.Module):
         self.mlp = mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.__dict__["rope"] = rope(config)  # no submodule: its buffers follow from the config and are never stored
+        self.__dict__["rope"] = rope(
+            config
+        )  # no submodule: its buffers follow from the config and are never stored
 
     def forward(
         self,
@@ -106,11 +113,16 @@ def ttt_attention(
     step = len(key) - 1
     groups = query.shape[1] // key[0].shape[1]
     if groups > 1:
-        key, value = (tuple(part.repeat_interleave(groups, 1) for part in parts) for parts in (key, value))
+        key, value = (
+            tuple(part.repeat_interleave(groups, 1) for part in parts) for parts in (key, value)
+        )
     if step == 0:
         attended = _causal(query, key[0], value[0], scaling)
     else:
-        own = [(_shift_right(key[i], step - i), _shift_right(value[i], step - i)) for i in range(1, step + 1)]
+        own = [
+            (_shift_right(key[i], step - i), _shift_right(value[i], step - i))
+            for i in range(1, step + 1)
+        ]
         attended = _later_step(query * scaling, key[0], value[0], own)
     return attended.transpose(1, 2), None
 
@@ -123,7 +135,9 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor
     return attended[..., :-missing] if missing > 0 else attended
 
 
-def _later_step(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _later_step(
+    query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """`own`: (keys, values) of the steps from 1 on, moved so that each row finds its own there.
 
     Long sequences take some rows at a time, whose scores are computed again in the backward pass: memory grows with the
@@ -174,7 +188,9 @@ except ImportError as missing:  # pragma: no cover - needs an environment withou
         f"training needs nvidia-modelopt ({missing})", "install it: pip install 'trtspec[modelopt]'"
     ) from None
 
-TrainingModule = Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
+TrainingModule = (
+    Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
+)
 
 
 class TargetStub(PreTrainedModel):
@@ -184,13 +200,17 @@ class TargetStub(PreTrainedModel):
         super().__init__(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList()
-        self.model.dtype = torch.float32  # ModelOpt makes the head in this dtype: master weights stay float32
+        self.model.dtype = (
+            torch.float32
+        )  # ModelOpt makes the head in this dtype: master weights stay float32
         self.embed_tokens = nn.Embedding.from_pretrained(embed)
         self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        raise TrtspecError("the target's states must be computed before training", "pass features for every batch")
+        raise TrtspecError(
+            "the target's states must be computed before training", "pass features for every batch"
+        )
 
 
 def build(
@@ -243,7 +263,11 @@ def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
 
 def _special_ids(target: ModelSpec) -> dict[str, Any]:
     eos = list(target.eos_token_ids) or None
-    return {"bos_token_id": target.bos_token_id, "eos_token_id": eos, "pad_token_id": target.pad_token_id}
+    return {
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": eos,
+        "pad_token_id": target.pad_token_id,
+    }
 
 
 def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
@@ -265,21 +289,30 @@ def _silence() -> contextlib.redirect_stdout[io.StringIO]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+def _finish_head(
+    head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None
+) -> None:
     if spec.has_d2t:
         if target_ids is None or target_ids.shape != (spec.draft_vocab_size,):
-            raise TrtspecError(f"a draft vocabulary of {spec.draft_vocab_size} needs that many target ids")
+            raise TrtspecError(
+                f"a draft vocabulary of {spec.draft_vocab_size} needs that many target ids"
+            )
         head.d2t.copy_(target_ids - torch.arange(spec.draft_vocab_size, device=target_ids.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(lm_head if target_ids is None else lm_head[target_ids])
-    head.rotary_emb = lambda *_: None  # the layer has its own; ModelOpt would compute a second one for nothing
+    head.rotary_emb = lambda *_: (
+        None
+    )  # the layer has its own; ModelOpt would compute a second one for nothing
     attention = head.layers[0].self_attn
-    if spec.attention == "mla":  # servers use the config's eps here; the transformers module has a constant
+    if (
+        spec.attention == "mla"
+    ):  # servers use the config's eps here; the transformers module has a constant
         attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
         attention.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
     if spec.fc_norm:
         head.fc_norm = nn.ModuleList(
-            nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, device=lm_head.device) for _ in range(spec.num_aux)
+            nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, device=lm_head.device)
+            for _ in range(spec.num_aux)
         )
         head.fc.register_forward_pre_hook(lambda _, args: (_norm_states(head.fc_norm, args[0]),))
     if spec.norm_output:
@@ -288,10 +321,14 @@ def _finish_head(head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: t
 
 def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
     parts = aux.chunk(len(norms), -1)
-    return torch.cat([norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1)
+    return torch.cat(
+        [norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1
+    )
 
 
-def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[Sample], torch.Tensor | None]:
+def state_client(
+    urls: tuple[str, ...], model: str, longest: int
+) -> Callable[[Sample], torch.Tensor | None]:
     """ModelOpt's client of a server that streams its states. Each thread needs its own.
 
     The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
@@ -305,19 +342,25 @@ def state_client(urls: tuple[str, ...], model: str, longest: int) -> Callable[[S
         raise MissingDependency(
             f"states from a server come over NIXL ({missing})", "install it: pip install nixl"
         ) from None
-    config = streaming.EagleVllmStreamingConfig(server_urls=list(urls), model=model, max_seq_len=longest)
+    config = streaming.EagleVllmStreamingConfig(
+        server_urls=list(urls), model=model, max_seq_len=longest
+    )
     with _silence():
         dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
 
     def fetch(sample: Sample) -> torch.Tensor | None:
         mask = torch.ones(len(sample.tokens), dtype=torch.int64)
-        found = dataset._fetch({"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask})
+        found = dataset._fetch(
+            {"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask}
+        )
         return None if found is None else found["hidden_states"]
 
     return fetch
 
 
-def head_tensors(model: TrainingModule, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def head_tensors(
+    model: TrainingModule, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
     """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
     state = model.eagle_module.state_dict()
     return {

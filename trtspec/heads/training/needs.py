@@ -29,8 +29,12 @@ from trtspec.specs import GpuSpec, ModelSpec
 
 USABLE = 0.9  # of a GPU's memory
 OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
-LAYER_COPIES = 24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
-OTHER_WAYS = "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
+LAYER_COPIES = (
+    24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
+)
+OTHER_WAYS = (
+    "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
+)
 
 
 def dry_run(
@@ -68,31 +72,58 @@ def dry_run(
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
     online = needed["ways"]["online"]
     if features.text == "memory" and not online["possible"]:
-        raise TrtspecError(f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS)
+        raise TrtspecError(
+            f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS
+        )
     return found | {"measured": here, **about, **needed}
 
 
 def stored_bytes(resolved: Resolved) -> int:
     """Of the target's weights: here, or as published."""
-    stored = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors")) if resolved.path else 0
+    stored = (
+        sum(path.stat().st_size for path in resolved.path.glob("*.safetensors"))
+        if resolved.path
+        else 0
+    )
     return stored or int((resolved.known or {}).get("bytes") or 0)
 
 
 def needs(
-    plan: TrainingPlan, target: ModelSpec, options: TrainOptions, stored: int, gpu: GpuSpec, name: str, data: str
+    plan: TrainingPlan,
+    target: ModelSpec,
+    options: TrainOptions,
+    stored: int,
+    gpu: GpuSpec,
+    name: str,
+    data: str,
 ) -> dict[str, Any]:
     """`stored`: bytes of the target `name` as it is stored. Returns {gpu, epochs, storage, phases, ways, dump_commands,
     server_commands}. Of each way: the least number of GPUs, the disk, and the peak memory of one GPU."""
-    epochs = plan.steps * options.batch_size * options.accumulation / max(1, plan.counted or len(plan.samples))
+    epochs = (
+        plan.steps
+        * options.batch_size
+        * options.accumulation
+        / max(1, plan.counted or len(plan.samples))
+    )
     memory = gpu.memory_bytes * USABLE
     trainers, peak = _trainers(plan, target, options, memory)
-    parallel = 2 ** max(0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9))))  # GPUs that hold the target
+    parallel = 2 ** max(
+        0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9)))
+    )  # GPUs that hold the target
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    per_engine, chunks = max(stored / parallel, peak), max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+    per_engine, chunks = (
+        max(stored / parallel, peak),
+        max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES)),
+    )
 
     def way(gpus: int, disk: float, most: float, what: str) -> dict[str, Any]:
-        found = {"possible": most <= memory, "gpus": gpus, "disk_bytes": round(disk), "peak_bytes": round(most)}
+        found = {
+            "possible": most <= memory,
+            "gpus": gpus,
+            "disk_bytes": round(disk),
+            "peak_bytes": round(most),
+        }
         reason = f"one GPU would have to hold {what}, and has {memory / 1e9:,.0f} GB to use"
         return found if most <= memory else found | {"why": reason}
 
@@ -104,7 +135,10 @@ def needs(
         "epochs": round(epochs, 3),
         "storage": {
             "target_bytes": stored,
-            "decoded_layer_bytes": [layer, 2 * layer],  # in bfloat16; two where the next one is decoded ahead
+            "decoded_layer_bytes": [
+                layer,
+                2 * layer,
+            ],  # in bfloat16; two where the next one is decoded ahead
             "state_bytes_per_token": plan.feature_bytes // max(1, plan.tokens),
             "tokens": plan.tokens,
             "state_bytes": plan.feature_bytes,
@@ -133,7 +167,9 @@ def decoded_layer_bytes(target: ModelSpec) -> int:
     return max(layers.values())
 
 
-def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float) -> tuple[int, float]:
+def _trainers(
+    plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float
+) -> tuple[int, float]:
     """(processes, peak bytes of each): doubled until a process's share of a batch fits, or is one sequence."""
     processes = 1
     while True:
@@ -144,7 +180,9 @@ def _trainers(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memo
         processes *= 2
 
 
-def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int) -> float:
+def training_bytes(
+    plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int
+) -> float:
     """Peak of one GPU that trains on `rows` sequences at a time: optimizer, frozen ends, and what the backward needs.
 
     The backward needs the layer's activations of every token, and logits over the draft vocabulary for one chunk.
@@ -158,7 +196,12 @@ def training_bytes(plan: TrainingPlan, target: ModelSpec, options: TrainOptions,
 
 
 def dump_commands(
-    name: str, data: str, plan: TrainingPlan, options: TrainOptions, parallel: int, refused: list[Problem]
+    name: str,
+    data: str,
+    plan: TrainingPlan,
+    options: TrainOptions,
+    parallel: int,
+    refused: list[Problem],
 ) -> dict[str, str]:
     """How ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states) write the dumps.
 
@@ -191,7 +234,8 @@ def server_commands(
         "kv_connector_extra_config": {"pool_slots": "16", "max_tokens": str(options.seq_len)},
     }
     flags = (
-        "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching --max-num-seqs 16 --trust-remote-code"
+        "--enforce-eager --no-enable-chunked-prefill --no-enable-prefix-caching "
+        "--max-num-seqs 16 --trust-remote-code"
     )
     return {
         "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len + 1} {flags} "

@@ -40,38 +40,59 @@ class TrainOptions:
     attention: Annotated[Attention, option("Attention of the head.")] = "mla"
     eagle: Annotated[EagleVersion, option("EAGLE version.")] = "3"
     draft_vocab_size: Annotated[
-        int | None, option("Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1)
+        int | None,
+        option(
+            "Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1
+        ),
     ] = None
-    intermediate_size: Annotated[int | None, option("MLP width of the head.", default="the target's", min=1)] = None
+    intermediate_size: Annotated[
+        int | None, option("MLP width of the head.", default="the target's", min=1)
+    ] = None
     aux_layers: tuple[int, ...] | None = None
     ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = 3
-    ttt_decay: Annotated[float, option("Weight of each of these steps in the loss, relative to the step before.")] = 0.9
+    ttt_decay: Annotated[
+        float, option("Weight of each of these steps in the loss, relative to the step before.")
+    ] = 0.9
     answer_only: Annotated[
         bool,
-        option("Compute the loss on the target's own tokens only, or on all tokens.", "--answer-only/--all-tokens"),
+        option(
+            "Compute the loss on the target's own tokens only, or on all tokens.",
+            "--answer-only/--all-tokens",
+        ),
     ] = False
     epochs: Annotated[
-        int, option("Passes over the data; more than a finished run had extend it.", min=1), Excludes("steps")
+        int,
+        option("Passes over the data; more than a finished run had extend it.", min=1),
+        Excludes("steps"),
     ] = 3
     steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
     batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = 8
     accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = 1
-    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8), Excludes("dumps")] = 2048
-    lr: Annotated[float | None, option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168")] = (
-        None
-    )
+    seq_len: Annotated[
+        int, option("Maximum sequence length in tokens.", min=8), Excludes("dumps")
+    ] = 2048
+    lr: Annotated[
+        float | None,
+        option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
+    ] = None
     schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = "cosine"
-    warmup: Annotated[float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)] = 0.05
+    warmup: Annotated[
+        float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)
+    ] = 0.05
     weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = 0.0
     grad_clip: Annotated[float, option("Largest norm of the gradient.")] = 1.0
     precision: Annotated[
-        Precision, option("Precision of matrix products; auto: bf16 where the device supports it natively.")
+        Precision,
+        option("Precision of matrix products; auto: bf16 where the device supports it natively."),
     ] = "auto"
     seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = 0
     held_out: Annotated[
-        float, option("Share of the conversations that is held out for evaluations.", min=0, max=0.99)
+        float,
+        option("Share of the conversations that is held out for evaluations.", min=0, max=0.99),
     ] = 0.05
-    eval_every: Annotated[int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)] = None
+    eval_every: Annotated[
+        int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)
+    ] = None
 
     def peak_lr(self, hidden_size: int) -> float:
         return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
@@ -104,7 +125,10 @@ class TrainOptions:
             (self.grad_clip > 0, "grad_clip", "above 0"),
         ):
             if not fine:
-                raise UsageError(f"{name} is {getattr(self, name)!r}, it must be {allowed}", f"pass another `{name}`")
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}, it must be {allowed}",
+                    f"pass another `{name}`",
+                )
         return self
 
 
@@ -137,7 +161,9 @@ def feature_source(text: str) -> FeatureSource:
         return FeatureSource(text, "memory")
     if text.startswith(("http://", "https://")):
         return FeatureSource(
-            text, "server", urls=tuple(server_url(url.strip(), "`features`") for url in text.split(","))
+            text,
+            "server",
+            urls=tuple(server_url(url.strip(), "`features`") for url in text.split(",")),
         )
     way, _, place = text.partition(":")
     if way == "stream":
@@ -209,7 +235,11 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     mla = options.attention == "mla"
     rope = RopeSpec(theta=target.rope.theta)
     if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
-        rope = target.rope if target.rope.rope_type == "yarn" else replace(rope, rope_type="yarn", factor=1.0)
+        rope = (
+            target.rope
+            if target.rope.rope_type == "yarn"
+            else replace(rope, rope_type="yarn", factor=1.0)
+        )
     return HeadSpec(
         eagle=options.eagle,
         attention=options.attention,
@@ -218,7 +248,9 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
         target_hidden_size=target.hidden_size,
         intermediate_size=options.intermediate_size or target.intermediate_size,
         num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_attention_heads if mla else min(MAX_KV_HEADS, target.num_attention_heads),
+        num_key_value_heads=target.num_attention_heads
+        if mla
+        else min(MAX_KV_HEADS, target.num_attention_heads),
         head_dim=target.qk_head_dim if mla else target.v_head_dim,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft,

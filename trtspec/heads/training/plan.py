@@ -104,7 +104,11 @@ class TrainingPlan:
 
 
 def make_plan(
-    target_dir: Path, target: ModelSpec, data: tuple[str, ...], options: TrainOptions, features: FeatureSource
+    target_dir: Path,
+    target: ModelSpec,
+    data: tuple[str, ...],
+    options: TrainOptions,
+    features: FeatureSource,
 ) -> TrainingPlan:
     """Reads and tokenizes the data and sizes everything. `data` may be one directory of ModelOpt dumps."""
     spec = new_head_spec(target, options)
@@ -126,11 +130,26 @@ def make_plan(
         )
     order = split_data(samples, options)
     held = len(order.held)
-    return TrainingPlan(spec, samples, tokens, order.total, _count(spec), size, features, counted, held, dumped=dumped)
+    return TrainingPlan(
+        spec,
+        samples,
+        tokens,
+        order.total,
+        _count(spec),
+        size,
+        features,
+        counted,
+        held,
+        dumped=dumped,
+    )
 
 
 def plan_without_data(
-    target: ModelSpec, options: TrainOptions, recipe: TrainingRecipe, data: str, features: FeatureSource
+    target: ModelSpec,
+    options: TrainOptions,
+    recipe: TrainingRecipe,
+    data: str,
+    features: FeatureSource,
 ) -> TrainingPlan:
     """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
     empty. UsageError when the recipe does not tell them."""
@@ -144,7 +163,14 @@ def plan_without_data(
     training = round(recipe.samples * (1 - options.held_out))
     size = tokens * bytes_per_token(target, spec.num_aux)
     return TrainingPlan(
-        spec, [], tokens, steps_of(training, options), _count(spec), size, features, counted=recipe.samples
+        spec,
+        [],
+        tokens,
+        steps_of(training, options),
+        _count(spec),
+        size,
+        features,
+        counted=recipe.samples,
     )
 
 
@@ -152,7 +178,9 @@ def _count(spec: HeadSpec) -> int:
     """Trainable parameters: the head's own, without the target's embedding."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
-    return sum(value.numel() for name, value in head.named_parameters() if not name.startswith("embed."))
+    return sum(
+        value.numel() for name, value in head.named_parameters() if not name.startswith("embed.")
+    )
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
@@ -160,7 +188,9 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     options; raises otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    resumes = run_directory(run.output, plan.output_bytes(run.keep)).check(run_options(run.output, run.again))
+    resumes = run_directory(run.output, plan.output_bytes(run.keep)).check(
+        run_options(run.output, run.again)
+    )
     saved = saved_run(run.work) if resumes else None
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
@@ -194,8 +224,14 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
 def initial_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Tensors of a head to start from in ModelOpt's names, whichever of the two namings it has; floats in float32."""
     stored = LazyTensors(checkpoint)
-    named = {name.replace("midlayer.", "layers.0."): stored[name] for name in stored.names() if name not in LEFT_OUT}
-    return {name: value.float() if value.is_floating_point() else value for name, value in named.items()}
+    named = {
+        name.replace("midlayer.", "layers.0."): stored[name]
+        for name in stored.names()
+        if name not in LEFT_OUT
+    }
+    return {
+        name: value.float() if value.is_floating_point() else value for name, value in named.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -218,7 +254,9 @@ def saved_run(work: Path) -> SavedRun | None:
     try:
         return SavedRun(record["step"], record["total"], record["position"], record["fingerprint"])
     except KeyError:
-        raise UsageError(f"{path} is the state of another version of trtspec", "pass `restart` to start over") from None
+        raise UsageError(
+            f"{path} is the state of another version of trtspec", "pass `restart` to start over"
+        ) from None
 
 
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
@@ -240,12 +278,19 @@ def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output
 
 
 def save_state(
-    run: TrainingRun, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedRun
+    run: TrainingRun,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    saved: SavedRun,
 ) -> None:
     """Writes weights and moments into state.safetensors, atomically: a kill leaves the previous state."""
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
-        tensors |= {f"{moment}.{name}": optimizer.state[value][moment] for moment in MOMENTS if optimizer.state[value]}
+        tensors |= {
+            f"{moment}.{name}": optimizer.state[value][moment]
+            for moment in MOMENTS
+            if optimizer.state[value]
+        }
     write_shard(run.work / STATE_NAME, tensors, {"run": json.dumps(asdict(saved))})
 
 
@@ -269,17 +314,24 @@ def load_state(
             value.copy_(state.get_tensor(f"head.{name}"))
             optimizer.state[value] = {
                 "step": torch.tensor(float(saved.step), device=value.device),
-                **{moment: state.get_tensor(f"{moment}.{name}").to(value.device) for moment in MOMENTS},
+                **{
+                    moment: state.get_tensor(f"{moment}.{name}").to(value.device)
+                    for moment in MOMENTS
+                },
             }
     return saved
 
 
-def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> dict[str, Any]:
+def run_fingerprint(
+    run: TrainingRun, samples: list[Sample], options: TrainOptions
+) -> dict[str, Any]:
     """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
     starts from."""
     return {
         "options": {key: value for key, value in asdict(options).items() if key not in LENGTH},
-        "data": hashlib.sha256(repr([(sample.id, sample.tokens) for sample in samples]).encode()).hexdigest(),
+        "data": hashlib.sha256(
+            repr([(sample.id, sample.tokens) for sample in samples]).encode()
+        ).hexdigest(),
         "target": identity_digest(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,
     }

@@ -72,7 +72,11 @@ class World:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module whose backward averages gradients over the processes."""
-        return model if self.size == 1 else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return (
+            model
+            if self.size == 1
+            else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        )
 
 
 ALONE = World()
@@ -101,11 +105,18 @@ def world_from_env() -> World:
     """The process's place by the launcher's environment. UsageError for words in place of numbers, and lost values."""
     try:
         names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        rank, size, local, together = (int(os.environ.get(name, default)) for name, default in names)
+        rank, size, local, together = (
+            int(os.environ.get(name, default)) for name, default in names
+        )
     except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun") from None
+        raise UsageError(
+            f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun"
+        ) from None
     if size > 1 and os.environ.get(SHARDING, "").lower() in ("1", "true", "yes"):
-        raise UsageError(f"{SHARDING}: heads are not sharded, each process holds a whole one", "start with torchrun")
+        raise UsageError(
+            f"{SHARDING}: heads are not sharded, each process holds a whole one",
+            "start with torchrun",
+        )
     return World(rank, size, local, together)
 
 
@@ -119,7 +130,9 @@ def process_group(device: str) -> Iterator[World]:
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(world.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size
+    )
     try:
         yield world
     finally:
@@ -156,5 +169,8 @@ class Stop:
         if self.deadline is not None and time.monotonic() + reserve > self.deadline:
             self._heard.add(TIME)
         flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
-        self.reason = next((reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag), self.reason)
+        self.reason = next(
+            (reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag),
+            self.reason,
+        )
         return self.reason is not None

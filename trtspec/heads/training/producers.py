@@ -77,14 +77,22 @@ def open_states(
             return compute_features(model, plan.samples, layers, bar.advance)
     if source.way in ("memory", "stream"):
         stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), world)
-        return stream_features(stream, plan, options, run.work, identity_digest(run.target_dir), world=world)
+        return stream_features(
+            stream, plan, options, run.work, identity_digest(run.target_dir), world=world
+        )
     lengths = [len(sample.tokens) for sample in plan.samples]
     if source.way == "server":
-        from trtspec.heads.training.module import state_client  # ModelOpt takes many seconds, and a dry run needs none
+        from trtspec.heads.training.module import (
+            state_client,
+        )  # ModelOpt takes many seconds, and a dry run needs none
 
-        client = partial(state_client, source.urls, served_model(source.urls, max(lengths)), max(lengths))
+        client = partial(
+            state_client, source.urls, served_model(source.urls, max(lengths)), max(lengths)
+        )
         client()  # what is missing is missed before the run begins
-        features: Features = ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)
+        features: Features = ServedFeatures(
+            plan.samples, model.spec, plan.spec.num_aux, model.norm, client
+        )
     else:
         assert plan.dumped is not None
         features = plan.dumped
@@ -95,7 +103,9 @@ def open_states(
     return features
 
 
-def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str) -> tuple[KimiModel, bool]:
+def open_target(
+    target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device: str
+) -> tuple[KimiModel, bool]:
     """(the target, whether it has its layers). Embeddings, final norm and lm_head suffice where the states come from
     another source: streamed, from a server, or from dumps of a target that does not fit."""
     stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
@@ -106,7 +116,9 @@ def open_target(target_dir: Path, plan: TrainingPlan, dtype: torch.dtype, device
         return stream.ends(), False
 
 
-def open_stream(target_dir: Path, dtype: torch.dtype, device: str, world: World = ALONE) -> LayerStream:
+def open_stream(
+    target_dir: Path, dtype: torch.dtype, device: str, world: World = ALONE
+) -> LayerStream:
     """The target's layers for this process. Raises TrtspecError where a decoded layer of each process is more than the
     machine's memory."""
     threads = min(8, max(1, torch.get_num_threads() // world.local_size))
@@ -148,7 +160,9 @@ def stream_features(
         plan.samples, split_data(plan.samples, options), stream.spec, len(layers), chunk_bytes
     )
     if world.main and kept == math.inf:  # samples come again, so every chunk stays
-        free = machine.free_disk(directory) + sum(path.stat().st_size for path in directory.glob("chunk-*"))
+        free = machine.free_disk(directory) + sum(
+            path.stat().st_size for path in directory.glob("chunk-*")
+        )
         if plan.feature_bytes > free:
             raise TrtspecError(
                 f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take {plan.feature_bytes:,} bytes, kept for "
@@ -158,9 +172,18 @@ def stream_features(
     require_shared(directory, world, "reads the states that the others compute")
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
     features = StreamedFeatures(
-        plan.samples, stream, layers, chunks, directory, world, fingerprint, kept=math.inf if place else kept
+        plan.samples,
+        stream,
+        layers,
+        chunks,
+        directory,
+        world,
+        fingerprint,
+        kept=math.inf if place else kept,
     )
-    if world.size > 1:  # held-out and later epochs' samples fall to the processes in another order than chunks have
+    if (
+        world.size > 1
+    ):  # held-out and later epochs' samples fall to the processes in another order than chunks have
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
     return features
@@ -221,7 +244,12 @@ class StreamedFeatures(Features):
     ) -> None:
         """`aux_layers` ascend; `kept`: how many of the first chunks stay on disk when training has passed them."""
         super().__init__(samples, stream.spec.hidden_size, len(aux_layers))
-        self.stream, self.aux_layers, self.chunks, self.directory = stream, aux_layers, chunks, directory
+        self.stream, self.aux_layers, self.chunks, self.directory = (
+            stream,
+            aux_layers,
+            chunks,
+            directory,
+        )
         self.world, self.fingerprint, self.kept = world, fingerprint, kept
         self._chunk_of = {index: number for number, chunk in enumerate(chunks) for index in chunk}
         self._open: dict[int, dict[int, Any]] = {}
@@ -261,20 +289,28 @@ class StreamedFeatures(Features):
                     file = safe_open(path, "pt")
                 except (OSError, SafetensorError) as error:
                     raise TrtspecError(
-                        f"TS-FEATURES-DUMP {path} is damaged ({error})", "remove it: the run makes it again"
+                        f"TS-FEATURES-DUMP {path} is damaged ({error})",
+                        "remove it: the run makes it again",
                     ) from None
                 self._open[number] |= {int(name.partition(".")[0]): file for name in file.keys()}  # noqa: SIM118
         return self._open[number]
 
     def _compute(self, number: int) -> None:
         world, path = self.world, self.path(number)
-        for passed in range(number - 1):  # the chunk just before stays, for a run that resumes some steps back
+        for passed in range(
+            number - 1
+        ):  # the chunk just before stays, for a run that resumes some steps back
             if passed >= self.kept:
                 self._open.pop(passed, None)
                 for file in self.files(passed) if world.main else ():
                     file.unlink(missing_ok=True)
-        tokens, layers = sum(len(self.samples[index].tokens) for index in self.chunks[number]), self.stream.num_layers
-        say(f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers")
+        tokens, layers = (
+            sum(len(self.samples[index].tokens) for index in self.chunks[number]),
+            self.stream.num_layers,
+        )
+        say(
+            f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = _part(path, world.rank, world.size)
         for unfinished in path.parent.glob(f".{mine.name}.*.partial"):
@@ -287,11 +323,20 @@ class StreamedFeatures(Features):
     def _write(self, path: Path, every: list[int]) -> None:
         """One file for this process's part of the samples `every`, complete or absent."""
         lengths = {index: len(self.samples[index].tokens) for index in every}
-        groups = [[every[place] for place in group] for group in similar_length(list(lengths.values()))]
+        groups = [
+            [every[place] for place in group] for group in similar_length(list(lengths.values()))
+        ]
         groups = groups[self.world.rank :: self.world.size]
         batches = [padded([self.samples[index] for index in group]) for group in groups]
-        names, indices = ("hidden", *map(str, self.aux_layers)), [index for group in groups for index in group]
-        kept: Layout = {f"{i}.{name}": ("BF16", (lengths[i], self.hidden_size)) for i in indices for name in names}
+        names, indices = (
+            ("hidden", *map(str, self.aux_layers)),
+            [index for group in groups for index in group],
+        )
+        kept: Layout = {
+            f"{i}.{name}": ("BF16", (lengths[i], self.hidden_size))
+            for i in indices
+            for name in names
+        }
 
         def keep(name: str, number: int, output: Tensor) -> None:
             for row, index in enumerate(groups[number]):
@@ -306,7 +351,9 @@ class StreamedFeatures(Features):
         try:
             with (
                 ShardFile(path, kept) as file,
-                States(batches, self.hidden_size, self.stream.dtype, budget=budget, directory=where) as states,
+                States(
+                    batches, self.hidden_size, self.stream.dtype, budget=budget, directory=where
+                ) as states,
             ):
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
@@ -343,7 +390,9 @@ def served_model(urls: tuple[str, ...], longest: int) -> str:
             )
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{url} has {name}" for url, name in names.items())
-        raise TrtspecError(f"TS-FEATURES-SERVER the servers have different models: {listed}", "serve one model")
+        raise TrtspecError(
+            f"TS-FEATURES-SERVER the servers have different models: {listed}", "serve one model"
+        )
     return names[urls[0]]
 
 
@@ -351,7 +400,12 @@ class ServedFeatures(Features):
     """`Features` whose states are on a server until a step needs them."""
 
     def __init__(
-        self, samples: list[Sample], spec: ModelSpec, num_aux: int, norm: nn.Module, client: Callable[[], Fetch]
+        self,
+        samples: list[Sample],
+        spec: ModelSpec,
+        num_aux: int,
+        norm: nn.Module,
+        client: Callable[[], Fetch],
     ) -> None:
         """client: makes the function that fetches one sample's planes [S, n_aux + 1, H]; called once per thread.
         norm: the target's final norm."""
@@ -378,7 +432,9 @@ class ServedFeatures(Features):
 
     @torch.inference_mode()
     def _states(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        planes = self._fetched(sample)[: len(sample.tokens)]  # vLLM may add the one token that was asked for
+        planes = self._fetched(sample)[
+            : len(sample.tokens)
+        ]  # vLLM may add the one token that was asked for
         wanted = (len(sample.tokens), self.num_aux + 1, self.hidden_size)
         if tuple(planes.shape) != wanted:
             raise TrtspecError(
@@ -407,8 +463,12 @@ class ServedFeatures(Features):
                     return planes
             except (httpx.HTTPError, OSError) as error:
                 reason = error
-            except RuntimeError as error:  # other tokens than ours, or slots too small for them: no attempt helps
-                raise TrtspecError(f"TS-FEATURES-SERVER {error}", "start the server for this `seq_len`") from None
+            except (
+                RuntimeError
+            ) as error:  # other tokens than ours, or slots too small for them: no attempt helps
+                raise TrtspecError(
+                    f"TS-FEATURES-SERVER {error}", "start the server for this `seq_len`"
+                ) from None
             except Exception as error:  # the client reads whatever JSON a server sends, and NIXL has errors of its own
                 raise TrtspecError(
                     f"TS-FEATURES-SERVER the answer for {sample.id} brings no states ({type(error).__name__}: {error})",

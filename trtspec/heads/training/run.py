@@ -18,10 +18,24 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
 from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
-from trtspec.heads.training.curve import BEST, CHECKPOINT, CurvePoint, checkpoints, run_directory, run_options, summary
+from trtspec.heads.training.curve import (
+    BEST,
+    CHECKPOINT,
+    CurvePoint,
+    checkpoints,
+    run_directory,
+    run_options,
+    summary,
+)
 from trtspec.heads.training.loop import train_head
 from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.plan import STATE_NAME, TrainingPlan, check_initial, initial_tensors, run_fingerprint
+from trtspec.heads.training.plan import (
+    STATE_NAME,
+    TrainingPlan,
+    check_initial,
+    initial_tensors,
+    run_fingerprint,
+)
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
@@ -61,9 +75,20 @@ def run_training(
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
-        with closing(open_states(run, model, plan, options, world)) as states, Stop(run.deadline) as stop:
+        with (
+            closing(open_states(run, model, plan, options, world)) as states,
+            Stop(run.deadline) as stop,
+        ):
             result = train_head(
-                module, states, options, run, fingerprint, on_step=on_step, export=writer.after, stop=stop, world=world
+                module,
+                states,
+                options,
+                run,
+                fingerprint,
+                on_step=on_step,
+                export=writer.after,
+                stop=stop,
+                world=world,
             )
             record = writer.write(run.output, result.to_dict())
         if world.main and result.finished:  # the state stays, so that the run can be extended
@@ -75,7 +100,9 @@ def run_training(
     return record
 
 
-def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -> train.TrainingModule:
+def _fresh_module(
+    plan: TrainingPlan, model: KimiModel, options: TrainOptions
+) -> train.TrainingModule:
     """ModelOpt's module with the head's initial weights, which depend on the seed alone."""
     torch.manual_seed(options.seed)
     device, ids = model.embed.weight.device, None
@@ -91,7 +118,9 @@ def _fresh_module(plan: TrainingPlan, model: KimiModel, options: TrainOptions) -
     )
 
 
-def write_head(output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec) -> None:
+def write_head(
+    output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec
+) -> None:
     """The checkpoint itself; config.json comes last, so a directory that has one holds a whole head."""
     output.mkdir(parents=True, exist_ok=True)
     write_shard(output / "model.safetensors", tensors, {"format": "pt"})
@@ -140,7 +169,10 @@ class HeadWriter:
             "train", named | self.source, asdict(options), parameters=plan.parameters,
             training=training | about, held_out=[samples[index].id for index in data.held],
         )  # fmt: skip
-        for name in ("provenance.json", "README.md"):  # so that a kill leaves no head with another's record
+        for name in (
+            "provenance.json",
+            "README.md",
+        ):  # so that a kill leaves no head with another's record
             (place / name).unlink(missing_ok=True)
         write_head(place, tensors, plan.spec, self.target)
         write_record(place, plan.spec, record)
@@ -169,7 +201,12 @@ class HeadWriter:
         """The head as it is now in a folder that appears whole."""
         place, partial = self.run.output / name, self.run.output / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        about = {"steps": point.step, "total": point.total, "finished": False, "held_out_figures": point.held_out}
+        about = {
+            "steps": point.step,
+            "total": point.total,
+            "finished": False,
+            "held_out_figures": point.held_out,
+        }
         self.write(partial, about)
         shutil.rmtree(place, ignore_errors=True)
         partial.rename(place)

@@ -25,7 +25,9 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import TrainOptions
 
 MAX_HELD_OUT = 64  # sequences per evaluation
-WINDOW_BATCHES = 16  # samples are sorted by length within this many batches: little padding, much shuffling
+WINDOW_BATCHES = (
+    16  # samples are sorted by length within this many batches: little padding, much shuffling
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class Sample:
     category: str = ""
 
 
-def read_samples(source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8) -> list[Sample]:
+def read_samples(
+    source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8
+) -> list[Sample]:
     """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`; shorter ones than
     `min_len` are left out.
 
@@ -82,11 +86,15 @@ def _render(conversation: Conversation, tokenizer: KimiTokenizer) -> tuple[list[
     *before, last = conversation.messages
     tools = list(conversation.tools) or None
     if last["role"] != "assistant":
-        tokens = tokenizer.apply_chat_template(conversation.messages, tools, add_generation_prompt=False)
+        tokens = tokenizer.apply_chat_template(
+            conversation.messages, tools, add_generation_prompt=False
+        )
         return tokens, tokens
     prompt = tokenizer.apply_chat_template(before, tools)
     if last.get("tool_calls") or last.get("reasoning_content"):
-        return prompt, tokenizer.apply_chat_template(conversation.messages, tools, add_generation_prompt=False)
+        return prompt, tokenizer.apply_chat_template(
+            conversation.messages, tools, add_generation_prompt=False
+        )
     tokens = prompt + tokenizer.encode(last["content"], allow_special=True)
     if conversation.finish_reason != "length":
         tokens.append(tokenizer.special_id("<|im_end|>"))
@@ -95,7 +103,9 @@ def _render(conversation: Conversation, tokenizer: KimiTokenizer) -> tuple[list[
 
 def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
     """1 for the tokens of an assistant turn between <|im_middle|> and <|im_end|>, the end mark included."""
-    assistant, middle, end = (tokenizer.special_id(f"<|im_{name}|>") for name in ("assistant", "middle", "end"))
+    assistant, middle, end = (
+        tokenizer.special_id(f"<|im_{name}|>") for name in ("assistant", "middle", "end")
+    )
     mask, inside, speaking = [], False, False
     for token in tokens:
         mask.append(int(speaking))
@@ -110,7 +120,10 @@ def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
     """The `size` token ids that the target wrote most often (prompts break ties, then low ids), ascending."""
-    written, seen = _written(samples), Counter(token for sample in samples for token in sample.tokens)
+    written, seen = (
+        _written(samples),
+        Counter(token for sample in samples for token in sample.tokens),
+    )
     ranked = sorted(range(vocab_size), key=lambda token: (-written[token], -seen[token], token))
     return sorted(ranked[:size])
 
@@ -141,7 +154,9 @@ def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], 
     return [index for index in range(len(ids)) if index not in chosen], held
 
 
-def batches_of_epoch(lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+def batches_of_epoch(
+    lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int
+) -> list[list[int]]:
     """Every index once: shuffled, sorted by length within windows, cut into batches, the batches shuffled."""
     shuffler = random.Random(f"{seed}:{epoch}")
     order = list(indices)
@@ -171,8 +186,13 @@ class TrainingData:
     def epoch(self, number: int) -> list[list[list[int]]]:
         """The steps of one epoch, each a list of batches. The last step takes what is left."""
         options = self.options
-        batches = batches_of_epoch(self.lengths, self.trained, options.batch_size, options.seed, number)
-        return [batches[begin : begin + options.accumulation] for begin in range(0, len(batches), options.accumulation)]
+        batches = batches_of_epoch(
+            self.lengths, self.trained, options.batch_size, options.seed, number
+        )
+        return [
+            batches[begin : begin + options.accumulation]
+            for begin in range(0, len(batches), options.accumulation)
+        ]
 
     @cached_property
     def total(self) -> int:
@@ -187,13 +207,17 @@ class TrainingData:
 
 def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
     """Holds out the `held_out` share; every other sample comes once in an epoch."""
-    trained, held = split_held_out([sample.id for sample in samples], options.held_out, options.seed)
+    trained, held = split_held_out(
+        [sample.id for sample in samples], options.held_out, options.seed
+    )
     return TrainingData([len(sample.tokens) for sample in samples], trained, held, options)
 
 
 def steps_of(samples: int, options: TrainOptions) -> int:
     """Optimizer steps of a run over this many samples, each once in an epoch."""
-    return options.steps or options.epochs * math.ceil(math.ceil(samples / options.batch_size) / options.accumulation)
+    return options.steps or options.epochs * math.ceil(
+        math.ceil(samples / options.batch_size) / options.accumulation
+    )
 
 
 def loss_mask(sample: Sample, answer_only: bool) -> list[int]:

@@ -55,7 +55,9 @@ class TrainingBatch:
     places: Tensor
 
 
-def collate(features: Features, indices: list[int], answer_only: bool, device: str = "cpu") -> TrainingBatch:
+def collate(
+    features: Features, indices: list[int], answer_only: bool, device: str = "cpu"
+) -> TrainingBatch:
     """Gathers the samples' states. What counts is found here, on the host: a mask on a GPU would have to be read back
     for the number of its ones. Nothing waits for the device."""
     length = max(len(features.samples[index].tokens) for index in indices)
@@ -63,7 +65,10 @@ def collate(features: Features, indices: list[int], answer_only: bool, device: s
     places: list[int] = []
     features.expect(indices)
     states = [features.states(index) for index in indices]
-    hidden, aux = (torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16) for part in states[0])
+    hidden, aux = (
+        torch.zeros(len(indices), length, part.shape[-1], dtype=torch.bfloat16)
+        for part in states[0]
+    )
     for row, index in enumerate(indices):
         sample = features.samples[index]
         count = len(sample.tokens)
@@ -105,7 +110,10 @@ def compute_features(
         for row, index in enumerate(batch):
             rows = slice(len(samples[index].tokens))
             # copies, so that the padding of the batch is let go
-            hidden, aux = (part[row, rows].to("cpu", torch.bfloat16, copy=True) for part in (output.hidden, output.aux))
+            hidden, aux = (
+                part[row, rows].to("cpu", torch.bfloat16, copy=True)
+                for part in (output.hidden, output.aux)
+            )
             features.held[index] = hidden, aux
         advance(sum(len(samples[index].tokens) for index in batch))
     return features
@@ -113,7 +121,9 @@ def compute_features(
 
 def padded(samples: list[Sample]) -> Tensor:
     """int64 [B, longest], zeros on the right."""
-    tokens = torch.zeros(len(samples), max(len(sample.tokens) for sample in samples), dtype=torch.int64)
+    tokens = torch.zeros(
+        len(samples), max(len(sample.tokens) for sample in samples), dtype=torch.int64
+    )
     for row, sample in enumerate(samples):
         tokens[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
     return tokens
@@ -126,12 +136,18 @@ def all_dumps(directory: Path, spec: ModelSpec, num_aux: int) -> DumpedFeatures:
     """
     paths = sorted(directory.glob("*.pt"))
     if not paths:
-        raise TrtspecError(f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps")
+        raise TrtspecError(
+            f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps"
+        )
     # a record maps its file, so it is let go again
-    return DumpedFeatures([read_dump(path, spec, num_aux)[0] for path in paths], paths, spec, num_aux)
+    return DumpedFeatures(
+        [read_dump(path, spec, num_aux)[0] for path in paths], paths, spec, num_aux
+    )
 
 
-def dumps_of(samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int) -> DumpedFeatures:
+def dumps_of(
+    samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int
+) -> DumpedFeatures:
     """The dumps of exactly these samples, each found by its conversation id. Raises TrtspecError when one is missing.
 
     The tokens of a dump may differ from ours (another template, a cut). Then they are trained on, because the states
@@ -146,7 +162,10 @@ def dumps_of(samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: i
             "dump them with an engine (`dry_run` prints its command), or pass `features` stream:DIR",
         )
     dumped = [read_dump(path, spec, num_aux)[0] for path in paths]
-    kept = [ours if ours.tokens == theirs.tokens else theirs for ours, theirs in zip(samples, dumped, strict=True)]
+    kept = [
+        ours if ours.tokens == theirs.tokens else theirs
+        for ours, theirs in zip(samples, dumped, strict=True)
+    ]
     return DumpedFeatures(kept, paths, spec, num_aux)
 
 
@@ -160,8 +179,12 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         tokens = tuple(record["input_ids"].flatten().tolist())
         hidden, aux = record["hidden_states"], record["aux_hidden_states"]
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
-        reason = str(error).partition("\n")[0][:200]  # not torch's advice to load without weights_only
-        raise TrtspecError(f"TS-FEATURES-DUMP {path}: not a dump ({reason})", "dump the states again") from None
+        reason = str(error).partition("\n")[0][
+            :200
+        ]  # not torch's advice to load without weights_only
+        raise TrtspecError(
+            f"TS-FEATURES-DUMP {path}: not a dump ({reason})", "dump the states again"
+        ) from None
     wanted = ((len(tokens), spec.hidden_size), (len(tokens), num_aux * spec.hidden_size))
     if (tuple(hidden.shape), tuple(aux.shape)) != wanted:
         raise TrtspecError(
@@ -181,7 +204,9 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         )
     mask = record.get("loss_mask")
     answer = (1,) * len(tokens) if mask is None else tuple(mask.flatten().tolist())
-    return Sample(str(record.get("conversation_id", path.stem)), tokens, answer, len(tokens)), record
+    return Sample(
+        str(record.get("conversation_id", path.stem)), tokens, answer, len(tokens)
+    ), record
 
 
 def check_content(path: Path, states: tuple[Tensor, ...]) -> None:
@@ -193,17 +218,22 @@ def check_content(path: Path, states: tuple[Tensor, ...]) -> None:
     except (OSError, zipfile.BadZipFile) as error:
         damaged = str(error)
     if damaged:
-        raise TrtspecError(f"TS-FEATURES-DUMP {path} is damaged ({damaged})", "dump these states again")
+        raise TrtspecError(
+            f"TS-FEATURES-DUMP {path} is damaged ({damaged})", "dump these states again"
+        )
     if not all(torch.isfinite(part).all() for part in states):
         raise TrtspecError(
-            f"TS-FEATURES-NAN {path} holds NaN or infinity", "dump these states again, or leave them out"
+            f"TS-FEATURES-NAN {path} holds NaN or infinity",
+            "dump these states again, or leave them out",
         )
 
 
 class DumpedFeatures(Features):
     """`Features` whose states stay in their files; sample i is `paths[i]`."""
 
-    def __init__(self, samples: list[Sample], paths: list[Path], spec: ModelSpec, num_aux: int) -> None:
+    def __init__(
+        self, samples: list[Sample], paths: list[Path], spec: ModelSpec, num_aux: int
+    ) -> None:
         super().__init__(samples, spec.hidden_size, num_aux)
         self.paths, self.spec = paths, spec
         self._checked: set[int] = set()
@@ -212,7 +242,9 @@ class DumpedFeatures(Features):
         """As `Features.states`, from the file, whose content is checked the first time."""
         _, record = read_dump(self.paths[index], self.spec, self.num_aux)
         count = len(self.samples[index].tokens)
-        hidden, aux = (record[key][:count].to(torch.bfloat16) for key in ("hidden_states", "aux_hidden_states"))
+        hidden, aux = (
+            record[key][:count].to(torch.bfloat16) for key in ("hidden_states", "aux_hidden_states")
+        )
         if index not in self._checked:
             check_content(self.paths[index], (hidden, aux))
             self._checked.add(index)

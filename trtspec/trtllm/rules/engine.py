@@ -35,15 +35,21 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Find
         message = f"{key} is in the file and on the command line"
         if severity == "error":
             message += f"; in {deployment.version} the {who} wins, in other versions the other"
-        yield Finding("TS-LINT-SET-TWICE", severity, key, message, fix=partial(delete_key, path=key))
+        yield Finding(
+            "TS-LINT-SET-TWICE", severity, key, message, fix=partial(delete_key, path=key)
+        )
 
 
 def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """max_num_tokens against a step of a full batch and the longest prompt, max_seq_len against the model."""
-    batch, tokens = (deployment.size(document, name) for name in ("max_batch_size", "max_num_tokens"))
+    batch, tokens = (
+        deployment.size(document, name) for name in ("max_batch_size", "max_num_tokens")
+    )
     tokens, step = tokens or 8192, step_tokens(document)  # 8192: what the engine takes for null
     if tokens < batch * step:
-        message = f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
+        message = (
+            f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
+        )
         # without drafts the batch is as likely what is wrong
         fixable = draft_length(document) and document.has("max_num_tokens")
         fix = partial(set_value, path="max_num_tokens", value=batch * step) if fixable else None
@@ -60,7 +66,9 @@ def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding
         message += f"allows {length}"
         # a generation server prefills nothing, and a file alone does not show on which side it runs
         either = not role and bool(document.get("cache_transceiver_config.backend"))
-        yield Finding("TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message)
+        yield Finding(
+            "TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message
+        )
 
 
 def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -70,13 +78,20 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
     pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
     if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
         pools["free_gpu_memory_fraction"] = 0
-    total, target = deployment.size(document, "kv_cache_config.max_gpu_total_bytes"), deployment.target
+    total, target = (
+        deployment.size(document, "kv_cache_config.max_gpu_total_bytes"),
+        deployment.target,
+    )
     if target is not None and total:
-        bytes_per_token = target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
+        bytes_per_token = (
+            target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
+        )
         pools["max_gpu_total_bytes"] = int(total / bytes_per_token)
     for name, tokens in pools.items():
         if isinstance(tokens, int) and tokens < request:
-            message = f"the KV cache holds {max(tokens, 0):,} tokens and one request may have {request:,}"
+            message = (
+                f"the KV cache holds {max(tokens, 0):,} tokens and one request may have {request:,}"
+            )
             yield Finding("TS-LINT-POOL", "error", f"kv_cache_config.{name}", message)
 
 
@@ -86,9 +101,14 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]
         largest = deployment.size(document, place)
         if _whole_numbers(sizes) and largest and largest != max(sizes):
             message = f"{most} {largest} and the largest of {listed}, {max(sizes)}, must be equal"
-            yield Finding("TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place))
+            yield Finding(
+                "TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place)
+            )
     key = "cuda_graph_config"
-    sizes, largest = document.get(f"{key}.batch_sizes"), deployment.size(document, f"{key}.max_batch_size")
+    sizes, largest = (
+        document.get(f"{key}.batch_sizes"),
+        deployment.size(document, f"{key}.max_batch_size"),
+    )
     whole = _whole_numbers(sizes)
     batch = deployment.size(document, "max_batch_size")
     off = document.has(key) and document.get(key) is None
@@ -125,8 +145,12 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
         yield Finding("TS-LINT-EPLB-FILE", _absent(deployment), key, message)
     if tp and moe_tp and experts and moe_tp * experts != tp:
-        message = f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
-        yield Finding("TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out")
+        message = (
+            f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
+        )
+        yield Finding(
+            "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out"
+        )
 
 
 def _absent(deployment: Deployment) -> Severity:
@@ -140,7 +164,9 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
     buffer, length = deployment.size(document, key), deployment.size(document, "max_seq_len")
     blocks = deployment.schema.behaviour("transfer_in_blocks")
     (unless, other), *_ = blocks["unless"].items()
-    block = deployment.size(document, "kv_cache_config.tokens_per_block", blocks["tokens_per_block"])
+    block = deployment.size(
+        document, "kv_cache_config.tokens_per_block", blocks["tokens_per_block"]
+    )
 
     def in_blocks(tokens: int) -> int:
         return -(-tokens // block) * block
@@ -149,7 +175,9 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
         message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks['source']})"
         fix = partial(set_value, path=key, value=in_blocks(buffer))
         yield Finding("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)
-    if deployment.setting(document, "enable_chunked_prefill") is not True:  # longer prompts are refused
+    if (
+        deployment.setting(document, "enable_chunked_prefill") is not True
+    ):  # longer prompts are refused
         length = min(length, deployment.size(document, "max_num_tokens", 8192))
     if 0 < buffer < length:
         message = f"prompts of {length} tokens are accepted and the transfer buffer holds {buffer}"
@@ -161,7 +189,9 @@ def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Fi
     message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: the throughput is made up and the text is corrupt"
     key = f"env_overrides.{FORCED_ACCEPTANCE}"
     if document.has(key):
-        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", key, message, fix=partial(delete_key, path=key))
+        yield Finding(
+            "TS-LINT-FORCED-ACCEPTANCE", "error", key, message, fix=partial(delete_key, path=key)
+        )
     if deployment.environ.get(FORCED_ACCEPTANCE):
         yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message)
 

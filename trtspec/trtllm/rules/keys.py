@@ -20,11 +20,25 @@ from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_sch
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Finding, Fix
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
-from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Removed, Schema, line_fields, removed_in
+from trtspec.trtllm.schema import (
+    DISCRIMINATORS,
+    LINES,
+    Field,
+    Removed,
+    Schema,
+    line_fields,
+    removed_in,
+)
 
 Verdict = tuple[Literal["type", "value", "range", "lax"], str]
 
-NAMES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string", "object": "a mapping"}
+NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "object": "a mapping",
+}
 LIMITS = {"ge": "at least", "le": "at most", "gt": "above", "lt": "below"}
 ITEMS: dict[str, tuple[str, Callable[[list[float]], bool]]] = {
     "increasing": ("increase", lambda items: all(map(operator.lt, items, items[1:]))),
@@ -54,7 +68,14 @@ def check_value(field: Field, value: Any) -> Verdict | None:
 def as_engine(field: Field, value: Any) -> Any:
     """What the engine makes of a value. Raises pydantic's ValidationError where it refuses it."""
     limits = (field.min, field.max, field.above, field.below)
-    rules = (field.type, limits, field.not_empty, field.allowed, field.case_insensitive, field.strict)
+    rules = (
+        field.type,
+        limits,
+        field.not_empty,
+        field.allowed,
+        field.case_insensitive,
+        field.strict,
+    )
     return _validator(*rules).validate_python(value)
 
 
@@ -73,7 +94,9 @@ def _validator(
 
     def made(kind: str) -> CoreSchema:
         if kind == "int":
-            whole = {name: int(limit) if limit == int(limit) else limit for name, limit in bounds.items()}
+            whole = {
+                name: int(limit) if limit == int(limit) else limit for name, limit in bounds.items()
+            }
             return core_schema.int_schema(strict=strict, **whole)  # type: ignore[arg-type]
         if kind == "float":
             return core_schema.float_schema(**bounds)  # type: ignore[arg-type]
@@ -85,14 +108,23 @@ def _validator(
             return core_schema.list_schema(made(kind[5:-1]), min_length=length)
         if kind.startswith("dict["):
             key, _, item = kind[5:-1].partition(",")
-            if (key, item) == ("str", "str") and not strict:  # env_overrides, which makes strings of both itself
+            if (key, item) == (
+                "str",
+                "str",
+            ) and not strict:  # env_overrides, which makes strings of both itself
                 return core_schema.dict_schema(min_length=length)
             return core_schema.dict_schema(made(key), made(item), min_length=length)
         return core_schema.dict_schema(min_length=length)
 
     kinds = [kind for kind in union.split("|") if kind != "null"]
-    schema = made(kinds[0]) if len(kinds) == 1 else core_schema.union_schema([made(kind) for kind in kinds])
-    return SchemaValidator(core_schema.nullable_schema(schema) if "null" in union.split("|") else schema)
+    schema = (
+        made(kinds[0])
+        if len(kinds) == 1
+        else core_schema.union_schema([made(kind) for kind in kinds])
+    )
+    return SchemaValidator(
+        core_schema.nullable_schema(schema) if "null" in union.split("|") else schema
+    )
 
 
 def _words(allowed: tuple[Any, ...], case_insensitive: bool) -> CoreSchema:
@@ -124,12 +156,19 @@ def _refusal(field: Field, value: Any, error: ValidationError) -> Verdict:
         return "type", f"must be {describe(field)}, not empty"
     found = error.errors(include_url=False, include_input=False)
     for item in found:
-        limit = next(((name, item["ctx"][name]) for name in LIMITS if name in item.get("ctx", {})), None)
+        limit = next(
+            ((name, item["ctx"][name]) for name in LIMITS if name in item.get("ctx", {})), None
+        )
         if limit is not None:
             return "range", f"must be {LIMITS[limit[0]]} {_number(limit[1])}, not {shown(value)}"
         if item["type"] == "too_short":
-            return "range", f"must not be {'an empty mapping' if isinstance(value, dict) else 'an empty list'}"
-    words = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+            return (
+                "range",
+                f"must not be {'an empty mapping' if isinstance(value, dict) else 'an empty list'}",
+            )
+    words = [
+        item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)
+    ]
     fold = str.lower if field.case_insensitive else str
     known = {fold(str(choice)) for choice in field.allowed}
     wrong = next((word for word in words if fold(word) not in known), None)
@@ -193,29 +232,43 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
             continue
         unknown.add(path)
         named += 1
-        if named <= MOST_NAMED and (finding := _unknown(schema, entry, children(entry.parent))) is not None:
+        if (
+            named <= MOST_NAMED
+            and (finding := _unknown(schema, entry, children(entry.parent))) is not None
+        ):
             yield finding
     if named > MOST_NAMED:
         message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
-        yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file")
+        yield Finding(
+            "TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file"
+        )
 
 
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
     """Keys without which the engine refuses the object that they belong to."""
     for path, field in schema.fields.items():
         parent, _, name = path.rpartition(".")
-        if not field.required or not parent or not isinstance(document.get(parent), dict) or document.has(path):
+        if (
+            not field.required
+            or not parent
+            or not isinstance(document.get(parent), dict)
+            or document.has(path)
+        ):
             continue
         telling = DISCRIMINATORS.get(parent)
         kind = document.get(f"{parent}.{telling}") if telling else None
         if field.required_of(kind):
-            message = f"{parent} needs {name}" + (f" with {telling} {kind}" if kind is not None else "")
+            message = f"{parent} needs {name}" + (
+                f" with {telling} {kind}" if kind is not None else ""
+            )
             yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}")
 
 
 def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
     path = entry.path
-    if field.status == "deprecated" and all(path != one.sampling_key for one in schema.possibilities):
+    if field.status == "deprecated" and all(
+        path != one.sampling_key for one in schema.possibilities
+    ):
         # where speculation needs the sampling key, another rule asks for it
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
@@ -289,7 +342,9 @@ def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | Non
         if not siblings:
             return None
         message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
-        return Finding("TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine")
+        return Finding(
+            "TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine"
+        )
     if "." in name:
         return _dotted(schema, entry)
     return _refused(schema, entry, near[0] if near else "")
@@ -300,14 +355,18 @@ def _dotted(schema: Schema, entry: Entry) -> Finding:
     to = f"{entry.parent}.{entry.name}".lstrip(".")
     message = f"the engine takes {entry.name} for the name of one key, which {entry.parent or 'the top level'} lacks"
     first, _, rest = entry.name.partition(".")
-    remedy = f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
+    remedy = (
+        f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
+    )
     fix = _moving(schema, entry, to)
     return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, fix)
 
 
 def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
     place = entry.parent or "the top level"
-    message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
+    message = (
+        f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
+    )
     later = [line for line in LINES if entry.path in line_fields(line)]
     earlier = _names_before(schema.line).get(entry.path, ())
     old = next((path for path in earlier if path in schema.fields), None)
@@ -343,14 +402,23 @@ def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
         message = f"{entry.path} does not exist in {schema.version}{went}{note}"
         severity: Severity = "error"
         if entry.value in gone.tolerated:
-            message, severity = f"{message}; some releases ignore it with a warning, others refuse it", "warning"
+            message, severity = (
+                f"{message}; some releases ignore it with a warning, others refuse it",
+                "warning",
+            )
         # what a mapping holds may be wanted under other names
-        fix: Fix | None = None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
-        return Finding("TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", fix)
+        fix: Fix | None = (
+            None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
+        )
+        return Finding(
+            "TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", fix
+        )
     message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
     keeps_meaning = gone.same_value and not isinstance(entry.value, dict)
     fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
-    return Finding("TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", fix)
+    return Finding(
+        "TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", fix
+    )
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

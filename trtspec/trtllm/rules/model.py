@@ -30,7 +30,11 @@ def names(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Checkpoints that only the file names."""
     for key in (*MODEL_KEYS, "model"):
         written = document.get(key)
-        if isinstance(written, str) and written and (problem := name_problem(written, deployment.here)):
+        if (
+            isinstance(written, str)
+            and written
+            and (problem := name_problem(written, deployment.here))
+        ):
             yield Finding.of(problem, key)
 
 
@@ -43,13 +47,17 @@ def layout(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if not ranks or target is None:
         return
     attention_dp = deployment.setting(document, "enable_attention_dp") is True
-    for problem in layout_refusals(target, ranks, deployment.size(document, LAYOUT["ep_size"], 1), attention_dp):
+    for problem in layout_refusals(
+        target, ranks, deployment.size(document, LAYOUT["ep_size"], 1), attention_dp
+    ):
         yield Finding.of(problem, LAYOUT.get(problem.where, ""))
 
 
 def weight_format(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Weights that TensorRT-LLM does not load on this GPU."""
-    refused = format_refusal(deployment.target, deployment.gpu) if deployment.target is not None else None
+    refused = (
+        format_refusal(deployment.target, deployment.gpu) if deployment.target is not None else None
+    )
     if refused is not None:
         yield Finding.of(refused, "")
 
@@ -68,24 +76,46 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
     key, target = "reasoning_parser", deployment.target
     written = deployment.setting(document, key)
     right = right_parser(target, deployment.target_name) if target is not None else None
-    if target is None or written in (None, "auto", right) or (right is None and written == "kimi_k2"):
+    if (
+        target is None
+        or written in (None, "auto", right)
+        or (right is None and written == "kimi_k2")
+    ):
         return
     message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
     message += "the reasoning, without an error"
-    fix = partial(set_value, path=key, value=right) if document.has(key) and right is not None else None
+    fix = (
+        partial(set_value, path=key, value=right)
+        if document.has(key) and right is not None
+        else None
+    )
     yield Finding("TS-LINT-WRONG-PARSER", "error", key, message, fix=fix)
 
 
 def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
     # every Kimi-K2 writes its tool calls alike; the data say so for each published one
     entry, written = known(deployment.target_name), (deployment.options or {}).get("tool_parser")
-    right = entry[1].get("tool_parser") if entry is not None else "kimi_k2" if deployment.target is not None else None
+    right = (
+        entry[1].get("tool_parser")
+        if entry is not None
+        else "kimi_k2"
+        if deployment.target is not None
+        else None
+    )
     if written in (None, "auto") or right is None or written == right:
         return
-    message = f"--tool_parser {written}: tool calls of this model stay in the text, without an error"
+    message = (
+        f"--tool_parser {written}: tool calls of this model stay in the text, without an error"
+    )
     if written == "kimi_k25":
         message = "there is no tool parser kimi_k25; K2.5 and later write tool calls as K2 does"
-    yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", "--tool_parser", message, f"pass --tool_parser {right}")
+    yield Finding(
+        "TS-LINT-WRONG-TOOL-PARSER",
+        "error",
+        "--tool_parser",
+        message,
+        f"pass --tool_parser {right}",
+    )
 
 
 def head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -110,11 +140,15 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Findi
         fix = partial(add_key, path=CAPTURE, value=list(wanted))
         yield Finding("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
     elif isinstance(written, list) and sorted(written) != sorted(wanted):
-        message = f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        message = (
+            f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        )
         if sorted(written) == sorted(layer + 1 for layer in wanted):
             message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
         fix = partial(set_value, path=CAPTURE, value=list(wanted))
-        yield Finding("TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, f"write [{trained}]", fix)
+        yield Finding(
+            "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, f"write [{trained}]", fix
+        )
 
 
 def pair(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -125,7 +159,22 @@ def pair(document: Document, deployment: Deployment) -> Iterator[Finding]:
     ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
     ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):
-        yield Finding(problem.code, problem.severity, SPEC, problem.message, f"{problem.where}: {problem.remedy}")
+        yield Finding(
+            problem.code,
+            problem.severity,
+            SPEC,
+            problem.message,
+            f"{problem.where}: {problem.remedy}",
+        )
 
 
-RULES = (names, layout, weight_format, reasoning_parser, tool_parser, head_use, capture_layers, pair)
+RULES = (
+    names,
+    layout,
+    weight_format,
+    reasoning_parser,
+    tool_parser,
+    head_use,
+    capture_layers,
+    pair,
+)

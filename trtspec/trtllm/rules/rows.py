@@ -27,14 +27,24 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if target is not None:
         found |= {"target.family": family(target), "target.remote_code": target.remote_code}
         found["target.fp4"] = target.quant.format.is_fp4
-        found["target.plain_attention"] = any("self_attn" in item for item in target.quant.exclude)  # not quantized
+        found["target.plain_attention"] = any(
+            "self_attn" in item for item in target.quant.exclude
+        )  # not quantized
     if head is not None:
-        found |= {"head.attention": head.attention, "head.eagle": head.eagle, "head.layer_prefix": head.layer_prefix}
+        found |= {
+            "head.attention": head.attention,
+            "head.eagle": head.eagle,
+            "head.layer_prefix": head.layer_prefix,
+        }
         found["head.norm_before_residual"] = head.norm_before_residual
     if head is not None and target is not None:
         # which the engine ignores: it shares the target's where the widths are equal
-        found["head.own_embedding"] = head.has_embed_tokens and head.target_hidden_size == head.hidden_size
-        found["head.pruned"] = head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
+        found["head.own_embedding"] = (
+            head.has_embed_tokens and head.target_hidden_size == head.hidden_size
+        )
+        found["head.pruned"] = (
+            head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
+        )
     return found
 
 
@@ -42,7 +52,9 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
     schema, known = deployment.schema, facts(document, deployment)
 
     def holds(conditions: Mapping[str, Any]) -> bool:
-        return all(_holds(document, deployment, known, path, wanted) for path, wanted in conditions.items())
+        return all(
+            _holds(document, deployment, known, path, wanted) for path, wanted in conditions.items()
+        )
 
     for rule in schema.rules.values():
         written = [path for path in rule.when if document.has(path) or path in deployment.argv]
@@ -54,7 +66,9 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
             continue
         key = next(iter(rule.when)) if rule.at is None else rule.at
         message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
-        yield Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written))
+        yield Finding(
+            rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written)
+        )
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:
@@ -67,7 +81,9 @@ def _fix(document: Document, rule: Rule) -> Fix | None:
     return None
 
 
-def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any], path: str, wanted: Any) -> bool:
+def _holds(
+    document: Document, deployment: Deployment, known: Mapping[str, Any], path: str, wanted: Any
+) -> bool:
     written = document.has(path) or path in deployment.argv
     value = known.get(path, _setting(document, deployment, path))
     if wanted in ("given", "absent"):
@@ -75,7 +91,9 @@ def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any],
     if wanted in ("filled", "empty"):
         return written and (value is None) == (wanted == "empty")
     if wanted in ("set", "unset"):
-        return (value not in (None, False, 0, "")) == (wanted == "set")  # an empty mapping is an object
+        return (value not in (None, False, 0, "")) == (
+            wanted == "set"
+        )  # an empty mapping is an object
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
         if word == "written":
@@ -85,14 +103,19 @@ def _holds(document: Document, deployment: Deployment, known: Mapping[str, Any],
             one, other = ({*map(str, each)} if isinstance(each, list) else each for each in both)
             return None not in both and not _same(one, other)
         if word in ("above", "below"):
-            return isinstance(value, (int, float)) and (value > other if word == "above" else value < other)
+            return isinstance(value, (int, float)) and (
+                value > other if word == "above" else value < other
+            )
         return not any(_same(value, item) for item in (other if word == "outside" else [other]))
     return any(_same(value, item) for item in (wanted if isinstance(wanted, list) else [wanted]))
 
 
 def _setting(document: Document, deployment: Deployment, path: str) -> Any:
     """What the engine takes; where the file says nothing, the default, if the object around it is there by default."""
-    parent, field = path.rpartition(".")[0], deployment.schema.fields.get(deployment.schema.current(path))
+    parent, field = (
+        path.rpartition(".")[0],
+        deployment.schema.fields.get(deployment.schema.current(path)),
+    )
     around = deployment.schema.fields.get(parent)
     absent = parent and not document.has(parent) and (around is None or around.default != "object")
     if field is None or field.default is UNKNOWN or field.is_object or absent:

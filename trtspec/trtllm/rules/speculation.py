@@ -17,20 +17,31 @@ SCHEDULE = f"{SPEC}.draft_len_schedule"
 def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Ways to speculate that do not run with a Kimi, or that nobody has run."""
     key, method = f"{SPEC}.decoding_type", method_of(document)
-    if method is None or method.kimi["runs"] == "yes" or (deployment.target is None and method.pytorch):
+    if (
+        method is None
+        or method.kimi["runs"] == "yes"
+        or (deployment.target is None and method.pytorch)
+    ):
         return
-    why, remedy = method.kimi["why"], f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`"
+    why, remedy = (
+        method.kimi["why"],
+        f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`",
+    )
     if method.kimi["runs"] == "no":
         yield Finding(method.kimi["code"], "error", key, why, remedy)
     else:
         message = f"{method.name} with a Kimi: {why}"
-        yield Finding("TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first")
+        yield Finding(
+            "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first"
+        )
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
     """The schedule, as the engine reads it; None where there is none or the engine refuses it."""
     written = document.get(SCHEDULE)
-    if not isinstance(written, dict) or not all(isinstance(item, int) for pair in written.items() for item in pair):
+    if not isinstance(written, dict) or not all(
+        isinstance(item, int) for pair in written.items() for item in pair
+    ):
         return None
     return written
 
@@ -43,15 +54,25 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
     message = f"the keys of the schedule are {meaning['bounds']} bounds of the batch size"
     yield Finding("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
     longest, lengths = document.get(LENGTH), schedule.values()
-    if min(schedule) < 1 or min(lengths) < 0 or (isinstance(longest, int) and max(lengths) > longest):
-        message = f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
-        yield Finding("TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range")
+    if (
+        min(schedule) < 1
+        or min(lengths) < 0
+        or (isinstance(longest, int) and max(lengths) > longest)
+    ):
+        message = (
+            f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
+        )
+        yield Finding(
+            "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
+        )
     smallest = meaning.get("first") == "smallest"
     wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
     first = schedule.get(min(schedule) if smallest else meaning["first"])
     if isinstance(longest, int) and first != longest:
         message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
-        yield Finding("TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}")
+        yield Finding(
+            "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}"
+        )
 
 
 def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
@@ -60,7 +81,9 @@ def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
     if not schedule:
         return False
     beyond = deployment.schema.behaviour("draft_len_schedule").get("beyond") == "zero"
-    return 0 in schedule.values() or (beyond and max(schedule) < deployment.size(document, "max_batch_size", 2048))
+    return 0 in schedule.values() or (
+        beyond and max(schedule) < deployment.size(document, "max_batch_size", 2048)
+    )
 
 
 REUSE, V2 = "kv_cache_config.enable_block_reuse", "kv_cache_config.use_kv_cache_manager_v2"
@@ -70,28 +93,52 @@ TRANSFER = "cache_transceiver_config.backend"
 def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
     """What was measured where a reused prefix hides from the draft; empty where it does not. `manager` is the value of
     use_kv_cache_manager_v2, None or "auto" where the engine chooses."""
-    v2 = manager is True or (manager in (None, "auto") and bool(schema.behaviour("cache_manager_auto")))
-    return {} if v2 and schema.behaviour("draft_kv_reuse_v2") else schema.behaviour("prefix_reuse_blinds_draft")
+    v2 = manager is True or (
+        manager in (None, "auto") and bool(schema.behaviour("cache_manager_auto"))
+    )
+    return (
+        {}
+        if v2 and schema.behaviour("draft_kv_reuse_v2")
+        else schema.behaviour("prefix_reuse_blinds_draft")
+    )
 
 
 def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """A reused prefix hides from the draft where it has a cache manager of its own, except under cache manager V2 of a
     release that fixed it."""
-    method, separate = method_of(document), deployment.schema.behaviour("separate_draft_cache").get("unless")
-    if method is None or not method.own_cache or separate is None or deployment.setting(document, separate) is True:
+    method, separate = (
+        method_of(document),
+        deployment.schema.behaviour("separate_draft_cache").get("unless"),
+    )
+    if (
+        method is None
+        or not method.own_cache
+        or separate is None
+        or deployment.setting(document, separate) is True
+    ):
         return
     alone = deployment.setting(document, "pipeline_parallel_size", 1) in (None, 1)
-    blind = reuse_blinds_draft(deployment.schema, deployment.setting(document, V2) if alone else False)
+    blind = reuse_blinds_draft(
+        deployment.schema, deployment.setting(document, V2) if alone else False
+    )
     # a transceiver makes the engine keep the draft's layers in the target's cache
-    if not blind or deployment.setting(document, TRANSFER) or document.get(REUSE, True) in (False, None):
+    if (
+        not blind
+        or deployment.setting(document, TRANSFER)
+        or document.get(REUSE, True) in (False, None)
+    ):
         return
     message = f"over a reused prefix the draft sees nothing ({blind['measured']}): every multi-turn chat is such a case"
     message += f" ({blind['source']})"
-    remedy = "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
+    remedy = (
+        "write `enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
+    )
     if fixed := deployment.schema.behaviour("draft_kv_reuse_v2"):
         remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({fixed['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
-    yield Finding("TS-LINT-PREFIX-REUSE", "info" if document.has(REUSE) else "warning", REUSE, message, remedy)
+    yield Finding(
+        "TS-LINT-PREFIX-REUSE", "info" if document.has(REUSE) else "warning", REUSE, message, remedy
+    )
 
 
 RULES = (method_for_kimi, schedule, prefix_reuse)

@@ -48,8 +48,15 @@ def build_command(
             argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
     parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or bool(schema.agreed(lambda one: one.behaviour("parser_of_kimi_k25")))
-    if parser is not None and _takes(schema, "reasoning_parser", parser) and exists and not decided("reasoning_parser"):
+    exists = parser == "kimi_k2" or bool(
+        schema.agreed(lambda one: one.behaviour("parser_of_kimi_k25"))
+    )
+    if (
+        parser is not None
+        and _takes(schema, "reasoning_parser", parser)
+        and exists
+        and not decided("reasoning_parser")
+    ):
         argv += ["--reasoning_parser", parser]
     if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
         argv += ["--tool_parser", "kimi_k2"]
@@ -69,7 +76,10 @@ RANK_WRAPPER = "trtllm-llmapi-launch"
 # trtllm-llmapi-launch expands its command unquoted: the shell would split or glob these
 SPLIT_BY_WRAPPER = frozenset(" \t\n*?[")
 # compilers' caches; on a home directory that nodes share, their ranks overwrite each other's files
-NODE_LOCAL = {"TRITON_CACHE_DIR": "/tmp/trtspec/triton", "FLASHINFER_WORKSPACE_BASE": "/tmp/trtspec/flashinfer"}
+NODE_LOCAL = {
+    "TRITON_CACHE_DIR": "/tmp/trtspec/triton",
+    "FLASHINFER_WORKSPACE_BASE": "/tmp/trtspec/flashinfer",
+}
 
 
 @dataclass(frozen=True)
@@ -86,21 +96,39 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
 
-def with_launcher(argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]) -> list[str]:
+def with_launcher(
+    argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]
+) -> list[str]:
     """With launcher lws, mpirun starting `argv` once per GPU of every node with the variables `env`; else `argv`
     itself. `environ` has the addresses of the pods."""
     if cluster.launcher == "direct":
         return argv
     each = str(cluster.gpus_per_node)
     hosts = ",".join(f"{host}:{each}" for host in lws_hosts(environ))
-    exported = [word for name in env for word in ("-x", name)]  # Open MPI hands on only its own variables
-    words = ["mpirun", "-np", str(cluster.ranks), "-N", each, "--host", hosts, *exported, *cluster.args]
+    exported = [
+        word for name in env for word in ("-x", name)
+    ]  # Open MPI hands on only its own variables
+    words = [
+        "mpirun",
+        "-np",
+        str(cluster.ranks),
+        "-N",
+        each,
+        "--host",
+        hosts,
+        *exported,
+        *cluster.args,
+    ]
     return [*words, RANK_WRAPPER, *argv]
 
 
 def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
     """Where ranks on several nodes keep their caches: as the user has set it, else on their own node."""
-    return {} if cluster.nodes == 1 else {name: environ.get(name, path) for name, path in NODE_LOCAL.items()}
+    return (
+        {}
+        if cluster.nodes == 1
+        else {name: environ.get(name, path) for name, path in NODE_LOCAL.items()}
+    )
 
 
 def lws_hosts(environ: Mapping[str, str]) -> list[str]:
@@ -113,14 +141,21 @@ def lws_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_cluster(
-    cluster: Cluster, argv: list[str], world: int, ours: bool, environ: Mapping[str, str], launching: bool
+    cluster: Cluster,
+    argv: list[str],
+    world: int,
+    ours: bool,
+    environ: Mapping[str, str],
+    launching: bool,
 ) -> Iterator[Problem]:
     """`world`: ranks that the engine's parallel sizes multiply to. `ours`: the configuration is written for this start,
     into a directory of this node. A dry run elsewhere only mentions the machine."""
     if cluster.ranks != world:
         message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} ranks; the engine's "
         message += f"parallel sizes make {world}"
-        yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message, "nodes x GPUs per node = tp x pp x cp")
+        yield Problem(
+            "TS-SERVE-WORLD", "error", "`nodes`", message, "nodes x GPUs per node = tp x pp x cp"
+        )
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
             message = f"{cluster.nodes} nodes need a launcher that reaches them"
@@ -130,7 +165,9 @@ def check_cluster(
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
             message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
-            yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message, "put the setting into the YAML")
+            yield Problem(
+                "TS-SERVE-SPLIT-WORD", "error", word, message, "put the setting into the YAML"
+            )
     severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing_of_leader(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
@@ -145,7 +182,10 @@ def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator
     if shutil.which("mpirun") is None:
         yield "mpirun is not on PATH", "start in NVIDIA's TensorRT-LLM release image"
     if "LWS_LEADER_ADDRESS" not in environ:
-        yield "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet", "start in its leader pod"
+        yield (
+            "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet",
+            "start in its leader pod",
+        )
     elif environ.get("LWS_GROUP_SIZE") != str(cluster.nodes):
         message = f"LWS_GROUP_SIZE is {environ.get('LWS_GROUP_SIZE')}, not {cluster.nodes}"
         yield message, "size of the LeaderWorkerSet = `nodes`"
@@ -165,7 +205,10 @@ def engine_version() -> str | None:
 
 
 def check_hardware(
-    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document, environ: Mapping[str, str]
+    gpus: Sequence[InstalledGpu],
+    deployment: Deployment,
+    document: Document,
+    environ: Mapping[str, str],
 ) -> Iterator[Problem]:
     """Whether the driver is new enough and the deployment fits, on the GPUs of nvidia-smi."""
     if seen := visible_gpus(gpus, environ):
@@ -181,10 +224,14 @@ def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
         message = f"driver {driver} is older than {needed}, which TensorRT-LLM {version} is built for ({source})"
-        yield Problem("TS-SERVE-DRIVER", "warning", "driver", message, f"install driver {needed} or later")
+        yield Problem(
+            "TS-SERVE-DRIVER", "warning", "driver", message, f"install driver {needed} or later"
+        )
 
 
-def check_fit(gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document) -> Iterator[Problem]:
+def check_fit(
+    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document
+) -> Iterator[Problem]:
     """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
     ranks = deployment.size(document, "tensor_parallel_size", 1)
     smallest = min(gpu.memory_bytes for gpu in gpus)
@@ -211,4 +258,10 @@ def check_fit(gpus: Sequence[InstalledGpu], deployment: Deployment, document: Do
     length = deployment.size(document, "max_seq_len")
     if length > room.kv_tokens:
         message = f"the KV cache of {where} holds about {room.kv_tokens} tokens, and max_seq_len is {length}"
-        yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message, "lower max_seq_len, or use more GPUs")
+        yield Problem(
+            "TS-SERVE-SMALL-CACHE",
+            "warning",
+            "memory",
+            message,
+            "lower max_seq_len, or use more GPUs",
+        )

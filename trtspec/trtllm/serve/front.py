@@ -41,7 +41,9 @@ class Servers(BaseModel):
     @model_validator(mode="after")
     def _are_counted(self) -> Servers:
         if self.num_instances not in (None, len(self.urls)):
-            raise ValueError(f"num_instances is {self.num_instances} and there are {len(self.urls)} urls")
+            raise ValueError(
+                f"num_instances is {self.num_instances} and there are {len(self.urls)} urls"
+            )
         return self
 
 
@@ -57,7 +59,11 @@ class Front(BaseModel):
 
     @model_validator(mode="after")
     def _have_addresses_of_their_own(self) -> Front:
-        every = [f"{self.hostname}:{self.port}", *self.context_servers.urls, *self.generation_servers.urls]
+        every = [
+            f"{self.hostname}:{self.port}",
+            *self.context_servers.urls,
+            *self.generation_servers.urls,
+        ]
         if twice := sorted({address for address in every if every.count(address) > 1}):
             raise ValueError(f"{' and '.join(twice)} is listed twice")
         return self
@@ -70,7 +76,9 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     path = options.disaggregated
     assert path is not None  # it is what asks for a front
     if str(path) == STDIN:
-        raise UsageError("`disaggregated` - : the front reads its file itself", "pass the path of one")
+        raise UsageError(
+            "`disaggregated` - : the front reads its file itself", "pass the path of one"
+        )
     text = read_yaml_text(path, BUILD_FRONT)
     front, names = read_front(text, path), {options.target, Path(options.target).resolve().name}
     problems = [
@@ -102,7 +110,9 @@ def read_front(text: str, path: Path) -> Front:
     try:
         return Front.model_validate(load_text(text))
     except YamlError as error:
-        raise UsageError(f"{path}:{error.line} cannot be used: {error.message}", BUILD_FRONT) from None
+        raise UsageError(
+            f"{path}:{error.line} cannot be used: {error.message}", BUILD_FRONT
+        ) from None
     except ValidationError as error:
         raise CheckFailed(f"{path} {first_fault(error)}", BUILD_FRONT, "TS-SERVE-FRONT") from None
 

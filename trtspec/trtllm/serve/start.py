@@ -62,7 +62,9 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head = _head(options, given, launching)
     version, problems = _version(options, given, written, launching)
     intent = _intent(options, given, written, version[0], target)
-    file = given or Document.parse(engine_yaml(intent, target.spec, head.spec if head else None), CONFIG_NAME)
+    file = given or Document.parse(
+        engine_yaml(intent, target.spec, head.spec if head else None), CONFIG_NAME
+    )
 
     role = options.role or intent.role
     argv = _command(options, intent, target, file, role)
@@ -76,7 +78,12 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     parallel = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     world = math.prod(deployment.size(file, key, 1) for key in parallel)
     nodes = options.nodes or intent.nodes
-    cluster = Cluster(options.launcher, nodes, options.gpus_per_node or -(-world // nodes), _launcher_args(options))
+    cluster = Cluster(
+        options.launcher,
+        nodes,
+        options.gpus_per_node or -(-world // nodes),
+        _launcher_args(options),
+    )
 
     # check_start names the files of code that nobody trusts
     found = [one for one in lint(file, deployment) if one.key != "--trust_remote_code"]
@@ -116,13 +123,18 @@ def _user_file(options: ServeOptions) -> Document | None:
     if path is None:
         return None
     if str(path) == STDIN:
-        raise UsageError("`config` - : the engine reads its configuration from a file", "pass the path of one")
+        raise UsageError(
+            "`config` - : the engine reads its configuration from a file", "pass the path of one"
+        )
     text = read_yaml_text(path, "pass a file written by `trtspec build-config`")
     written = parse_intent(text)
     if written is not None and written.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as `disaggregated` {path}")
     if written is not None and options.goal is not None:
-        raise UsageError(f"`goal` is not used with `config`: {path} decides it", "change the file, or leave it out")
+        raise UsageError(
+            f"`goal` is not used with `config`: {path} decides it",
+            "change the file, or leave it out",
+        )
     return Document.parse(text, str(path))
 
 
@@ -140,7 +152,9 @@ def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head
     named = head_in(file) if file is not None else None
     if options.head and file is not None and named is None and not file.error:
         message = f"`head` is not used with `config`: {file.name} has no speculative_config that names a head"
-        raise UsageError(message, "write the file again with `trtspec build-config TARGET --head HEAD`")
+        raise UsageError(
+            message, "write the file again with `trtspec build-config TARGET --head HEAD`"
+        )
     if options.head:
         return load_head(options.head, values=launching)
     return load_head(named, values=launching) if named and name_problem(named) is None else None
@@ -152,30 +166,45 @@ def _version(
     """The version to judge for and why, and what is doubtful about it."""
     asked, installed = options.trtllm_version, engine_version() if launching else None
     if asked is None and installed is None and written is not None:
-        version, reason = written.version, f"the version {file.name if file else ''} was written for"
+        version, reason = (
+            written.version,
+            f"the version {file.name if file else ''} was written for",
+        )
     else:
         version, reason = choose_version(asked or installed)
     parse_version(version)
     problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
         message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
-        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message, "write it again"))
+        problems.append(
+            Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message, "write it again")
+        )
     return (version, reason), problems
 
 
 def _intent(
-    options: ServeOptions, file: Document | None, written: Intent | None, version: str, target: Target
+    options: ServeOptions,
+    file: Document | None,
+    written: Intent | None,
+    version: str,
+    target: Target,
 ) -> Intent:
     """What was given, over what the file's first line says, over the goal's defaults."""
     base = written or Intent(target=options.target, version=version)
-    given: dict[str, Any] = {key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None}
+    given: dict[str, Any] = {
+        key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None
+    }
     named = options.head or (head_in(file) if file is not None else None)
     trusted = options.trust_remote_code or base.trust_remote_code
-    intent = replace(base, target=options.target, version=version, head=named, trust_remote_code=trusted, **given)
+    intent = replace(
+        base, target=options.target, version=version, head=named, trust_remote_code=trusted, **given
+    )
     return intent.fitted(target.spec.max_position_embeddings)
 
 
-def _command(options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None) -> list[str]:
+def _command(
+    options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None
+) -> list[str]:
     """Raises UsageError for an option after `--` that this command has itself."""
     schema = schema_for(intent.version)
     given = {
@@ -187,12 +216,23 @@ def _command(options: ServeOptions, intent: Intent, target: Target, file: Docume
     sizes = {key: value for key, value in given.items() if value is not None}
     for name in parse_passed(schema, options.passed)[0]:
         if own := OWN_OPTIONS.get(name):
-            raise UsageError(f"--{name} is not used after --: {own} decides it", f"pass {own} before --")
+            raise UsageError(
+                f"--{name} is not used after --: {own} decides it", f"pass {own} before --"
+            )
         if name in sizes:
             raise UsageError(f"--{name} is given before -- and after it", "give it once")
     passed = list(options.passed)
-    passed += ["--served_model_name", options.served_model_name] if options.served_model_name else []
+    passed += (
+        ["--served_model_name", options.served_model_name] if options.served_model_name else []
+    )
     passed += ["--server_role", role.upper()] if role else []
     return build_command(
-        intent, target.spec, file, file.name, host=options.host, port=options.port, sizes=sizes, passed=passed
+        intent,
+        target.spec,
+        file,
+        file.name,
+        host=options.host,
+        port=options.port,
+        sizes=sizes,
+        passed=passed,
     )

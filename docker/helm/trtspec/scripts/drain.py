@@ -21,7 +21,9 @@ def connections():
                 rows = [line.split() for line in file.readlines()[1:]]
         except OSError:
             continue
-        found += sum(row[3] == ESTABLISHED and int(row[1].rpartition(":")[2], 16) == PORT for row in rows)
+        found += sum(
+            row[3] == ESTABLISHED and int(row[1].rpartition(":")[2], 16) == PORT for row in rows
+        )
     return found
 
 

@@ -66,7 +66,9 @@ class TorchLlmArgs(Strict):
     skip_tokenizer_init: bool = False
     tensor_parallel_size: int = 1
     max_batch_size: int | None = 2048
-    backend: Literal["pytorch"] = Field(default="pytorch", json_schema_extra={"status": "deprecated"})
+    backend: Literal["pytorch"] = Field(
+        default="pytorch", json_schema_extra={"status": "deprecated"}
+    )
     load_format: str = "auto"
     cuda_graph_config: dict[str, Any] | None = None
     stream_interval: PositiveInt = 1
@@ -74,13 +76,19 @@ class TorchLlmArgs(Strict):
     env_overrides: dict[str, str] | None = None
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     scheduler_config: SchedulerConfig = Field(default_factory=SchedulerConfig)
-    speculative_config: Annotated[EagleConfig | NGramConfig, Field(discriminator="decoding_type")] | None = None
+    speculative_config: (
+        Annotated[EagleConfig | NGramConfig, Field(discriminator="decoding_type")] | None
+    ) = None
     brand_new_key: bool = Field(default=False, json_schema_extra={"status": "prototype"})
 
     @field_validator("env_overrides", mode="before")
     @classmethod
     def as_text(cls, value: Any) -> Any:
-        return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return (
+            {str(key): str(item) for key, item in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
 
     @field_validator("load_format")
     @classmethod
