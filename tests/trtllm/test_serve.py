@@ -49,6 +49,19 @@ def test_dry_run_json_has_the_contracts_keys() -> None:
     assert "TS-SERVE-REMOTE-CODE" not in {problem["code"] for problem in answer["problems"]}
 
 
+@pytest.mark.parametrize(
+    ("release", "status"), [("1.4.0rc1", 0), ("1.3.0rc27", 3), ("1.3.0rc20", 3)]
+)
+def test_an_unknown_key_is_refused_only_by_a_release_that_was_read(
+    tmp_path: Path, release: str, status: int
+) -> None:
+    file = tmp_path / "engine.yml"
+    file.write_text("kv_cache_config: {brand_new_key: 3}\n")
+    answer = dry(K25[0], "--config", str(file), "--trtllm-version", release, "--trust-remote-code")
+    severity = {p["code"]: p["severity"] for p in answer["problems"]}["TS-LINT-UNKNOWN-KEY"]
+    assert (answer["status"], severity) == (status, "error" if status else "warning")
+
+
 def test_a_recipe_brings_its_sizes(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     written = trtspec(

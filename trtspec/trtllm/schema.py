@@ -371,6 +371,12 @@ def newest_known() -> Version:
     )
 
 
+def newest_read() -> Version:
+    """The last release whose classes were read whole; what later ones lack or add is not known."""
+    stated = [data["versions"] for data in _files().values()]
+    return max(Version(versions.get("read", versions["from"])) for versions in stated)
+
+
 @functools.cache
 def _files() -> dict[str, dict[str, Any]]:
     """Every schema file, parsed and its rules checked. Like bytecode, what was parsed once is kept beside the files
