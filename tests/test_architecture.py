@@ -30,10 +30,12 @@ LEVEL = {
     "checkpoint": 3, "client": 3, "records": 3,
     "specs": 1, "report": 1,
     "files": 0, "machine": 0,
-    "formats": 0, "errors": -1,
-    "data_files": -2,
+    "formats": 0,
+    "foreign": -1,
+    "errors": -2,
+    "data_files": -3,
 }  # fmt: skip
-TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
+TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors", "foreign",
               "data_files", "files", "machine", "bench", "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations",
                          "chat_parser")  # fmt: skip
