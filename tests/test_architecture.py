@@ -35,8 +35,8 @@ LEVEL = {
     "errors": -2,
     "data_files": -3,
 }  # fmt: skip
-TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors", "foreign",
-              "data_files", "files", "machine", "bench", "client")  # fmt: skip
+TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
+              "foreign", "data_files", "files", "machine", "bench", "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "rows", "conversations",
                          "chat_parser")  # fmt: skip
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
