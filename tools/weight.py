@@ -63,7 +63,7 @@ def weight(text: str) -> int:
 def data_bytes() -> int:
     """Size of the files of the package that are neither code nor written by a tool."""
     files = [path for path in (ROOT / "trtspec").rglob("*") if path.is_file()]
-    written = [path for path in files if path.suffix not in (".py", ".pyc")]
+    written = [path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts]
     names = {path: path.relative_to(ROOT).as_posix() for path in written}
     return sum(path.stat().st_size for path in written if not names[path].startswith(MADE_BY_TOOLS))
 

@@ -17,6 +17,9 @@ from trtspec.data_files import documented
 
 Severity = Literal["error", "warning", "info"]
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 typed: dict[
     str, str
@@ -24,8 +27,15 @@ typed: dict[
 
 
 def as_typed(text: str) -> str:
-    """A message that names options as the fields of their record, in backticks: with flags where a command runs."""
-    return FIELD.sub(lambda found: typed.get(found[1], found[0]), text)
+    """A message that names options as the fields of their record, in backticks: with flags where a command runs. What
+    others wrote in it can be printed."""
+    return printable(FIELD.sub(lambda found: typed.get(found[1], found[0]), text))
+
+
+def printable(text: str) -> str:
+    """Shows control characters, marks of direction and lone surrogates as escapes, so that none acts on a terminal.
+    Line ends and tabs stay."""
+    return UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 class TrtspecError(Exception):

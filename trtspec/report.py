@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -17,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
+from trtspec.errors import UNPRINTABLE, Problem, TrtspecError, UsageError, has_errors, printable
+from trtspec.foreign import PlainName
 
 answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
@@ -30,6 +33,7 @@ COLOURS = {
     "fixed": "1;32",
 }  # of the first word of a line
 MOST_ITEMS = 8  # of a list on one line
+CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a link is refused
 PRIVATE = 0o600  # mode of files that may hold secrets
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
@@ -37,21 +41,60 @@ VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "sa
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Writes to a temporary name beside `path`, fsyncs, renames: a reader sees the old file or the whole new one. An
     existing file keeps its permissions."""
-    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
     payload = data.encode("utf-8") if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    with writing(path):
+        mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{path.name}."
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(payload)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "") -> Iterator[None]:
+    """Any failure of the file system while `path` is written, as one error that names it."""
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(payload)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        first = "free space on that disk" if full else "check that disk and its permissions"
+        remedy = remedy or f"{first}, then run the command again"
+        message = f"cannot write {path}: {error.strerror or error}"
+        raise TrtspecError(message, remedy, "TS-ERROR-FILE") from error
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens an empty file for writing and reading. Raises TrtspecError if `path` is a link."""
+    with writing(path):
+        return os.fdopen(os.open(path, CREATE, 0o644), "w+b")
+
+
+def remove_file(directory: Path, name: PlainName) -> None:
+    """Removes a file or a link of a claimed directory, never what a link points to.
+
+    Raises TrtspecError if `name` is a directory.
+    """
+    with writing(directory / name):
+        (directory / name).unlink(missing_ok=True)
+
+
+def remove_folder(directory: Path, name: PlainName) -> None:
+    """Removes a folder that the command itself made in a directory that it claimed, and follows no link."""
+    path = directory / name
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)
 
 
 def fsync_directory(directory: Path) -> None:
@@ -87,6 +130,13 @@ def refuse_overwrite(path: Path, force: bool, more: str = "") -> None:
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         remedy = f"pass `force`, or choose another `output`{more}"
         raise UsageError(f"{path} already exists and would be overwritten", remedy)
+
+
+def refuse_existing(file: Path, force: bool, example: str) -> None:
+    """As `refuse_overwrite`, for an output that is one file. Raises UsageError for a directory, too."""
+    if file.is_dir():
+        raise UsageError(f"{file} is a directory", f"name the file, for example {file / example}")
+    refuse_overwrite(file, force)
 
 
 def file_sha256(path: Path) -> str:
@@ -136,7 +186,8 @@ def provenance(
 def print_json(value: Any) -> None:
     """The one object of `--json` on stdout; nothing else goes there."""
     global answered
-    sys.stdout.write(json_text(value))
+    shown = UNPRINTABLE.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json_text(value))
+    sys.stdout.write(shown)
     answered = True
 
 
@@ -154,13 +205,13 @@ def quiet() -> bool:
 def say(text: str) -> None:
     """A message on stderr, where it is wanted."""
     if wanted():
-        write_stderr(text + "\n")
+        write_stderr(printable(text) + "\n")
 
 
 def announce(text: str) -> None:
     """What a log must show even where no person is there, such as that a server is ready; not with -q."""
     if not quiet():
-        write_stderr(text + "\n")
+        write_stderr(printable(text) + "\n")
 
 
 def note(text: str) -> None:
@@ -203,6 +254,9 @@ class Result:
     failure: TrtspecError | None = None
     text: str | None = None
     messages: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", [printable(line) for line in self.lines])
 
     @property
     def ok(self) -> bool:
@@ -273,6 +327,11 @@ class Table:
     text_columns: frozenset[int] = field(default=frozenset({0}))
     ruled: bool = True
     styles: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cells = [[printable(cell) for cell in row] for row in self.rows]
+        object.__setattr__(self, "title", printable(self.title))
+        object.__setattr__(self, "rows", cells)
 
     def html(self) -> str:
         heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
@@ -365,7 +424,7 @@ class Bar:
 
     def advance(self, amount: float, note: str = "") -> None:
         """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
-        self.update(advance=amount, **({"note": note} if note else {}))
+        self.update(advance=amount, **({"note": printable(note)} if note else {}))
 
     def show(self, done: float, total: float) -> None:
         """`done` of `total` is done."""

@@ -104,7 +104,7 @@ BROKEN: list[tuple[str, Callable[[Path], object]]] = [
     ("header too large", lambda d: edit(d / TWO, lambda raw: b"<html>404</html>" * 20)),
     ("first ghost", lambda d: list_in(d, "ghost", ONE)),
     ("first w0", lambda d: list_in(d, "w0", TWO)),
-    ("not a file of this directory", lambda d: list_in(d, "w0", "../secret.safetensors")),
+    ("not a plain name inside its directory", lambda d: list_in(d, "w0", "../secret.safetensors")),
     ("does not list 1 tensors", lambda d: save_file(MORE, d / ONE)),
     ("invalid shape, data type, or offset for tensor",
      lambda d: edit(d / ONE, lambda raw: raw.replace(b'"shape":[2,3]', b'"shape":[2,4]'))),

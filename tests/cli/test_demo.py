@@ -33,16 +33,17 @@ def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
     (mine / "chapter.txt").write_text("dear to me")
     with pytest.raises(UsageError):
         prepare(mine, force=False)
-    with pytest.raises(TrtspecError, match="left alone"):
+    (mine / "logs").mkdir()
+    with pytest.raises(UsageError, match=r"chapter.txt, which a demo did not write"):
         prepare(mine, force=True)
     assert (mine / "chapter.txt").exists()
     fresh = tmp_path / "demo"
     prepare(fresh, force=False)
-    (fresh / "old").write_text("x")
+    (fresh / "report.html").write_text("x")
     with pytest.raises(UsageError):
         prepare(fresh, force=False)
     prepare(fresh, force=True)
-    assert not (fresh / "old").exists() and (fresh / "logs").is_dir()
+    assert not (fresh / "report.html").exists() and (fresh / "logs").is_dir()
 
 
 def lasting_ports() -> int:

@@ -16,10 +16,10 @@ from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.build import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.intent import Goal, Intent, parse_intent
+from trtspec.trtllm.intent import ENGINE_FILE, Goal, Intent, parse_intent
 from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
+from trtspec.trtllm.serve.command import build_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -51,7 +51,7 @@ def built(intent: Intent) -> EngineConfig:
 
 
 def argv(intent: Intent, text: str) -> list[str]:
-    return build_command(intent, load_target(intent.target).spec, Document.parse(text), CONFIG_NAME)
+    return build_command(intent, load_target(intent.target).spec, Document.parse(text), ENGINE_FILE)
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)

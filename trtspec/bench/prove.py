@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.foreign import PlainName
 from trtspec.launch.preflight import read_gpus
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 from trtspec.report import Table
@@ -205,8 +205,9 @@ def prove(
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
     with Journal(path, header, restart=restart, private=True) as journal:
         for name in (SPECULATING, PLAIN, "logs") if restart else ():
-            shutil.rmtree(directory / name, ignore_errors=True)
-        (directory / "logs").mkdir(exist_ok=True)
+            report.remove_folder(directory, PlainName(name))
+        with report.writing(directory):
+            (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
         if done:
             report.announce(f"already done: {', '.join(step.name for step in done)}")

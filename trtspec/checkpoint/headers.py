@@ -12,7 +12,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 from trtspec import files
 from trtspec.errors import TrtspecError
 from trtspec.files import open_regular, read_object, unreadable
+from trtspec.foreign import PlainName, plain_name
 from trtspec.specs import check_kinds
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,7 +56,7 @@ class TensorInfo:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    shard: str
+    shard: PlainName
     begin: int
     end: int
 
@@ -79,7 +80,7 @@ class RangedFiles(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-Headers = Callable[[tuple[str, ...]], Iterable[dict[str, TensorInfo]]]
+Headers = Callable[[tuple[PlainName, ...]], Iterable[dict[str, TensorInfo]]]
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,12 @@ class Checkpoint:
     config: dict[str, Any]
     hf_quant_config: dict[str, Any] | None
     tensors: dict[str, TensorInfo]
-    shards: tuple[str, ...]
+    shards: tuple[PlainName, ...]
     remote: RangedFiles | None = None
 
     @staticmethod
     def open(
-        path: Path | str, names: tuple[str, ...] | None = None, headers: Headers | None = None
+        path: Path | str, names: tuple[PlainName, ...] | None = None, headers: Headers | None = None
     ) -> Checkpoint:
         """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers. `names` and
         `headers` replace the shard files and their headers when these are elsewhere.
@@ -114,11 +115,9 @@ class Checkpoint:
         quant_path = path / HF_QUANT_NAME
         hf_quant = read_config(quant_path) if quant_path.is_file() else None
         weight_map = _weight_map(path)
-        shards = (
-            tuple(sorted(set(weight_map.values())))
-            if weight_map is not None
-            else names or _loose_shards(path)
-        )
+        if weight_map is not None:
+            names = tuple(sorted(set(weight_map.values())))
+        shards = names or _loose_shards(path)
         tensors = _all_headers(
             path,
             shards,
@@ -134,7 +133,7 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
-    def shard_bytes(self) -> dict[str, int]:
+    def shard_bytes(self) -> dict[PlainName, int]:
         """Size of each shard file: its tensors fill it to the end."""
         sizes = dict.fromkeys(self.shards, 0)
         for tensor in self.tensors.values():
@@ -204,7 +203,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         (name, entry["dtype"], entry["shape"], entry["data_offsets"])
         for name, entry in header.items()
     )
-    return tensors_of(path.name, start, places)
+    return tensors_of(PlainName(path.name), start, places)
 
 
 Place = tuple[
@@ -212,7 +211,7 @@ Place = tuple[
 ]  # name, dtype, shape, offsets from the end of the header
 
 
-def tensors_of(shard: str, start: int, places: Iterable[Place]) -> dict[str, TensorInfo]:
+def tensors_of(shard: PlainName, start: int, places: Iterable[Place]) -> dict[str, TensorInfo]:
     """The tensors of a shard whose data begin at `start`, in the order of their bytes."""
     ordered = sorted(places, key=lambda place: tuple(place[3]))
     return {
@@ -248,24 +247,26 @@ def downloads_in(directory: Path, shard: str) -> list[str]:
     return [path.name for path in (*beside, *hub) if path.is_file()]
 
 
-def _weight_map(path: Path) -> dict[str, str] | None:
+def _weight_map(path: Path) -> dict[str, PlainName] | None:
+    """Tensor name -> shard, as the index states it; None if there is no index."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise TrtspecError(f"{index} has no weight_map", DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard:
-            message = f"{index} places {name} in {shard!r}, which is not a file of this directory"
-            raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
-    return weight_map
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        message = f"{index} places a tensor in something else than a file name"
+        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
+    shards = {shard: plain_name(shard, f"{index}") for shard in set(weight_map.values())}
+    return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _loose_shards(path: Path) -> tuple[str, ...]:
+def _loose_shards(path: Path) -> tuple[PlainName, ...]:
     if (path / "model.safetensors").is_file():
-        return ("model.safetensors",)
-    found = tuple(sorted(file.name for file in path.glob("*.safetensors")))
+        return (PlainName("model.safetensors"),)
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    found = tuple(plain_name(name, f"{path}") for name in names)
     if found:
         if numbered := next((match for name in found if (match := NUMBERED.fullmatch(name))), None):
             stem, first, count = numbered.groups()
@@ -288,7 +289,7 @@ def _loose_shards(path: Path) -> tuple[str, ...]:
 
 
 def _all_headers(
-    path: Path, shards: tuple[str, ...], headers: Iterable[dict[str, TensorInfo]]
+    path: Path, shards: tuple[PlainName, ...], headers: Iterable[dict[str, TensorInfo]]
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard, header in zip(shards, headers, strict=True):
@@ -300,7 +301,7 @@ def _all_headers(
     return tensors
 
 
-def _check_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+def _check_index(path: Path, weight_map: Mapping[str, str], tensors: dict[str, TensorInfo]) -> None:
     wrong = [
         name
         for name, shard in weight_map.items()

@@ -11,11 +11,9 @@ checkpoint to any loader.
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,34 +24,45 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.writer import Journal, read_journal, refuse_changed
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import MOST_JSON, read_bytes, unreadable
-from trtspec.report import OutputOptions, refuse_overwrite, write_atomic
+from trtspec.foreign import PlainName, plain_name, plain_names, refuse_outside
+from trtspec.report import (
+    OutputOptions,
+    refuse_existing,
+    refuse_overwrite,
+    remove_file,
+    remove_folder,
+    write_atomic,
+    writing,
+)
 
 SPARE_BYTES = 64 << 20  # configs, tokenizer and headers
 OWN_PREFIX = ".trtspec-"
 TEMPORARY = (".partial", ".tmp")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
-HEAD_FILES = ("config.json", "model.safetensors", "provenance.json", "README.md")
+CONFIG_NAME, PROVENANCE_NAME = PlainName("config.json"), PlainName("provenance.json")
+CARD_NAME, SINGLE_SHARD = PlainName("README.md"), PlainName("model.safetensors")
+HEAD_FILES = (CONFIG_NAME, SINGLE_SHARD, PROVENANCE_NAME, CARD_NAME)
 WRITTEN = (
-    "config.json",
-    HF_QUANT_NAME,
-    INDEX_NAME,
-    "README.md",
-    "provenance.json",
+    CONFIG_NAME,
+    PlainName(HF_QUANT_NAME),
+    PlainName(INDEX_NAME),
+    CARD_NAME,
+    PROVENANCE_NAME,
 )  # beside the shards
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 MOST_NAMES = 5  # of files that a message lists
 
 
 @dataclass(frozen=True)
 class OutputDirectory:
-    """`names` are the files and folders that `command` will write into `path`, `size` is the bytes of the weights among
-    them. An output that is one `file` has a work directory beside it, which is `path`."""
+    """`names` are the files and `folders` the folders that `command` will write into `path`, `size` is the bytes of the
+    weights among them. An output that is one `file` has a work directory beside it, which is `path`."""
 
     path: Path
     command: str
-    names: frozenset[str]
+    names: frozenset[PlainName]
     size: int
     file: Path | None = None
+    folders: frozenset[PlainName] = frozenset()
 
     @staticmethod
     def beside(file: Path, command: str, size: int = 0) -> OutputDirectory:
@@ -73,25 +82,18 @@ class OutputDirectory:
         Raises UsageError if the directory contains foreign files, another run writes it or `header` differs from the
         earlier run's; TrtspecError if it cannot be written, now or when its disk is full.
         """
-        try:
+        with writing(self.path, "choose another `output`"):
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f"{OWN_PREFIX}{os.getpid()}.partial"
             probe.touch()
             probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
-        except OSError as error:
-            raise TrtspecError(
-                f"cannot write {self.path}: {error.strerror}", "choose another `output`"
-            ) from None
         resumes = self.check(again)
-        try:
-            with Journal(self.journal, header, restart=again.restart) as journal:
-                self._clear(resumes)
-                yield journal
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            remedy = "free space on that disk, then run the command again: finished shards are kept"
-            raise TrtspecError(f"cannot write {self.path}: {error.strerror}", remedy) from error
+        with (
+            writing(self.path),
+            Journal(self.journal, header, restart=again.restart) as journal,
+        ):
+            self._clear(resumes)
+            yield journal
 
     def check(self, again: OutputOptions) -> bool:
         """Whether an earlier run would be resumed; reads only, so a dry run does it too.
@@ -100,13 +102,9 @@ class OutputDirectory:
         room.
         """
         begun, parent = self.journal.exists(), machine.existing(self.path)
-        if self.file is not None and self.file.is_dir():
-            raise UsageError(
-                f"{self.file} is a directory",
-                f"pass a file name, for example {self.file / 'output'}",
-            )
-        if not begun and self.file is not None:
-            refuse_overwrite(self.file, again.force)
+        if self.file is not None:
+            refuse_existing(self.file, again.force or begun, "output")
+            self._refuse_used(begun)
         elif not begun:
             self._refuse_foreign(again.force)
         if not os.access(parent, os.W_OK | os.X_OK):
@@ -121,7 +119,7 @@ class OutputDirectory:
             )
         free, replaced = (
             machine.free_disk(self.path),
-            sum(path.stat().st_size for path in self.path.rglob("*")),
+            sum(path.lstat().st_size for path in self.path.rglob("*")),
         )
         if free + replaced < self.size + SPARE_BYTES:
             raise TrtspecError(
@@ -135,7 +133,8 @@ class OutputDirectory:
         if self.file is None:
             self.journal.unlink(missing_ok=True)
         else:
-            shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # the output is complete
+                remove_folder(self.path.parent, PlainName(self.path.name))
 
     def refuse_other(self, header: dict[str, Any]) -> None:
         """Raises UsageError naming what differs between `header` and the journal's."""
@@ -147,45 +146,59 @@ class OutputDirectory:
         if not self.path.is_dir():
             refuse_overwrite(self.path, force)
             return
-        present = [path.name for path in self.path.iterdir() if not _is_temporary(path.name)]
+        present = self._present()
         if present and not force:
             raise UsageError(
                 f"{self.path} already exists and would be overwritten",
                 "pass `force`, or choose another `output`",
             )
-        if foreign := sorted(set(present) - (self._ours() if self._provenance() else set())):
+        ours = self._ours() if self._provenance() else set()
+        folders = {path.name for path in self.path.iterdir() if path.is_dir()} - self.folders
+        if foreign := sorted(present - ours | present & folders):
             raise UsageError(
                 f"{self.path} holds {_listed(foreign)}, which `trtspec {self.command}` did not write",
                 f"move that away, or choose another `output`; `force` replaces only what {self.command} wrote",
             )
 
-    def _ours(self) -> set[str]:
+    def _refuse_used(self, begun: bool) -> None:
+        """A work directory is no link, and empty without a journal."""
+        used = not begun and self.path.is_dir() and self._present()
+        if self.path.is_symlink() or used:
+            message = f"{self.path} is not a work directory of `trtspec {self.command}`"
+            raise UsageError(message, "move it away, or choose another `output`")
+
+    def _present(self) -> set[str]:
+        """The names in the directory but those of a run that begins beside this one, or was killed."""
+        return {path.name for path in self.path.iterdir() if not _is_temporary(path.name)}
+
+    def _ours(self) -> set[PlainName]:
         """The names that this run, and earlier ones by their journal and provenance.json, write."""
-        earlier = self._provenance()
-        return {
-            *self.names,
-            *read_journal(self.journal)[1],
-            *earlier.get("shards", ()),
-            *earlier.get("carried", ()),
-        }
+        if self.file is not None:
+            return set()
+        earlier, source = self._provenance(), f"{self.path / PROVENANCE_NAME}"
+        recorded_names = plain_names(read_journal(self.journal)[1], f"{self.journal}")
+        recorded_names |= plain_names(earlier.get("shards", {}), source)
+        recorded_names |= plain_names(earlier.get("carried", []), source)
+        return {*self.names, *self.folders, *recorded_names}
 
     def _provenance(self) -> dict[str, Any]:
-        """provenance.json of an earlier run; empty where there is none."""
-        found = recorded(self.path)
-        return found if found.get("command") == self.command else {}
+        """provenance.json of an earlier run; empty if there is none."""
+        record = recorded(self.path)
+        return record if record.get("command") == self.command else {}
 
     def _clear(self, resumes: bool) -> None:
+        """Removes what a killed run left half-written; for a new run also what an earlier one wrote."""
         patterns = (".*.partial", *(f".{name}.*.tmp" for name in {*WRITTEN, *self.names}))
-        stale = [path for pattern in patterns for path in self.path.glob(pattern)]
-        if (
-            not resumes
-        ):  # config.json first; not provenance.json, which tells the names of an earlier run
-            names = ["config.json", *sorted(self._ours() - {"config.json", "provenance.json"})]
-            stale += [self.path / name for name in names]
-        for path in stale:
-            if path.is_dir():
-                shutil.rmtree(path)
-            path.unlink(missing_ok=True)
+        for path in {path for pattern in patterns for path in self.path.glob(pattern)}:
+            if self.folders or not path.is_dir():
+                remove_folder(self.path, PlainName(path.name))
+        if resumes:
+            return
+        remove_file(self.path, CONFIG_NAME)  # first: without it the directory is no checkpoint
+        for name in sorted(self._ours() - self.folders - {PROVENANCE_NAME}):
+            remove_file(self.path, name)
+        for name in self.folders:
+            remove_folder(self.path, name)
 
 
 def _is_temporary(name: str) -> bool:
@@ -198,30 +211,30 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def carried_names(source: Path) -> list[str]:
-    """Tokenizer, template, remote code, generation config, licences: what is neither weights nor written here. Raises
-    UsageError for one that is as large as weights."""
-    found = [
+def carried_names(source: Path, pattern: str = "*") -> list[PlainName]:
+    """Tokenizer, template, remote code, generation config, licences: what is neither weights nor written here.
+
+    Raises TrtspecError for a file as large as weights, a link that leaves the checkpoint and a name
+    that cannot be printed.
+    """
+    paths = [
         path
-        for path in sorted(source.iterdir())
+        for path in sorted(source.glob(pattern))
         if path.is_file()
         and not path.name.startswith(".")
         and path.name not in WRITTEN
         and not path.name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
     ]
-    for path in found:
+    for path in paths:
+        refuse_outside(path, source)
         if (size := path.stat().st_size) > MOST_JSON:
-            raise unreadable(
-                path,
-                f"it has {size:,} bytes, and no file beside weights is as large",
-                "move it away",
-            )
-    return [path.name for path in found]
+            reason = f"it has {size:,} bytes, and no file beside weights is as large"
+            raise unreadable(path, reason, "move it away")
+    return [plain_name(path.name, f"{source}") for path in paths]
 
 
-def carry_files(source: Path, output: Path) -> list[str]:
-    """Copies them byte for byte and returns their names."""
-    names = carried_names(source)
+def carry_files(source: Path, output: Path, names: Iterable[PlainName]) -> None:
+    """Copies files of the checkpoint `source` byte for byte."""
     for name in names:
+        refuse_outside(source / name, source)
         write_atomic(output / name, read_bytes(source / name))
-    return names

@@ -21,6 +21,7 @@ from trtspec.checkpoint.hub import (
     require_online,
 )
 from trtspec.errors import TrtspecError
+from trtspec.foreign import PlainName, plain_name
 
 AT_ONCE = 8  # connections
 TIMEOUT = 60.0
@@ -45,7 +46,7 @@ def open_remote(hub_id: str) -> Checkpoint:
     )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     weights = {
-        name: size
+        plain_name(name, hub_id): size
         for name, size in sizes.items()
         if name.endswith(".safetensors") and "/" not in name
     }
@@ -67,7 +68,7 @@ class HubFiles:
 
     hub_id: str
     revision: str
-    sizes: dict[str, int]
+    sizes: dict[PlainName, int]
 
     def to_dict(self) -> dict[str, Any]:
         """The `hub` object of JSON reports: what a download would take, and the room for it."""
@@ -78,7 +79,7 @@ class HubFiles:
             "cache_free_bytes": machine.free_disk(cache_directory()),
         }
 
-    def headers(self, shards: tuple[str, ...]) -> list[dict[str, TensorInfo]]:
+    def headers(self, shards: tuple[PlainName, ...]) -> list[dict[str, TensorInfo]]:
         """Of all shards, in their order."""
         absent = [shard for shard in shards if shard not in self.sizes]
         if absent:
@@ -87,7 +88,7 @@ class HubFiles:
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="headers") as pool:
             return list(pool.map(self._header, shards))
 
-    def _header(self, shard: str) -> dict[str, TensorInfo]:
+    def _header(self, shard: PlainName) -> dict[str, TensorInfo]:
         from huggingface_hub import HfApi
 
         read = partial(

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trtspec.checkpoint.headers import DTYPE_BITS, INDEX_NAME
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import PRIVATE, announce, fsync_directory, write_json
+from trtspec.files import open_regular
+from trtspec.report import CREATE, PRIVATE, announce, fsync_directory, write_json, writing
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
+APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 REPEAT = "pass `restart` to start over"
 
 
@@ -55,11 +58,9 @@ class ShardFile:
             {name: byte_count(*entry) for name, entry in layout.items()},
         )
         header, self._ends, self.size = _header(layout, metadata)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._file = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.temporary, CREATE, 0o644)
         try:
             self._write(header, 0)
         except BaseException:
@@ -93,8 +94,9 @@ class ShardFile:
         """Ends writing; the name stays temporary until `publish`. Raises ValueError when bytes are missing."""
         if missing := sorted(name for name, count in self._missing.items() if count):
             raise ValueError(f"{len(missing)} tensors were not written whole, first {missing[0]}")
-        os.close(self._file)
-        self._file = -1
+        handle, self._file = self._file, -1
+        with writing(self.path):
+            os.close(handle)
 
     def finish(self) -> None:
         """Makes the shard durable and gives it its name. Raises ValueError when bytes are missing."""
@@ -119,32 +121,22 @@ class ShardFile:
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
-        try:
+        with writing(self.path):
             while view:
                 count = os.pwrite(self._file, view[: 1 << 30], offset)
                 view, offset = view[count:], offset + count
-        except OSError as error:
-            raise _cannot_write(self.path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> TrtspecError:
-    return TrtspecError(
-        f"cannot write {path}: {error.strerror}",
-        "free space on that disk, then run the command again",
-    )
 
 
 def publish(temporary: Path, path: Path) -> None:
     """Makes a finished shard durable and gives it its name."""
-    handle = os.open(temporary, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    finally:
-        os.close(handle)
-    os.replace(temporary, path)
-    fsync_directory(path.parent)
+    with writing(path):
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
 
 
 def _header(
@@ -210,17 +202,19 @@ class Journal:
         self.path, self.remedy = path, remedy
         self.done: dict[str, dict[str, Any]] = {}
         self._lock: BaseFileLock | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(
-            path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE if private else 0o644
-        )
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, APPEND, PRIVATE if private else 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise UsageError(f"{path} is not a regular file", "move it away")
             self._lock = lock_file(self._file, path)
-            if restart:
-                os.ftruncate(self._file, 0)
-            if private:  # also where it was begun by another umask or release
-                os.fchmod(self._file, PRIVATE)
-            self._load(json.loads(json.dumps(header)))
+            with writing(path):
+                if restart:
+                    os.ftruncate(self._file, 0)
+                if private:  # also if another umask or release began it
+                    os.fchmod(self._file, PRIVATE)
+                self._load(json.loads(json.dumps(header)))
         except BaseException:
             self.close()
             raise
@@ -247,9 +241,10 @@ class Journal:
 
     def _append(self, value: dict[str, Any]) -> None:
         line = json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n"
-        while line:  # a disk that is nearly full takes a part; the next call says so
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        with writing(self.path):
+            while line:  # a disk that is nearly full takes a part; the next call says so
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
@@ -276,9 +271,9 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str,
     """What a journal was begun with, and its records by key, without its lock; (None, {}) of what is no journal, or
     not yet."""
     try:
-        first, *records = [
-            json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()
-        ]
+        with open_regular(path) as stream:
+            lines = stream.read().rpartition(b"\n")[0].splitlines()
+        first, *records = map(json.loads, lines)
         return dict(first["header"]), {record["key"]: record for record in records}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None, {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import sys
 from importlib import import_module
@@ -160,6 +162,8 @@ def main() -> None:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):
         _fail(Interrupted("stopped by Ctrl-C"))
+    except (MemoryError, ImportError, OSError) as error:
+        _fail(_of_the_machine(error))
     except Exception as error:  # the last resort: a user never sees a traceback unasked
         reason = f"unexpected {type(error).__name__}: {error}"
         remedy = "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug"
@@ -198,6 +202,25 @@ def _missing(module: str) -> TrtspecError:
     return TrtspecError(
         f"the module {module} is missing", "install trtspec again, with -c constraints.txt"
     )
+
+
+def _of_the_machine(error: Exception) -> TrtspecError:
+    """A failure for want of memory, of a library or of a file, named."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], report.peak_rss()
+        limited = f", and `ulimit -v` allows {limit:,}" if limit != resource.RLIM_INFINITY else ""
+        message = f"not enough memory: this process held {used:,} bytes{limited}"
+        return TrtspecError(message, "free memory, or raise the limit of the job")
+    if isinstance(error, ImportError):
+        name = error.name or "a module"
+        remedy = (
+            "raise the memory limit of the job, or install trtspec again, with -c constraints.txt"
+        )
+        return TrtspecError(f"{name} cannot be loaded: {error}", remedy)
+    path = getattr(error, "filename", None) or "a file or a connection"
+    reason = getattr(error, "strerror", None) or str(error)
+    remedy = "check that it is there, its disk and its permissions"
+    return TrtspecError(f"cannot use {path}: {reason}", remedy, "TS-ERROR-FILE")
 
 
 def _fail(error: TrtspecError) -> None:

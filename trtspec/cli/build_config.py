@@ -17,8 +17,8 @@ from trtspec.records import (
     option,
     words,
 )
-from trtspec.report import Result, refuse_overwrite, write_atomic
-from trtspec.trtllm.intent import VLLM, Intent
+from trtspec.report import Result, refuse_existing, write_atomic
+from trtspec.trtllm.intent import ENGINE_FILE, VLLM, Intent
 
 if TYPE_CHECKING:
     from trtspec.trtllm.build import EngineConfig
@@ -70,7 +70,7 @@ def build_config(options: BuildConfigOptions) -> Result:
     files: dict[Path | None, list[EngineConfig]] = {}
     for path, parts in wanted.items():
         if path is not None and not options.dry_run:
-            refuse_overwrite(path, options.force)
+            refuse_existing(path, options.force, ENGINE_FILE)
         name = {"config_path": path.name} if path and options.format == "yaml" else {}
         files[path] = [build(part, target, head, **name) for part in parts]
     texts = {path: _text(parts, options) for path, parts in files.items()}
@@ -129,7 +129,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
     path = None if options.dry_run else options.output
     if path is None:
         return Result({"output": None, "text": text}, text=text)
-    refuse_overwrite(path, options.force)
+    refuse_existing(path, options.force, "vllm.yaml")
     write_atomic(path, text)
     then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
     return Result({"output": str(path), "text": text}, text="", messages=[f"wrote {path}", then])

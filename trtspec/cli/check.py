@@ -103,7 +103,7 @@ def check(options: CheckOptions) -> Result:
             raise UsageError(
                 f"--record {options.record} is also read", "give --record another file"
             )
-        report.refuse_overwrite(options.record, options.force)
+        report.refuse_existing(options.record, options.force, "recording.jsonl")
     return asyncio.run(_check(options))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,16 @@ from typing import Annotated, Any
 
 from trtspec import data_files, files, report
 from trtspec.client.client import Answer, RequestSampling, chat_body, new_client, stream_answer
-from trtspec.errors import CheckFailed, TrtspecError, termination_as_interrupt
+from trtspec.errors import CheckFailed, TrtspecError, UsageError, termination_as_interrupt
+from trtspec.foreign import PlainName
 from trtspec.launch import processes
 from trtspec.records import ForceOption, option
 
 STAGES = 6
+MADE = (
+    "logs", "nvfp4", "answers.jsonl", ".answers.jsonl.synthesize", "answers.jsonl.provenance.json", "head", "proof",
+    "extra-llm-api-config.yml", "report.html",
+)  # fmt: skip
 NANO, SHIPPED = "kimi-nano", "kimi-nano-eagle3"
 REAL_TARGET, REAL_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 ANSWERS, ANSWER_TOKENS, ROWS, DRAFTS = "900", "96", "32", "2"
@@ -78,14 +82,19 @@ def demo(options: DemoOptions) -> None:
 
 
 def prepare(output: Path, force: bool) -> None:
-    """An empty directory; with --force, one that an earlier demo made is emptied, and no other."""
+    """Makes an empty directory. With `force`, empties one that holds nothing but an earlier demo.
+
+    Raises UsageError if the directory holds anything else.
+    """
     report.refuse_overwrite(output, force)
-    if output.is_dir() and any(output.iterdir()):
-        if not (output / "logs").is_dir():
-            message = f"{output} is not the directory of an earlier demo; it is left alone"
-            raise TrtspecError(message, "choose another -o")
-        shutil.rmtree(output)
-    (output / "logs").mkdir(parents=True)
+    present = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if foreign := [name for name in present if name not in MADE]:
+        message = f"{output} holds {foreign[0]}, which a demo did not write"
+        raise UsageError(message, "choose another `output`")
+    for name in present:
+        report.remove_folder(output, PlainName(name))
+    with report.writing(output):
+        (output / "logs").mkdir(parents=True)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from trtspec.client.client import RequestFailed, generate_once, wait_ready
 from trtspec.errors import TrtspecError
 from trtspec.launch.preflight import port_fault
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
+from trtspec.report import create
 
 STOP_SECONDS = 60.0  # for a server to end before it is killed
 TAIL_LINES = 25
@@ -35,8 +36,8 @@ def run_trtspec(
     """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
     `show` is called again and again while it runs."""
     with ExitStack() as files:
-        out = files.enter_context(output.open("wb"))
-        err = files.enter_context(log.open("wb")) if log else None
+        out = files.enter_context(create(output))
+        err = files.enter_context(create(log)) if log else None
         process = files.enter_context(
             child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err)
         )
@@ -54,7 +55,7 @@ def served(
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
     with (
-        log.open("wb") as stream,
+        create(log) as stream,
         child(command, stdout=stream, stderr=stream, start_new_session=True) as process,
     ):
         why = ""

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.kimi import DecoderLayer, KimiModel
 from trtspec.models.layers import AttentionStep, RopeTables
 from trtspec.models.weights import Activation, install, layer_layout, layout
-from trtspec.report import file_sha256, fsync_directory
+from trtspec.report import create, file_sha256, fsync_directory, writing
 
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
 ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
@@ -216,8 +216,9 @@ class States:
         """Starts writing generation `generation`, while the one before it is read."""
         if self.on_disk:
             path = self.path(generation).with_suffix(".partial")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._target = path.open("w+b")
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._target = create(path)
             self._sha256 = hashlib.sha256()
         self._generation = generation
 
@@ -229,7 +230,7 @@ class States:
         if self._target is not None:
             raw = states.contiguous().view(torch.uint8).numpy().reshape(-1).data
             self._sha256.update(raw)
-            with self._writing():
+            with writing(self.path(self._generation)):
                 self._target.write(raw)
 
     def get(self, number: int) -> Tensor:
@@ -247,11 +248,11 @@ class States:
         if self._target is None:
             return
         path = self.path(self._generation)
-        with self._writing():
+        with writing(self.path(self._generation)):
             self._target.flush()
             if self.durable:
                 os.fsync(self._target.fileno())
-        path.with_suffix(".partial").replace(path)
+            path.with_suffix(".partial").replace(path)
         if self._source is not None:
             self._source.close()
         self._source, self._target = self._target, None
@@ -313,16 +314,6 @@ class States:
                 f"{self.directory}: the states end early", "run again with `restart`"
             )
         return raw.view(self.dtype).view(self.shapes[number])
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            message = f"cannot write {self.path(self._generation)}: {error.strerror}"
-            raise TrtspecError(
-                message, "free space on that disk, then run the command again"
-            ) from error
 
 
 def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:

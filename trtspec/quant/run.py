@@ -136,7 +136,8 @@ def _finish(
     if list(records) != ["model.safetensors"]:
         weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
         write_index(output, weight_map, conversion.bytes_out)
-    carried = carry_files(source, output)
+    carried = carried_names(source)
+    carry_files(source, output, carried)
     found = content_problems(_found(conversion, records))
     write_atomic(output / "README.md", _model_card(conversion, result, found))
     origin, shards = (

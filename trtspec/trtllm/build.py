@@ -21,12 +21,12 @@ from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
 from trtspec.trtllm.document import Document, scalar
-from trtspec.trtllm.intent import Intent, Role
+from trtspec.trtllm.intent import ENGINE_FILE, Intent, Role
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.nodes import YamlError, load_text
 from trtspec.trtllm.rules.speculation import reuse_blinds_draft
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
-from trtspec.trtllm.serve.command import CONFIG_NAME, build_command
+from trtspec.trtllm.serve.command import build_command
 
 FILES: dict[Role, str] = {
     "context": "context.yml",
@@ -67,7 +67,7 @@ class EngineConfig:
 
 
 def build(
-    intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = CONFIG_NAME
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = ENGINE_FILE
 ) -> EngineConfig:
     """Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU,
     in this layout or on this version; UsageError for sizes that contradict each other."""
@@ -91,7 +91,7 @@ def build(
     )
 
 
-def build_named(intent: Intent, config_path: str = CONFIG_NAME) -> EngineConfig:
+def build_named(intent: Intent, config_path: str = ENGINE_FILE) -> EngineConfig:
     """As `build`, of the names in the intent, looked up as the commands do."""
     head = load_head(intent.head).spec if intent.head else None
     return build(intent, load_target(intent.target, intent.like).spec, head, config_path)

@@ -22,6 +22,7 @@ Goal = Literal["latency", "throughput"]
 Role = Literal["context", "generation", "front"]
 Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
+ENGINE_FILE = "extra-llm-api-config.yml"  # its usual name
 COMMAND = "trtspec build-config"
 ATTENTION_DP_FROM = (
     8  # ranks: below, replicating attention weights costs more KV cache than it saves

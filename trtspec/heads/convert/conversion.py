@@ -21,7 +21,7 @@ from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.identity import recorded
-from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
+from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
@@ -124,8 +124,8 @@ def convert_head(
         raise UsageError(
             f"{output} is, or holds, the head that is converted", "choose another `output`"
         )
-    licences = sorted(path.glob("LICENSE*"))
-    names = frozenset((*HEAD_FILES, *(licence.name for licence in licences)))
+    licences = carried_names(path, "LICENSE*")
+    names = frozenset((*HEAD_FILES, *licences))
     directory = OutputDirectory(output, "convert", names, size=0)
     again = OutputOptions(
         options.dry_run, restart=True, force=options.force
@@ -145,8 +145,7 @@ def convert_head(
         done = replace(found, output=output)
         with directory.claim({}, again):
             tensors = write_tensors(output / "model.safetensors", entries, bar)
-            for licence in licences:
-                write_atomic(output / licence.name, licence.read_bytes())
+            carry_files(path, output, licences)
             origin = {
                 "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
                 "provenance": recorded(path) or None, "target": target.name if target else None,

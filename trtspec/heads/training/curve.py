@@ -14,11 +14,13 @@ from typing import Any
 
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.files import read_object
+from trtspec.foreign import PlainName
 from trtspec.report import OutputOptions, refuse_overwrite
 
-WORK_NAME = ".trtspec"  # the state of a run, and states of a streamed target
-CHECKPOINT, BEST = "checkpoint-", "best"  # folders of exported heads
-CURVE_NAME, SPEED_NAME = "training.jsonl", "speed.jsonl"
+WORK_NAME = PlainName(".trtspec")  # the state of a run, and states of a streamed target
+CHECKPOINT = "checkpoint-"  # folders of exported heads, with the step
+BEST = PlainName("best")
+CURVE_NAME, SPEED_NAME = PlainName("training.jsonl"), PlainName("speed.jsonl")
 
 
 def checkpoints(output: Path) -> list[Path]:
@@ -44,15 +46,10 @@ def is_finished(output: Path) -> bool:
 
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
     """What a run writes into `output`, `size` bytes at the most."""
-    names = {
-        WORK_NAME,
-        BEST,
-        CURVE_NAME,
-        SPEED_NAME,
-        *HEAD_FILES,
-        *(path.name for path in checkpoints(output)),
-    }
-    return OutputDirectory(output, "train", frozenset(names), size)
+    names = frozenset((CURVE_NAME, SPEED_NAME, *HEAD_FILES))
+    saved = {PlainName(path.name) for path in checkpoints(output)}
+    folders = frozenset((WORK_NAME, BEST, *saved))
+    return OutputDirectory(output, "train", names, size, folders=folders)
 
 
 def run_options(output: Path, again: OutputOptions) -> OutputOptions:

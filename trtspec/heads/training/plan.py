@@ -26,6 +26,7 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.foreign import PlainName
 from trtspec.heads.training.curve import is_finished, run_directory, run_options
 from trtspec.heads.training.options import (
     FeatureSource,
@@ -42,7 +43,7 @@ from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
 
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
-STATE_NAME = "state.safetensors"
+STATE_NAME = PlainName("state.safetensors")
 LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LEFT_OUT = {"embed_tokens.weight", "t2d"}  # of a head to start from: the target's, and made of d2t

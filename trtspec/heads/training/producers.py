@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.client.client import RequestFailed, ask_once, first_model
 from trtspec.errors import TrtspecError
+from trtspec.foreign import PlainName
 from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.plan import MEMORY_SHARE, TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
@@ -47,7 +47,7 @@ from trtspec.heads.training.states import Features, bytes_per_token, compute_fea
 from trtspec.models.kimi import KimiModel
 from trtspec.models.stream import ROOM, LayerStream, States, similar_length
 from trtspec.models.weights import load_target
-from trtspec.report import progress_bar, say
+from trtspec.report import progress_bar, remove_folder, say
 from trtspec.specs import ModelSpec
 
 CHUNK_BYTES = 256 * 2**30  # of disk that the states of a chunk may take
@@ -347,7 +347,8 @@ class StreamedFeatures(Features):
                 keep(str(layer), number, output)
 
         budget = machine.free_memory() / 2 / self.world.local_size
-        where = self.directory / f"states-{self.world.rank}"
+        states_name = PlainName(f"states-{self.world.rank}")
+        where = self.directory / states_name
         try:
             with (
                 ShardFile(path, kept) as file,
@@ -362,7 +363,7 @@ class StreamedFeatures(Features):
                     for number in range(len(batches)):
                         keep("hidden", number, norm(states.get(number).to(self.stream.device)))
         finally:
-            shutil.rmtree(where, ignore_errors=True)
+            remove_folder(self.directory, states_name)
 
 
 def _part(path: Path, rank: int, count: int) -> Path:

@@ -4,7 +4,6 @@ its end, on the way, and the best so far, each whole, with its record and card."
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trtspec.checkpoint.heads.dialects import head_config
+from trtspec.checkpoint.output import CARD_NAME, CONFIG_NAME, PROVENANCE_NAME, SINGLE_SHARD
 from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
+from trtspec.foreign import PlainName
 from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import (
@@ -39,7 +40,15 @@ from trtspec.heads.training.plan import (
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
-from trtspec.report import fsync_directory, provenance, write_atomic, write_json
+from trtspec.report import (
+    fsync_directory,
+    provenance,
+    remove_file,
+    remove_folder,
+    write_atomic,
+    write_json,
+    writing,
+)
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -93,10 +102,8 @@ def run_training(
             record = writer.write(run.output, result.to_dict())
         if world.main and result.finished:  # the state stays, so that the run can be extended
             for path in run.work.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != STATE_NAME:
-                    path.unlink()
+                if path.name != STATE_NAME:
+                    remove_folder(run.work, PlainName(path.name))
     return record
 
 
@@ -123,14 +130,14 @@ def write_head(
 ) -> None:
     """The checkpoint itself; config.json comes last, so a directory that has one holds a whole head."""
     output.mkdir(parents=True, exist_ok=True)
-    write_shard(output / "model.safetensors", tensors, {"format": "pt"})
-    write_json(output / "config.json", head_config(spec, target))
+    write_shard(output / SINGLE_SHARD, tensors, {"format": "pt"})
+    write_json(output / CONFIG_NAME, head_config(spec, target))
 
 
 def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> None:
     """provenance.json and README.md beside the checkpoint; rewritten when a measurement is added."""
-    write_json(output / "provenance.json", provenance)
-    write_atomic(output / "README.md", model_card(spec, provenance))
+    write_json(output / PROVENANCE_NAME, provenance)
+    write_atomic(output / CARD_NAME, model_card(spec, provenance))
 
 
 @dataclass
@@ -169,11 +176,8 @@ class HeadWriter:
             "train", named | self.source, asdict(options), parameters=plan.parameters,
             training=training | about, held_out=[samples[index].id for index in data.held],
         )  # fmt: skip
-        for name in (
-            "provenance.json",
-            "README.md",
-        ):  # so that a kill leaves no head with another's record
-            (place / name).unlink(missing_ok=True)
+        for name in (PROVENANCE_NAME, CARD_NAME):  # a kill leaves no head with another's record
+            remove_file(place, name)
         write_head(place, tensors, plan.spec, self.target)
         write_record(place, plan.spec, record)
         return record
@@ -183,9 +187,9 @@ class HeadWriter:
         if not self.world.main:
             return
         if point.step % self.run.save_every == 0 and point.step < point.total:
-            self._put(f"{CHECKPOINT}{point.step}", point)
+            self._put(PlainName(f"{CHECKPOINT}{point.step}"), point)
             for old in checkpoints(self.run.output)[: -self.run.keep]:
-                shutil.rmtree(old)
+                remove_folder(self.run.output, PlainName(old.name))
         if point.held_out and point.held_out["loss"] < self._best_loss():
             self._best = point.held_out["loss"]
             self._put(BEST, point)
@@ -197,17 +201,18 @@ class HeadWriter:
             self._best = read_object(record)["training"]["held_out_figures"]["loss"]
         return math.inf if self._best is None else self._best
 
-    def _put(self, name: str, point: CurvePoint) -> None:
+    def _put(self, name: PlainName, point: CurvePoint) -> None:
         """The head as it is now in a folder that appears whole."""
-        place, partial = self.run.output / name, self.run.output / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        output, unfinished = self.run.output, PlainName(f".{name}.partial")
+        remove_folder(output, unfinished)
         about = {
             "steps": point.step,
             "total": point.total,
             "finished": False,
             "held_out_figures": point.held_out,
         }
-        self.write(partial, about)
-        shutil.rmtree(place, ignore_errors=True)
-        partial.rename(place)
-        fsync_directory(place.parent)
+        self.write(output / unfinished, about)
+        remove_folder(output, name)
+        with writing(output / name):
+            (output / unfinished).rename(output / name)
+            fsync_directory(output)

@@ -24,8 +24,6 @@ from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.rules.model import right_parser
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
-CONFIG_NAME = "extra-llm-api-config.yml"
-
 
 def build_command(
     intent: Intent, target: ModelSpec, document: Document, config_path: str, *, host: str = "0.0.0.0", port: int = 8000,

@@ -28,11 +28,10 @@ from trtspec.trtllm.deployment import (
     parse_passed,
 )
 from trtspec.trtllm.document import Document
-from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.intent import ENGINE_FILE, Intent, parse_intent
 from trtspec.trtllm.lint import UNKNOWN_KEY, engine_problems, lint
 from trtspec.trtllm.schema import Schema, newest_read, parse_version, schema_for
 from trtspec.trtllm.serve.command import (
-    CONFIG_NAME,
     ENVIRONMENT,
     PATTERNS,
     PROGRAM,
@@ -64,7 +63,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     version, problems = _version(options, given, written, launching)
     intent = _intent(options, given, written, version[0], target)
     file = given or Document.parse(
-        engine_yaml(intent, target.spec, head.spec if head else None), CONFIG_NAME
+        engine_yaml(intent, target.spec, head.spec if head else None), ENGINE_FILE
     )
 
     role = options.role or intent.role
