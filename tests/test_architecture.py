@@ -319,3 +319,80 @@ def test_formats_dialects_lines_and_gpus_are_compared_in_their_owners_only() -> 
                 ):
                     offenders.append(f"{module_name(path)}:{item.lineno} compares with {word!r}")
     assert not offenders, "\n".join(offenders)
+
+
+# calls that write, delete or carry a file
+WRITES = {
+    "unlink", "rmtree", "rename", "touch", "mkdir", "mkstemp", "write_text", "write_bytes", "write_atomic",
+    "write_json", "write_shard", "create", "remove_file", "remove_folder", "carry_files", "ShardFile", "Journal",
+}  # fmt: skip
+# functions with a path that the test below cannot judge: names made of numbers, and divisions of numbers
+UNJUDGED = {
+    "bench/prove: prove", "bench/prove: write_page", "checkpoint/output: claim", "checkpoint/writer: __init__",
+    "cli/synthesize: _record", "heads/convert/tensors: opened", "heads/training/processes: require_shared",
+    "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
+    "quant/native: _built", "trtllm/schema: _files",
+}  # fmt: skip
+BOUNDARY = ("plain_name", "PlainName")
+
+
+def called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def plain_variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Parameters annotated as plain names, what is made of the boundary's call, and items of these."""
+    arguments = [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]
+    names = {a.arg for a in arguments if a.annotation and "PlainName" in ast.unparse(a.annotation)}
+    for node in ast.walk(function):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and called(node.value) in BOUNDARY
+        ):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.For) and getattr(node.iter, "id", "") in names:
+            names.add(getattr(node.target, "id", ""))
+    return names
+
+
+def joined(node: ast.AST) -> ast.expr | None:
+    """What a path is joined with, or what is divided by."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return node.right
+    if isinstance(node, ast.Call) and called(node) in ("with_name", "joinpath") and node.args:
+        return node.args[0]
+    return None
+
+
+def test_what_is_written_or_deleted_has_a_plain_name() -> None:
+    """In functions that write, delete or carry, a path is joined with a literal or a PlainName."""
+    unjudged = set()
+    for path in FILES:
+        for function in ast.walk(parsed(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            nodes = list(ast.walk(function))
+            if not {called(node) for node in nodes if isinstance(node, ast.Call)} & WRITES:
+                continue
+            names = plain_variables(function)
+            for part in filter(None, map(joined, nodes)):
+                word = getattr(part, "id", getattr(part, "attr", ""))
+                if isinstance(part, ast.Constant) or word.isupper() or word in names:
+                    continue
+                if not (isinstance(part, ast.Call) and called(part) in BOUNDARY):
+                    unjudged.add(f"{module_name(path)}: {function.name}")
+    assert unjudged == UNJUDGED, unjudged ^ UNJUDGED
+
+
+def test_trees_are_removed_in_one_function() -> None:
+    """It follows no link, and takes a PlainName."""
+    places = {
+        f"{module_name(path)}: {function.name}"
+        for path in FILES
+        for function in ast.walk(parsed(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and called(node) == "rmtree"
+    }
+    assert places == {"report: remove_folder"}

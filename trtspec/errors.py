@@ -115,7 +115,7 @@ class Problem:
         object.__setattr__(
             self, "remedy", self.remedy or documented().get(self.code, {}).get("remedy", "")
         )
-        for name in ("where", "message", "remedy"):
+        for name in ("code", "where", "message", "remedy"):
             object.__setattr__(self, name, as_typed(getattr(self, name)))
 
     def to_dict(self) -> dict[str, str]:

@@ -312,7 +312,7 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
         lines.append(f"{problem.severity:7} {problem.code} {problem.where}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
-    return lines
+    return [line.replace("\n", "\n        ") for line in lines]  # no text begins a line of its own
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from trtspec.checkpoint.target_problems import read_target, refusal
 from trtspec.checkpoint.values import target_value_problems
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
+from trtspec.foreign import PlainName
 from trtspec.formats import (
     FP8_BLOCK_SIZE,
     NVFP4_BLOCK,
@@ -82,7 +83,7 @@ class ShardPlan:
     """An output shard has the name of the source shard that holds its tensors' values. `groups` hold `weights` in the
     order in which they are converted."""
 
-    shard: str
+    shard: PlainName
     weights: tuple[Weight, ...]
     groups: tuple[Group, ...]
 

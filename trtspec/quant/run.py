@@ -97,7 +97,7 @@ def quantize_checkpoint(
         )
         for plan, record in convert_shards(conversion, todo, threads, hashes, bar):
             journal.record(plan.shard, **record)
-        records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
+        records: dict[str, Record] = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
         if options.by_modelopt:
             modelopt.replace_linears(conversion)
             for shard, record in records.items():

@@ -203,7 +203,8 @@ class HeadWriter:
 
     def _put(self, name: PlainName, point: CurvePoint) -> None:
         """The head as it is now in a folder that appears whole."""
-        output, unfinished = self.run.output, PlainName(f".{name}.partial")
+        output = self.run.output
+        unfinished = PlainName(f".{name}.partial")
         remove_folder(output, unfinished)
         about = {
             "steps": point.step,

@@ -1,0 +1,224 @@
+"""Names, links and texts that somebody else wrote, in every field where a command reads one.
+
+Nothing outside the output changes, each is refused by name or harmless, and nothing reaches the terminal raw.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import Done, trtspec
+from tests.tiny import make_target
+from trtspec.data_files import DATA
+from trtspec.errors import UNPRINTABLE
+
+PATHS = {
+    "parent": "../precious",
+    "parent of itself": "..",
+    "itself": ".",
+    "nothing": "",
+    "below": "logs/precious",
+    "backslash": "..\\precious",
+    "nul": "pre\0cious",
+    "long": "n" * 300,
+    "escape": "\x1b]52;c;Y3VybA==\x07\x1b[2J",
+    "line": "a\nSAFE: the same output",
+    "surrogate": "\ud800",
+    "csi": "\x9b2J",
+    "number": 7,
+    "null": None,
+    "list": ["../precious"],
+    "mapping": {"../precious": 1},
+}
+TEXTS = {name: text for name, text in PATHS.items() if isinstance(text, str)} | {
+    "direction": "\u202egnp.exe",
+    "latin": "caf\xe9",
+}
+Damage = Callable[[Path, Any], None]
+
+
+def edit(path: Path, **keys: Any) -> None:
+    values = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(values | keys))
+
+
+def journal(room: Path, name: Any) -> None:
+    lines = [{"header": {}}, {"key": name, "sha256": "0"}]
+    (room / "out/.trtspec-quantize.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
+
+
+def config_key(room: Path, text: Any) -> None:
+    edit(room / "src/config.json", architectures=[text], model_type=text)
+
+
+def noted_problem(room: Path, text: Any) -> None:
+    problem = dict.fromkeys(("code", "where", "message", "remedy"), text) | {"severity": "warning"}
+    edit(room / "src/provenance.json", command="quantize", problems=[problem])
+
+
+def tokenizer_name(room: Path, text: Any) -> None:
+    edit(
+        room / "src/tokenizer_config.json", tokenizer_class=text, added_tokens_decoder={text: text}
+    )
+
+
+def index(room: Path, name: Any) -> None:
+    path = room / "src/model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    edit(path, weight_map=dict.fromkeys(weight_map, name))
+
+
+QUANTIZE = ("quantize", "src", "-o", "out", "--policy", "k2.5")
+CONVERT = ("convert", "head", "-o", "out", "--to", "vllm", "--target", "kimi-nano")
+SERVE = ("serve", "src", "--dry-run", "--trust-remote-code")
+NAMES: dict[str, tuple[tuple[str, ...], Damage]] = {
+    "carried by quantize": (
+        (*QUANTIZE, "--force"),
+        lambda room, name: edit(room / "out/provenance.json", command="quantize", carried=[name]),
+    ),
+    "carried by convert": (
+        (*CONVERT, "--force"),
+        lambda room, name: edit(room / "out/provenance.json", command="convert", carried=[name]),
+    ),
+    "carried, not a list": (
+        (*QUANTIZE, "--force"),
+        lambda room, name: edit(room / "out/provenance.json", command="quantize", carried=name),
+    ),
+    "shards": (
+        (*QUANTIZE, "--force"),
+        lambda room, name: edit(room / "out/provenance.json", command="quantize", shards=[name]),
+    ),
+    "journal": ((*QUANTIZE, "--restart"), journal),
+    "index, quantize": (QUANTIZE, index),
+    "index, inspect": (("inspect", "src"), index),
+}
+SHOWN: dict[str, tuple[tuple[str, ...], Damage]] = {
+    "config, inspect": (("inspect", "src"), config_key),
+    "config, serve": (SERVE, config_key),
+    "config, plan": (("plan", "src"), config_key),
+    "problem, inspect": (("inspect", "src"), noted_problem),
+    "problem, JSON": (("inspect", "src", "--json"), noted_problem),
+    "tokenizer, inspect": (("inspect", "src"), tokenizer_name),
+}
+CASES = [
+    pytest.param(words, damage, value, id=f"{field}, {kind}")
+    for fields, values in ((NAMES, PATHS), (SHOWN, TEXTS))
+    for field, (words, damage) in fields.items()
+    for kind, value in values.items()
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "src"
+    return make_target(directory, layers=2, experts=2, hidden=32, shards=2)
+
+
+@pytest.fixture
+def place(room: Path, source: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a target, a head, an output and what the user holds dear beside them."""
+    place = room / f"case-{len(list(room.iterdir()))}"
+    for name in ("out", "precious/sub", "logs/precious"):
+        (place / name).mkdir(parents=True)
+        (place / name / "file").write_text("dear")
+    (place / "out/file").unlink()
+    shutil.copytree(source, place / "src")
+    shutil.copytree(DATA / "kimi-nano-eagle3", place / "head")
+    monkeypatch.chdir(place)
+    return place
+
+
+def surroundings(place: Path) -> dict[str, str]:
+    """Digest of every file but those of the output."""
+    files = [
+        path
+        for path in place.rglob("*")
+        if path.is_file() and not path.is_relative_to(place / "out")
+    ]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def harmless(done: Done, refused: bool) -> None:
+    assert done.status in ((1, 2, 3) if refused else (0, 1, 2, 3)), done
+    assert "Error: unexpected" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    shown = done.stdout + done.stderr
+    assert not UNPRINTABLE.search(shown), UNPRINTABLE.findall(shown)
+    assert "\nSAFE" not in shown
+
+
+@pytest.mark.parametrize(("words", "damage", "value"), CASES)
+def test_nothing_foreign_is_obeyed(
+    place: Path, words: tuple[str, ...], damage: Damage, value: Any
+) -> None:
+    damage(place, value)
+    before = surroundings(place)
+    done = trtspec(*words)
+    unreadable_journal = damage is journal and not isinstance(value, str)  # it starts over
+    is_shown = damage in [item for _, item in SHOWN.values()]
+    harmless(done, refused=not (is_shown or unreadable_journal))
+    assert surroundings(place) == before
+
+
+LINKS = {
+    "file": lambda link, place: link.symlink_to(place / "precious/sub/file"),
+    "relative": lambda link, place: link.symlink_to("../precious/sub/file"),
+    "device": lambda link, place: link.symlink_to("/dev/zero"),
+    "loop": lambda link, place: link.symlink_to(link.name),
+    "folder": lambda link, place: link.symlink_to(place / "precious"),
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_a_link_out_of_the_source_is_not_carried(place: Path, kind: str) -> None:
+    LINKS[kind](place / "src/LICENSE-extra.md", place)
+    done = trtspec(*QUANTIZE)
+    if kind in ("file", "relative"):
+        assert done.status == 1 and "src/LICENSE-extra.md is a link" in done.stderr, done
+    assert not (place / "out/LICENSE-extra.md").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".trtspec-quantize.jsonl", "config.json", "provenance.json", "README.md"]
+)
+def test_a_link_in_the_output_is_not_written_through(place: Path, name: str) -> None:
+    precious = place / "precious/sub/file"
+    (place / "out" / name).symlink_to(precious)
+    harmless(trtspec(*QUANTIZE, "--force"), refused=False)
+    harmless(trtspec(*QUANTIZE, "--restart"), refused=False)
+    assert precious.read_text() == "dear"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_journal_that_is_no_file_is_named(place: Path, make: Callable[[str], None]) -> None:
+    make("out/.trtspec-quantize.jsonl")
+    done = trtspec(*QUANTIZE)
+    harmless(done, refused=True)
+    assert ".trtspec-quantize.jsonl" in done.stderr
+
+
+def test_shards_may_be_links_to_another_volume(place: Path) -> None:
+    for shard in (place / "src").glob("*.safetensors"):
+        shutil.move(shard, place / "precious" / shard.name)
+        shard.symlink_to(place / "precious" / shard.name)
+    done = trtspec(*QUANTIZE)
+    assert done.status == 0, done.stderr
+
+
+def test_a_snapshot_of_the_hub_links_to_its_blobs(place: Path) -> None:
+    snapshot = place / "models--org--name/snapshots/0123"
+    blobs = place / "models--org--name/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted((place / "src").iterdir())):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    done = trtspec("quantize", snapshot, "-o", "out", "--policy", "k2.5")
+    assert done.status == 0, done.stderr
