@@ -57,8 +57,6 @@ STREAM = BYTES | RUNS | effects(
     "--weight-scales mse --device cuda:7 --dry-run",
     workers=Effect(line("--workers 7"), base=(*QUANTIZE, *DRY)),
 )  # fmt: skip
-MODELOPT_RUN = (*QUANTIZE, "--engine", "modelopt")
-MODELOPT_BASE = (*MODELOPT_RUN, "--dry-run")
 TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
     "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
@@ -143,20 +141,7 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
     },
     "quantize": {
-        "the streaming engine": Situation(QUANTIZE, STREAM, cheap=line("quantize {missing} -o {out}")),
-        "--engine modelopt": Situation(
-            MODELOPT_BASE,
-            BYTES | effects(
-                weight_scales=Effect(instead=(*MODELOPT_BASE, "--weight-scales", "mse")),
-                source=Effect(instead=line("quantize {other} -o {out} --engine modelopt --dry-run")),
-                output=Effect(instead=line("quantize {target} -o {out}-2 --engine modelopt --dry-run")),
-                kv_cache=Effect(line("--kv-cache none"), base=MODELOPT_RUN, slow=True),
-                dry_run=Effect(line("--dry-run"), base=MODELOPT_RUN, slow=True),
-                restart=Effect(line("--restart"), before=journal("{out}/.trtspec-quantize.jsonl")),
-                force=Effect(line("--force"), before=occupied),
-            ),
-            cheap=line("quantize {missing} -o {out} --engine modelopt"),
-        ),
+        "": Situation(QUANTIZE, STREAM, cheap=line("quantize {missing} -o {out}")),
     },
     "calibrate": {
         "": Situation(

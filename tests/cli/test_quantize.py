@@ -3,15 +3,12 @@
 import json
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
 from tests.command_line import process, trtspec
 from tests.quant.test_modelopt_export import different, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.quant.modelopt import replace_linears
-from trtspec.quant.plan import ConversionOptions, prepare
-from trtspec.quant.policy import load_policy
 
 
 def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
@@ -102,28 +99,36 @@ def test_read_only_output_is_a_message(tmp_path):
     assert run.status == 1 and "cannot write" in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("format", ["int4", "bf16", "fp8-block"])
 @pytest.mark.parametrize("policy", ["k2.5", "k2.7-code"])
-def test_the_modelopt_engine_writes_the_same_weights_and_configs(tmp_path, policy):
-    source = make_target(tmp_path / "in", format="int4", layers=3, vision=True)
-    stream, modelopt = tmp_path / "stream", tmp_path / "modelopt"
-    assert trtspec("quantize", source, "-o", stream, "--policy", policy).status == 0
-    run = trtspec("quantize", source, "-o", modelopt, "--policy", policy, "--engine", "modelopt")
-    assert run.status == 0, run.stderr
-    same = [
-        *stream.glob("*.safetensors"),
-        *stream.glob("*config.json"),
-        stream / "model.safetensors.index.json",
-    ]
-    for path in same:
-        assert path.read_bytes() == (modelopt / path.name).read_bytes(), path.name
-    for shard in modelopt.glob("*.safetensors"):  # every NVFP4 byte is ModelOpt's
-        tensors = load_file(shard)
-        for name in [name for name in tensors if f"{name}_scale_2" in tensors]:
-            for part in (name, f"{name}_scale", f"{name}_scale_2"):
-                tensors[part].zero_()
-        save_file(tensors, shard, {"format": "pt"})
-        assert shard.read_bytes() != (stream / shard.name).read_bytes()
-    replace_linears(prepare(source, modelopt, load_policy(policy), ConversionOptions()))
-    ours, theirs = tensors_of(stream), tensors_of(modelopt)
-    assert ours.keys() == theirs.keys() and different(ours, theirs) == []
+def test_the_modelopt_engine_writes_the_same_files(tmp_path, policy, format):
+    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
+    outputs = {engine: tmp_path / engine / "Kimi" for engine in ("stream", "modelopt")}
+    for engine, output in outputs.items():
+        words = ("quantize", source, "-o", output, "--policy", policy, "--engine", engine)
+        assert trtspec(*words).status == 0
+    files = sorted(path.name for path in outputs["stream"].iterdir() if path.suffix != ".jsonl")
+    assert len(files) > 5
+    for name in files:
+        first, second = ((output / name).read_bytes() for output in outputs.values())
+        assert first == second, name
+
+
+@pytest.mark.parametrize("part", ["_quantized_data", "weights_scaling_factor"])
+def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch, part):
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    source = make_target(tmp_path / "in", layers=2)
+    words = ("quantize", source, "--policy", "k2.5", "--engine")
+    assert trtspec(*words, "stream", "-o", tmp_path / "stream").status == 0
+    original = NVFP4QTensor.quantize
+
+    def changed(*inputs):
+        tensor, scale, scale_2 = original(*inputs)
+        data = tensor._quantized_data if part == "_quantized_data" else scale.view(torch.uint8)
+        data.zero_()
+        return tensor, scale, scale_2
+
+    monkeypatch.setattr(NVFP4QTensor, "quantize", changed)
+    trtspec(*words, "modelopt", "-o", tmp_path / "modelopt")
+    assert different(tensors_of(tmp_path / "stream"), tensors_of(tmp_path / "modelopt"))

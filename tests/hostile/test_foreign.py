@@ -1,13 +1,15 @@
 """Names, links and texts that somebody else wrote, in every field where a command reads one.
 
-Nothing outside the output changes, each is refused by name or harmless, and nothing reaches the terminal raw.
+Nothing outside the output changes, each is refused by name or harmless, and nothing reaches the terminal raw. An audit
+hook stops whatever would be removed or renamed outside the test's directory, so that a fault costs the machine nothing.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,24 @@ TEXTS = {name: text for name, text in PATHS.items() if isinstance(text, str)} | 
     "latin": "caf\xe9",
 }
 Damage = Callable[[Path, Any], None]
+REMOVALS = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree", "os.truncate", "shutil.move")
+guarded: list[Path] = []  # the directory in which files may be removed, while a test runs
+
+
+def guard(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook. `rmtree` is judged at its top: what it removes below has a directory's descriptor."""
+    if (
+        not guarded
+        or event not in REMOVALS
+        or (event != "shutil.rmtree" and -1 not in arguments[1:])
+    ):
+        return
+    path = Path(os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(arguments[0])))))
+    if not path.is_relative_to(guarded[0]):
+        raise AssertionError(f"{event} of {arguments[0]}, outside the test")
+
+
+sys.addaudithook(guard)
 
 
 def edit(path: Path, **keys: Any) -> None:
@@ -123,7 +143,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(room: Path, source: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(
+    room: Path, source: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A directory with a target, a head, an output and what the user holds dear beside them."""
     place = room / f"case-{len(list(room.iterdir()))}"
     for name in ("out", "precious/sub", "logs/precious"):
@@ -133,7 +155,9 @@ def place(room: Path, source: Path, tmp_path_factory: Any, monkeypatch: pytest.M
     shutil.copytree(source, place / "src")
     shutil.copytree(DATA / "kimi-nano-eagle3", place / "head")
     monkeypatch.chdir(place)
-    return place
+    guarded.append(room.resolve())
+    yield place
+    guarded.clear()
 
 
 def surroundings(place: Path) -> dict[str, str]:

@@ -44,18 +44,15 @@ class QuantizeOptions(OutputFlags):
             default="the policy's",
         ),
     ] = None
-    workers: Annotated[
-        int, option("Threads; 0 starts one per core.", min=0), Excludes("engine=modelopt")
-    ] = 0
+    workers: Annotated[int, option("Threads; 0 starts one per core.", min=0)] = 0
     device: Annotated[
         str,
         option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster."),
-        Excludes("engine=modelopt"),
     ] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
         option(
-            "stream: shard by shard in bounded memory. modelopt: ModelOpt's whole-model PTQ and export."
+            "Who packs a linear. stream: this package. modelopt: ModelOpt's own class, to the same bytes, slower."
         ),
     ] = "stream"
     json_: JsonOption = False

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
-from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
 from trtspec.quant.native import (
     BLOCK,
@@ -71,7 +71,11 @@ def convert_shards(
         _set_torch_threads(1),
     )
     try:
-        converter = Converter(reader, conversion.weight_scales, conversion.options.device)
+        options = conversion.options
+        converter = Converter(
+            reader,
+            partial(choose_packer, conversion.weight_scales, options.device, options.by_modelopt),
+        )
         for plan in plans:
             times, results = (
                 plan.source_times(source),
@@ -129,8 +133,8 @@ class Converted:
 class Converter:
     """Converts groups of one checkpoint, in any number of threads at once."""
 
-    def __init__(self, reader: ShardReader, weight_scales: str, device: str) -> None:
-        self.reader, self._own = reader, _OwnPacker(weight_scales, device)
+    def __init__(self, reader: ShardReader, new_packer: Callable[[], Packer]) -> None:
+        self.reader, self._own = reader, _OwnPacker(new_packer)
 
     def convert(self, file: ShardFile, group: Group) -> Converted:
         """Writes what becomes of the group's weights into `file`."""
@@ -199,11 +203,20 @@ class Converter:
         return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype, weight.block)
 
 
-def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
-    """C where it is compiled and proves itself, else torch; a GPU where `device` names one.
+def choose_packer(
+    weight_scales: str = "max", device: str = "cpu", by_modelopt: bool = False
+) -> Packer:
+    """C where it is compiled and proves itself, else torch; a GPU where `device` names one; or ModelOpt's own class.
 
-    Raises MissingDependency when the device is not there.
+    Raises MissingDependency when the device is not there, UsageError for scales that ModelOpt's class does not search.
     """
+    if by_modelopt:
+        from trtspec.quant.modelopt import ModelOptPacker  # only now: it imports torch
+
+        if weight_scales != "max":
+            message = f"`engine` modelopt computes no `weight_scales` {weight_scales}"
+            raise UsageError(message, "use `engine` stream, or pass `weight_scales` max")
+        return ModelOptPacker(weight_scales, device)
 
     def in_torch() -> Packer:
         import torch  # only now: it takes seconds
@@ -222,8 +235,8 @@ def choose_packer(weight_scales: str = "max", device: str = "cpu") -> Packer:
 class _OwnPacker(threading.local):
     """A packer for each thread: a call uses its tables."""
 
-    def __init__(self, weight_scales: str, device: str) -> None:
-        self.packer = choose_packer(weight_scales, device)
+    def __init__(self, new_packer: Callable[[], Packer]) -> None:
+        self.packer = new_packer()
 
 
 def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:

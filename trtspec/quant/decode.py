@@ -155,17 +155,22 @@ class TorchPacker:
         return float(self.decoded(rows).abs().amax())
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        weight, amax, zeros = self.decoded(rows), torch.tensor(scaling.amax, device=self.device), 0
+        weight, zeros = self.decoded(rows), 0
         step = max(1, PACK_CHUNK // weight.shape[1])
         for first in range(
             0, len(weight), step
         ):  # float32 intermediates of a few rows, not of the whole
             part = slice(first, first + step)
-            result = nvfp4.quantize(weight[part], amax, self.weight_scales)
+            result = self.quantized(weight[part], scaling)
             _tensor(packed[part], "U8").copy_(result.packed)
             _tensor(scale[part], "U8").copy_(result.scale.view(torch.uint8))
             zeros += int((weight[part].reshape(-1, BLOCK) == 0).all(-1).sum())
         return zeros
+
+    def quantized(self, weight: torch.Tensor, scaling: Scaling) -> nvfp4.NVFP4Tensor:
+        """[n, K] by the definition of the format."""
+        amax = torch.tensor(scaling.amax, device=self.device)
+        return nvfp4.quantize(weight, amax, self.weight_scales)
 
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array

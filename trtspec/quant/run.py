@@ -18,7 +18,7 @@ from trtspec.checkpoint.identity import identity, recorded_hashes
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
 from trtspec.data_files import DATA
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem
 from trtspec.formats import NVFP4_BLOCK
 from trtspec.quant.content import REPEATED, ZERO, Found, content_problems, repeated
 from trtspec.quant.convert import (
@@ -68,19 +68,8 @@ def quantize_checkpoint(
         (*conversion.checkpoint.shards, *WRITTEN, *carried_names(conversion.checkpoint.path))
     )
     directory = OutputDirectory(output, "quantize", names, conversion.bytes_out)
-    choose_packer(
-        conversion.weight_scales, options.device
-    )  # a missing device is reported before anything is written
-    if options.by_modelopt:
-        from trtspec.quant import modelopt  # only now: it imports torch
-
-        modelopt.check_engine(conversion)
-        if directory.journal.exists() and not again.restart:
-            raise UsageError(
-                f"{output} holds an earlier conversion, which this engine cannot resume",
-                "pass `restart`",
-            )
-        again = replace(again, restart=True)
+    # a missing device or package is reported before anything is written
+    choose_packer(conversion.weight_scales, options.device, options.by_modelopt)
     if again.dry_run:
         resumes = directory.check(again)
         if resumes:
@@ -97,11 +86,9 @@ def quantize_checkpoint(
         )
         for plan, record in convert_shards(conversion, todo, threads, hashes, bar):
             journal.record(plan.shard, **record)
-        records: dict[str, Record] = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
-        if options.by_modelopt:
-            modelopt.replace_linears(conversion)
-            for shard, record in records.items():
-                record["sha256"] = file_sha256(output / shard)
+        records: dict[str, Record] = {
+            plan.shard: journal.done[plan.shard] for plan in conversion.plans
+        }
         result = _summary(conversion, records)
         _finish(conversion, records, result, header)
     seconds = round(time.monotonic() - start, 3)
@@ -341,7 +328,7 @@ def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
         **_size(conversion),
         tensors_by_class=dict(sorted(classes.items())),
         exclude_modules=conversion.policy.exclude_patterns(conversion.spec),
-        workers=1 if options.by_modelopt else thread_count(options.workers, conversion.plans),
+        workers=thread_count(options.workers, conversion.plans),
         free_bytes=machine.free_disk(conversion.output),
         resumes=resumes,
         hub=hub.to_dict() if hub else None,
