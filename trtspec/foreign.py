@@ -8,7 +8,9 @@ printed passes `errors.printable`.
 from __future__ import annotations
 
 import unicodedata
-from typing import NewType
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NewType
 
 from trtspec.errors import TrtspecError
 
@@ -35,3 +37,52 @@ def _is_plain(name: str) -> bool:
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         return False
     return len(name.encode()) <= MAX_NAME_BYTES
+
+
+AUTO_MAP = "auto_map"  # transformers' key for references to code, at any depth of a file
+
+
+@dataclass(frozen=True)
+class CodeReference:
+    """A Python class that a configuration file names, made by `code_reference` alone.
+
+    `where` is that file and its key, `module` the file of the class in the same directory.
+    """
+
+    where: str
+    module: PlainName
+
+
+def code_reference(value: object, where: str) -> CodeReference:
+    """Parses `module.Class`.
+
+    Raises TrtspecError for a class of another repository, written `org/repo--module.Class`, and for any other value.
+    """
+    shown = ascii(value)[:80]
+    text = value if isinstance(value, str) else ""
+    if "--" in text:
+        message = f"{shown} is code of another repository, which no check of this one sees"
+        raise TrtspecError(message, code="TS-CODE-REPOSITORY")
+    module, _, name = text.partition(".")
+    if not module or not name.isidentifier():
+        message = f"{shown} is not a reference to code such as `module.Class`"
+        raise TrtspecError(message, code="TS-CODE-REFERENCE")
+    return CodeReference(where, plain_name(f"{module}.py", where))
+
+
+def named_code(value: object, where: str, in_map: bool = False) -> Iterator[tuple[str, object]]:
+    """Yields every reference in every `auto_map` of a parsed JSON file with its path; a null refers to nothing."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            shown = ascii(key)[:80].strip("'")
+            yield from named_code(item, f"{where}:{shown}", in_map or key == AUTO_MAP)
+    elif in_map and value is not None:
+        yield where, value
+
+
+def without_code(value: Any) -> Any:
+    """Returns a parsed JSON value without any `auto_map`."""
+    if isinstance(value, dict):
+        return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
+    return [without_code(item) for item in value] if isinstance(value, list) else value
