@@ -8,8 +8,10 @@ printed passes `errors.printable`.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NewType
+from typing import Any, NewType
 
 from trtspec.errors import TrtspecError
 
@@ -36,20 +38,24 @@ def plain_names(names: object, source: str) -> set[PlainName]:
     return {plain_name(name, source) for name in names}
 
 
-def refuse_outside(path: Path, directory: Path) -> None:
-    """Raises TrtspecError if `path` is a link out of the checkpoint `directory`, but for the blobs of the hub's cache.
-
-    For files that are carried into an output: weights are only read and may be links anywhere.
-    """
+def stays_inside(path: Path, directory: Path) -> bool:
+    """Whether a path, behind links, is in the directory, or in the blobs of the hub's cache for a snapshot there."""
     home, target = directory.resolve(), path.resolve()
-    is_snapshot = home.parent.name == "snapshots"
-    blobs = home.parent.parent / "blobs"
-    if target.is_relative_to(home) or (is_snapshot and target.parent == blobs):
-        return
-    message = (
-        f"{path} is a link to {target}, outside the checkpoint, and would be copied into the output"
-    )
-    raise TrtspecError(message, "put the file itself there, or remove the link", "TS-NAME-OUTSIDE")
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    return is_blob or target.is_relative_to(home)
+
+
+def refuse_outside(path: Path, directory: Path) -> None:
+    """Raises TrtspecError if a file that would be carried into an output is a link out of its checkpoint.
+
+    Weights are only read, and may be links anywhere.
+    """
+    if not stays_inside(path, directory):
+        message = (
+            f"{path} is a link to a file outside the checkpoint, and would be copied from there"
+        )
+        remedy = "put the file itself there, or remove the link"
+        raise TrtspecError(message, remedy, "TS-NAME-OUTSIDE")
 
 
 def _is_plain(name: str) -> bool:
@@ -59,3 +65,52 @@ def _is_plain(name: str) -> bool:
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         return False
     return len(name.encode()) <= MAX_NAME_BYTES
+
+
+AUTO_MAP = "auto_map"  # transformers' key for references to code, at any depth of a file
+
+
+@dataclass(frozen=True)
+class CodeReference:
+    """A Python class that a configuration file names, made by `code_reference` alone.
+
+    `where` is that file and its key, `module` the file of the class in the same directory.
+    """
+
+    where: str
+    module: PlainName
+
+
+def code_reference(value: object, where: str) -> CodeReference:
+    """Parses `module.Class`.
+
+    Raises TrtspecError for a class of another repository, written `org/repo--module.Class`, and for any other value.
+    """
+    shown = ascii(value)[:80]
+    text = value if isinstance(value, str) else ""
+    if "--" in text:
+        message = f"{shown} is code of another repository, which no check of this one sees"
+        raise TrtspecError(message, code="TS-CODE-REPOSITORY")
+    module, _, name = text.partition(".")
+    if not module or not name.isidentifier():
+        message = f"{shown} is not a reference to code such as `module.Class`"
+        raise TrtspecError(message, code="TS-CODE-REFERENCE")
+    return CodeReference(where, plain_name(f"{module}.py", where))
+
+
+def named_code(value: object, where: str, in_map: bool = False) -> Iterator[tuple[str, object]]:
+    """Yields every reference in every `auto_map` of a parsed JSON file with its path; a null refers to nothing."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            shown = ascii(key)[:80].strip("'")
+            yield from named_code(item, f"{where}:{shown}", in_map or key == AUTO_MAP)
+    elif in_map and value is not None:
+        yield where, value
+
+
+def without_code(value: Any) -> Any:
+    """Returns a parsed JSON value without any `auto_map`."""
+    if isinstance(value, dict):
+        return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
+    return [without_code(item) for item in value] if isinstance(value, list) else value

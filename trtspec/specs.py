@@ -38,7 +38,6 @@ KINDS: dict[Any, tuple[str, ...]] = {
         "speculators_config",
         "rope_scaling",
         "rope_parameters",
-        "auto_map",
     ),
     dict[str, dict[str, Any]]: ("config_groups",),
     str: (
@@ -279,10 +278,13 @@ class ModelSpec:
 
     @staticmethod
     def from_config(
-        config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
+        config: dict[str, Any],
+        hf_quant_config: dict[str, Any] | None = None,
+        *,
+        remote_code: bool = False,
     ) -> ModelSpec:
         """Parses a target's config.json. Raises TrtspecError for a model type that is no Kimi-K2, naming it, and for a
-        config that lacks a key."""
+        config that lacks a key. `remote_code`: whether the checkpoint brings code."""
         model_type = config.get("model_type", "")
         if model_type not in KIMI_MODEL_TYPES:
             message = f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})"
@@ -311,7 +313,7 @@ class ModelSpec:
             pad_token_id=next(iter(ids["pad_token_id"]), None),
             name_prefix="language_model." if nested else "",
             has_vision="vision_config" in config,
-            remote_code="auto_map" in config,
+            remote_code=remote_code,
         )
 
 

@@ -101,10 +101,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
             raise UsageError(f"{flag} is not used after --", remedy)
     problems += _target_problems(options, target.spec)
     problems += _head_problems(options, head, target) if head is not None else ()
-    code = target.spec.remote_code
     problems += preflight.check_start(
         PROGRAM, [target.resolved, *([head.resolved] if head else [])], options.host, options.port, _ranks(options),
-        preflight.read_gpus(), untrusted=code and not options.trust_remote_code, remote_code=code, launching=launching,
+        preflight.read_gpus(), trusted=options.trust_remote_code, launching=launching,
     )  # fmt: skip
     return ServerPlan(
         program=PROGRAM,

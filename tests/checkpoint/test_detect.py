@@ -120,7 +120,7 @@ def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
     assert codes(path) == [
         "TS-TARGET-TOKENIZER",
         "TS-TARGET-TEMPLATE",
-        "TS-TARGET-REMOTE-CODE",
+        "TS-CODE-ABSENT",
         "TS-TARGET-EOS",
     ]
 

@@ -20,6 +20,7 @@ from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.remote import open_remote
+from trtspec.checkpoint.remote_code import RemoteCode, read_code
 from trtspec.checkpoint.target_problems import detect, read_target
 from trtspec.checkpoint.target_tensors import finding, grouped, logical_parameters
 from trtspec.checkpoint.values import head_value_problems
@@ -50,6 +51,7 @@ class CheckpointReport:
     bytes: int | None
     shards: int | None
     dtypes: dict[str, int] | None
+    code: RemoteCode
     problems: list[Problem] = field(repr=False)
     hashes_verified: int | None = None
     hub: RangedFiles | None = None
@@ -75,9 +77,11 @@ class CheckpointReport:
                 head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS)
             )
             found.update({} if read else {"published_for": self.known.get("targets")})
+        found["remote_code"] = bool(self.code)
         found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None
         optional = {
+            "code_files": self.code.hashes() or None,
             "trained_with": self.trained_with,
             "hashes_verified": self.hashes_verified,
             "hub": hub,
@@ -131,6 +135,7 @@ def _from_checkpoint(
         bytes=checkpoint.bytes,
         shards=len(checkpoint.shards),
         dtypes=dict(sizes.most_common()),
+        code=read_code(checkpoint.path),
         problems=problems,
         trained_with=_trained_with(checkpoint.path) if isinstance(spec, HeadSpec) else None,
     )
@@ -176,6 +181,7 @@ def _from_config(resolved: Resolved) -> CheckpointReport:
         bytes=entry.get("bytes"),
         shards=entry.get("shards"),
         dtypes=None,
+        code=resolved.code(),
         problems=[],
     )
 
@@ -194,7 +200,6 @@ def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any])
         "max_position_embeddings": spec.max_position_embeddings,
         "eos_token_ids": list(spec.eos_token_ids),
         "vision": spec.has_vision,
-        "remote_code": spec.remote_code,
         "kv_elements_per_token": spec.kv_elements_per_token,
         "default_aux_layers": list(spec.default_aux_layers),
         "excluded_patterns": len(spec.quant.exclude),

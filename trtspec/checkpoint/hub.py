@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, read_config, read_json
+from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.specs import HeadSpec, ModelSpec, Values
@@ -135,7 +136,13 @@ class Resolved:
     def target_spec(self) -> ModelSpec:
         path = self.path / HF_QUANT_NAME if self.path else None
         quant = read_config(path) if path is not None and path.is_file() else None
-        return ModelSpec.from_config(self.config(), quant)
+        return ModelSpec.from_config(self.config(), quant, remote_code=bool(self.code()))
+
+    def code(self) -> RemoteCode:
+        """The code that it brings: all of a directory, else what the known config.json refers to."""
+        if self.path is not None:
+            return read_code(self.path)
+        return code_of({"config.json": self.config()}, None)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
         """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, read_json
 from trtspec.checkpoint.identity import recorded
+from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, finding, tensor_problems
 from trtspec.errors import Problem, Severity, TrtspecError
@@ -55,7 +56,8 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *coverage_problems(checkpoint, spec, formats),
         *config_problems(checkpoint.config, spec),
         *_shards(checkpoint),
-        *_files(checkpoint.path, checkpoint.config),
+        *_files(checkpoint.path),
+        *read_code(checkpoint.path).problems,
         *_end_of_text(checkpoint.path, spec),
         *_noted(checkpoint.path),
     ]
@@ -117,7 +119,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
 
 
-def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
+def _files(path: Path) -> Iterator[Problem]:
     if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
         yield finding("TS-TARGET-TOKENIZER", "tiktoken.model", "warning")
     elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
@@ -130,14 +132,6 @@ def _files(path: Path, config: dict[str, Any]) -> Iterator[Problem]:
     inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
     if not inline and not (path / "chat_template.jinja").is_file():
         yield finding("TS-TARGET-TEMPLATE", "chat_template.jinja", "warning")
-    references = [
-        value for value in (config.get("auto_map") or {}).values() if isinstance(value, str)
-    ]
-    modules = {reference.split(".")[0] + ".py" for reference in references}
-    absent = sorted(name for name in modules if not (path / name).is_file())
-    if absent:
-        message = f"config.json names remote code that is not here: {', '.join(absent)}"
-        yield Problem("TS-TARGET-REMOTE-CODE", "warning", absent[0], message)
 
 
 def _is_pointer(path: Path) -> bool:
@@ -196,4 +190,5 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
 
 def target_spec(checkpoint: Checkpoint) -> ModelSpec:
     """ModelSpec of an opened target; its config.json and hf_quant_config.json decide."""
-    return ModelSpec.from_config(checkpoint.config, checkpoint.hf_quant_config)
+    code = bool(read_code(checkpoint.path))
+    return ModelSpec.from_config(checkpoint.config, checkpoint.hf_quant_config, remote_code=code)

@@ -51,17 +51,18 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import choose_version
 
-    target = load_target(options.target, options.like).spec
-    if (
-        options.format in ("helm-values", "dynamo")
-        and target.remote_code
-        and not options.trust_remote_code
-    ):
-        message = f"{options.target} brings code of its own, and a pod that does not trust it never starts"
+    model = load_target(options.target, options.like)
+    drafter = load_head(options.head) if options.head else None
+    coded = [each.resolved.name for each in (model, drafter) if each and each.resolved.code()]
+    if options.format in ("helm-values", "dynamo") and coded and not options.trust_remote_code:
+        message = (
+            f"{coded[0]} brings code of its own, and a pod that does not trust it never starts"
+        )
         raise CheckFailed(
             message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE"
         )
-    head = load_head(options.head).spec if options.head else None
+    target = model.spec
+    head = drafter.spec if drafter else None
     if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)

@@ -147,16 +147,18 @@ def compare_derived(
 
 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:
-    """What it is; then the rounding errors by class, of a checkpoint that was re-read."""
+    """What it is; then the rounding errors by class, of a checkpoint that was re-read, and its files of code."""
     compared = values.get("comparison", {})
     facts = {
         key: value
         for key, value in (values | compared).items()
-        if key not in ("comparison", "classes")
+        if key not in ("comparison", "classes", "code_files")
     }
     rows = [
         (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
         for name, error in compared.get("classes", {}).items()
     ]
     errors = Table("", ("linears", "tensors", "relative error", "worst"), rows, ruled=False)
-    return [value_table(facts, path), *([errors] if rows else [])]
+    files = list(values.get("code_files", {}).items())
+    code = Table("", ("code", "SHA-256"), files, text_columns=frozenset({0, 1}), ruled=False)
+    return [value_table(facts, path), *(table for table in (errors, code) if table.rows)]

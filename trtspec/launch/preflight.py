@@ -23,7 +23,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
 from trtspec.launch.server import ServerLaunch
-from trtspec.report import file_sha256, problem_lines, say, write_stderr
+from trtspec.report import problem_lines, say, write_stderr
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
@@ -140,18 +140,19 @@ class EngineProgram:
 
 def check_start(
     program: EngineProgram, models: list[Resolved], host: str, port: int, needed: int,
-    gpus: Sequence[InstalledGpu] | None, *, untrusted: bool, remote_code: bool, launching: bool,
+    gpus: Sequence[InstalledGpu] | None, *, trusted: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """What any start needs of this machine. `models`: target and head."""
+    """What any start needs of this machine. `models`: target and head; `trusted`: the engine may run their code."""
+    coded = [model for model in models if model.code().references]
     yield from check_port(host, port)
     for model in models:
         yield from check_files(model)
-    if untrusted:
-        yield remote_code_problem(models[0])
+    if not trusted:
+        yield from map(remote_code_problem, coded)
     yield from check_gpus(needed, gpus)
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
-        yield from check_modules_cache(os.environ) if remote_code else ()
+        yield from check_modules_cache(os.environ) if coded else ()
     yield from program.check()
 
 
@@ -231,28 +232,11 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
         )
 
 
-def remote_code_problem(target: Resolved) -> Problem:
+def remote_code_problem(model: Resolved) -> Problem:
     """Names every file of code that the engine would run, with its hash."""
-    files = (
-        sorted(path for path in target.path.rglob("*.py") if path.is_file())
-        if target.path is not None
-        else []
-    )
-    if files:
-        listed = "; ".join(
-            f"{path.relative_to(target.path or '.')} sha256:{file_sha256(path)}" for path in files
-        )
-        message = f"{target.name} brings code that the engine would run: {listed}"
-    else:
-        modules = sorted(
-            {
-                str(value).rpartition(".")[0]
-                for value in target.config().get("auto_map", {}).values()
-            }
-        )
-        message = f"{target.name} brings code that the engine would run ({', '.join(modules)}); it is not here to hash"
+    message = f"{model.name} brings code that the engine would run: {model.code().listed()}"
     remedy = "read it, then pass `trust_remote_code`"
-    return Problem("TS-SERVE-REMOTE-CODE", "error", target.name, message, remedy)
+    return Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message, remedy)
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.data_files import load_yaml
+from trtspec.foreign import without_code
 from trtspec.specs import YARN_NUMBERS, HeadSpec, RopeSpec
 
 DIALECT_TABLE = load_yaml(
@@ -14,10 +15,9 @@ DIALECT_TABLE = load_yaml(
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 LEFT_OUT = {
     "quantization_config",
-    "auto_map",
     "_name_or_path",
     "name_or_path",
-}  # the target's, or code from a hub
+}  # the target's
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
          "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
@@ -56,7 +56,9 @@ def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[st
     """What every layout says alike: sizes, rope, dtype (a safetensors code), and the source's keys that are not of a
     head."""
     made = {*LEFT_OUT, *DIALECT_TABLE["made"]}
-    carried = {key: value for key, value in flat_config(source).items() if key not in made}
+    carried = {
+        key: value for key, value in flat_config(without_code(source)).items() if key not in made
+    }
     stored = {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
     return architecture_config(spec) | rope_config(spec.rope) | stored | carried
 

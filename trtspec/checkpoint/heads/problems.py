@@ -13,6 +13,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
 from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
+from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
@@ -48,6 +49,7 @@ def head_problems(
         *vocabulary_values(checkpoint, tensors, spec),
         *_rope(checkpoint.config, spec),
         *_double_norm(checkpoint, tensors, spec),
+        *_code(checkpoint),
     ]
 
 
@@ -357,3 +359,15 @@ def _double_norm(
         if spread >= SPREAD
         else []
     )
+
+
+def _code(checkpoint: Checkpoint) -> list[Problem]:
+    """Engines have the classes of heads, so a head needs no code, and TensorRT-LLM would run it unasked."""
+    code = read_code(checkpoint.path)
+    if not code.references:
+        return code.problems
+    message = (
+        f"the head brings code that TensorRT-LLM runs when it loads config.json: {code.listed()}"
+    )
+    warning = Problem("TS-HEAD-CODE", "warning", code.references[0].where, message)
+    return [*code.problems, warning]

@@ -23,8 +23,9 @@ from trtspec.checkpoint.heads.shapes import (
     misfits,
     unreadable,
 )
+from trtspec.checkpoint.target_problems import refusal
 from trtspec.checkpoint.target_tensors import finding
-from trtspec.errors import Problem, TrtspecError
+from trtspec.errors import Problem, TrtspecError, has_errors
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
@@ -52,11 +53,8 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
         from trtspec.checkpoint.values import head_value_problems
 
         problems += head_value_problems(checkpoint, checkpoint.tensors)
-    for problem in problems:
-        if problem.severity == "error":
-            raise TrtspecError(
-                f"{checkpoint.path}: {problem.message} [{problem.code}]", problem.remedy
-            )
+    if has_errors(problems):
+        raise refusal(checkpoint.path, problems)
     return spec
 
 

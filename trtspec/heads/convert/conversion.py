@@ -262,7 +262,11 @@ def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
 
 
 # problems of the source that conversion itself fixes, and those that only matter to some destinations
-CURED = {"TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES"}
+CURED = {
+    "TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES",
+    # neither an `auto_map` nor a Python file of the source is written
+    "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK", "TS-NAME-NOT-PLAIN",
+}  # fmt: skip
 DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 
 

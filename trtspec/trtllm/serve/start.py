@@ -88,11 +88,11 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     # check_start names the files of code that nobody trusts
     findings = [one for one in lint(file, deployment) if one.key != "--trust_remote_code"]
     problems += [*refused, *(_judged_as_read(one, schema).problem(file.name) for one in findings)]
-    models, code = [target.resolved, *([head.resolved] if head else [])], target.spec.remote_code
+    models = [target.resolved, *([head.resolved] if head else [])]
     trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(
         PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
-        untrusted=code and not trusted, remote_code=code, launching=launching,
+        trusted=trusted, launching=launching,
     )  # fmt: skip
     if launching:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
