@@ -106,7 +106,8 @@ def _run(options: ServeOptions) -> None:
     more = (
         {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
     )
+    published = target.hub_id.name if target.hub_id is not None else None
     settings = fill(
-        ServerOptions, options, served_model_name=options.served_model_name or target.hub_id, **more
+        ServerOptions, options, served_model_name=options.served_model_name or published, **more
     )
     run(directory_of(target), head, settings)
