@@ -14,7 +14,7 @@ import yaml
 from packaging.version import InvalidVersion, Version
 
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
-from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
 from trtspec.checkpoint.hub import (
     Head,
     Target,
@@ -305,6 +305,7 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     spec, name = head.spec, head.resolved.name
     ids = {"head_id": name, "target_id": target.resolved.name}
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
+    pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
     published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get(

@@ -132,6 +132,12 @@ class Resolved:
 
         return self.known["kind"] if self.known else config_kind(self.config(), self.name)
 
+    @property
+    def fetch(self) -> str:
+        """The remedy where its files are needed and are not here."""
+        directory = "pass the directory that holds its weights"
+        return directory if self.hub_id is None else f"run `{self.hub_id.download}`"
+
     def config(self) -> dict[str, Any]:
         """config.json of the directory, else of the known entry; raises when neither is there."""
         if self.path is not None:
@@ -140,7 +146,7 @@ class Resolved:
         if config is None:
             raise TrtspecError(
                 f"the config of {self.name} is not known offline",
-                f"run `{self.hub_id.download}`" if self.hub_id else "pass its directory",
+                self.fetch,
             )
         return config
 

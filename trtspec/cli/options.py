@@ -169,8 +169,7 @@ def directory_of(checkpoint: str | Resolved) -> Path:
 
     found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
     if found.path is None or (found.hub_id and not any(found.path.glob("*.safetensors"))):
-        remedy = f"run `{found.hub_id.download}`" if found.hub_id else "pass another directory"
-        raise UsageError(f"the weights of {found.name} are not on this machine", remedy)
+        raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
     return found.path
 
 

@@ -117,10 +117,7 @@ def convert_head(
     that is in the way, TrtspecError for one that has no room."""
     begun, path = time.monotonic(), source.path
     if path is None:
-        raise UsageError(
-            f"{source.name} is not on this machine",
-            f"run `{source.hub_id.download}` first" if source.hub_id else "pass its directory",
-        )
+        raise UsageError(f"{source.name} is not on this machine", source.fetch)
     if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
         raise UsageError(
             f"{output} is, or holds, the head that is converted", "choose another `output`"
