@@ -58,7 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif found := re.match(
-            r"/api/models/([^/]+/[^/?]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?", self.path
+            r"/api/(?:models|datasets)/([^/]+/[^/?]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?",
+            self.path,
         ):
             self.listing(found[1], found[2] or found[3] or "main", tree=bool(found[3]))
         elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)", self.path):

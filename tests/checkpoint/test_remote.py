@@ -50,7 +50,8 @@ def trtspec(
         "NO_PROXY": "*",
         **more,
     }
-    command = [sys.executable, "-m", "trtspec", *map(str, words)]
+    program = [] if words[0] == "-c" else ["-m", "trtspec"]
+    command = [sys.executable, *program, *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment, check=False, timeout=120
     )
@@ -225,3 +226,15 @@ def test_the_commit_is_recorded_and_a_resume_with_another_is_refused(hub, older,
     assert run.returncode == 2, said
     assert f'begun with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
     found(trtspec(hub, tmp_path / "cache", "quantize", f"{name}@{OLDER}", *words, "--json"))
+
+
+def test_a_commit_of_a_data_set_is_what_is_read(hub, tmp_path):
+    for name in ("main", "older"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    hub.repositories["org/rows"] = tmp_path / "main"
+    hub.older["org/rows"] = {OLDER: tmp_path / "older"}
+    script = "import sys; from trtspec.checkpoint.rows import read_rows\n"
+    script += "for name in sys.argv[1:]: print(*[row.value['text'] for row in read_rows(name)])"
+    run = trtspec(hub, tmp_path / "cache", "-c", script, "org/rows", f"org/rows@{OLDER}")
+    assert run.stdout.split() == ["main", "older"], run.stderr
