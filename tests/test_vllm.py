@@ -129,6 +129,7 @@ def test_code_of_the_checkpoint_is_refused_until_it_is_trusted() -> None:
             "--speculative_config is not used after --: --head decides it",
         ),
         (["--", "--no-trust-remote-code"], "--trust-remote-code decides it"),
+        (["--", "--revision", "v1"], "TARGET@COMMIT decides it"),
         (["--", "-tp", "8"], "-tp is not used after --: --tp-size decides it"),
         (["--", "--speculative-config.method", "eagle"], "--head decides it"),
         (["--", "--config", "x.yml"], "write its options here"),
@@ -234,9 +235,31 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
     assert by_file["config"] == by_options["config"]
 
 
+def test_commits_are_revisions_of_the_engine_also_from_its_file(tmp_path: Path) -> None:
+    pair = ["nvidia/Kimi-K2.6-NVFP4@v1", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla@abc1234"]
+    pair += ["--tp-size", "8"]
+    path = tmp_path / "vllm.yml"
+    assert trtspec("build-config", *pair, "--format", "vllm", "-o", str(path)).status == 0
+    by_options, by_file = dry(*pair), dry(pair[0], "--config", str(path))
+    assert (
+        by_options["argv"][2] == "nvidia/Kimi-K2.6-NVFP4" and by_options["argv"] == by_file["argv"]
+    )
+    assert by_options["argv"][by_options["argv"].index("--revision") + 1] == "v1"
+    speculation = by_options["config"]["speculative_config"]
+    assert (speculation["model"], speculation["revision"]) == (pair[2].partition("@")[0], "abc1234")
+    other = dry("nvidia/Kimi-K2.6-NVFP4@v2", "--config", str(path))
+    assert other["status"] == 2 and "nvidia/Kimi-K2.6-NVFP4@v1" in other["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("revision: v1\n", "says 'moonshotai/Kimi-K2.6@v1'"),
+        (
+            "speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: eagle3, num_speculative_tokens: 3, "
+            "revision: --x}\n",
+            "'--x' is not a commit, tag or branch of nvidia/Kimi-K2.6-Eagle3",
+        ),
         ("tensor-parallel-size: four\n", "--tp-size four: Input should be a valid integer"),
         (
             "speculative-config: {model: nvidia/Kimi-K2.6-Eagle3, method: mtp}\n",

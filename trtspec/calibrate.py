@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trtspec import machine
 from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
+from trtspec.checkpoint.hub import commit_record, source_name
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -35,7 +36,7 @@ from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
 from trtspec.quant.modelopt import InputObserver
-from trtspec.quant.policy import METADATA_KEY, Policy, source_name
+from trtspec.quant.policy import METADATA_KEY, Policy
 from trtspec.report import (
     Bar,
     OutputOptions,
@@ -123,7 +124,9 @@ class Calibration:
             "format_version": FORMAT_VERSION,
         }
         data = hashlib.sha256(repr(self.texts).encode()).hexdigest()
-        return {"source": identity(self.stream.checkpoint), "options": options, "data": data}
+        checkpoint = self.stream.checkpoint
+        source = identity(checkpoint) | commit_record(checkpoint.path)
+        return {"source": source, "options": options, "data": data}
 
     @property
     def work(self) -> OutputDirectory:

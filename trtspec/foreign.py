@@ -7,13 +7,14 @@ printed passes `errors.printable`.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NewType
 
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, UsageError
 
 MAX_NAME_BYTES = 255  # of a file name on Linux file systems
 PlainName = NewType("PlainName", str)  # one component of a path: a file directly in its directory
@@ -114,3 +115,47 @@ def without_code(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
     return [without_code(item) for item in value] if isinstance(value, list) else value
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# A commit, tag or branch. No part begins like an option or leads upwards.
+REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*", re.ASCII)
+MAX_REVISION_CHARACTERS = 255
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A repository on the hub, `org/name`. `revision` is a commit, tag or branch of it; None is `main`."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    @property
+    def download(self) -> str:
+        """The command that fetches it."""
+        command = f"hf download {self.name}"
+        return command if self.revision is None else f"{command} --revision {self.revision}"
+
+    @property
+    def folder(self) -> str:
+        """Its folder in a hub cache."""
+        return f"models--{self.name.replace('/', '--')}"
+
+
+def parse_hub_id(text: str) -> HubId | None:
+    """The id that `org/name` or `org/name@revision` is; None for any other text.
+
+    Raises UsageError if no hub has such a revision.
+    """
+    name, at, revision = text.partition("@")
+    if not HUB_NAME.fullmatch(name):
+        return None
+    if not at:
+        return HubId(name)
+    if len(revision) > MAX_REVISION_CHARACTERS or not REVISION.fullmatch(revision):
+        message = f"{ascii(revision)[:80]} is not a commit, tag or branch of {name}"
+        raise UsageError(message, f"write {name}@COMMIT")
+    return HubId(name, revision)

@@ -14,8 +14,16 @@ import yaml
 from packaging.version import InvalidVersion, Version
 
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, OPTIONS, vllm_speculation
-from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.hub import Head, Target, engine_name, known, load_head, load_target
+from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
+from trtspec.checkpoint.hub import (
+    Head,
+    Target,
+    engine_name,
+    engine_revision,
+    known,
+    load_head,
+    load_target,
+)
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.files import load_file
@@ -82,7 +90,9 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
     drawn = (
         {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
     )
-    return vllm_speculation(engine_name(options.head), options.draft_len) | drawn
+    revision = engine_revision(options.head)
+    pinned = {"revision": revision} if revision is not None else {}
+    return vllm_speculation(engine_name(options.head), options.draft_len) | pinned | drawn
 
 
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
@@ -132,6 +142,9 @@ def with_file(options: ServeOptions) -> ServeOptions:
             f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines"
         )
     own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
+    if "revision" in values:  # of the model beside it
+        revision, model = values.pop("revision"), values.get("model", options.target)
+        values["model"] = f"{model}@{revision}"
     for written, value in values.items():
         key = str(written).replace("_", "-")
         if value is None:
@@ -172,6 +185,8 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
     try:
         written = json.loads(value) if isinstance(value, str) else value
         found = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
+        if "revision" in written:
+            found["head"] += f"@{written['revision']}"
         if _speculation(replace(options, **found)) != written:
             raise ValueError
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -211,6 +226,7 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     tools = {"tool-call-parser": "kimi_k2", "enable-auto-tool-choice": True}
     found = {
         "tensor-parallel-size": _ranks(options),
+        "revision": engine_revision(options.target),
         "speculative-config": json.dumps(_speculation(options)) if options.head else None,
         "trust-remote-code": options.trust_remote_code or None,
         "max-model-len": options.max_seq_len,
@@ -286,8 +302,9 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:
     spec, name = head.spec, head.resolved.name
-    ids = {"head_id": head.resolved.hub_id, "target_id": target.resolved.hub_id}
+    ids = {"head_id": name, "target_id": target.resolved.name}
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
+    pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
     published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get(

@@ -11,12 +11,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """Serves directories under `org/name`. `refuses` is the status that every
-    request gets; `token` must come with each. `sent` counts bytes of bodies by file name."""
+    """Serves directories under `org/name`, at `main`, which is COMMIT, and `older` ones at their commits. `refuses` is
+    the status that every request gets; `token` must come with each. `sent` counts bytes of bodies by file name."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
+        self.older: dict[str, dict[str, Path]] = {}
+        self.tags = {"main": COMMIT}
         self.refuses, self.token = 0, ""
         self.sent: dict[str, int] = {}
         self.lock = threading.Lock()
@@ -25,6 +27,13 @@ class LoopbackHub(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def at(self, name: str, revision: str) -> tuple[str, Path] | None:
+        """The commit and the directory of a revision; None if the repository lacks it."""
+        commits = {COMMIT: self.repositories[name], **self.older.get(name, {})}
+        wanted = self.tags.get(revision, revision)
+        matches = [commit for commit in commits if commit.startswith(wanted)]
+        return (matches[0], commits[matches[0]]) if matches else None
 
     def sent_of_weights(self) -> int:
         return sum(count for name, count in self.sent.items() if name.endswith(".safetensors"))
@@ -49,19 +58,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif found := re.match(
-            r"/api/models/([^/]+/[^/?]+)(/revision/[^/?]+)?(/tree/[^/?]+)?", self.path
+            r"/api/(?:models|datasets)/([^/]+/[^/?]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?",
+            self.path,
         ):
-            self.listing(found[1], tree=bool(found[3]))
-        elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/[^/]+/([^?]+)", self.path):
-            self.file(found[1], found[2])
+            self.listing(found[1], found[2] or found[3] or "main", tree=bool(found[3]))
+        elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)", self.path):
+            self.file(found[1], found[2], found[3])
         else:
             self.answer(404, b"{}")
 
-    def listing(self, name: str, tree: bool) -> None:
+    def listing(self, name: str, revision: str, tree: bool) -> None:
         if name not in self.server.repositories:
             self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             return
-        files = sorted(path for path in self.server.repositories[name].iterdir() if path.is_file())
+        found = self.server.at(name, revision)
+        if found is None:
+            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        commit, directory = found
+        files = sorted(path for path in directory.iterdir() if path.is_file())
         if tree:
             entries = [
                 {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"}
@@ -76,22 +91,23 @@ class _Handler(BaseHTTPRequestHandler):
             "_id": "0",
             "id": name,
             "modelId": name,
-            "sha": COMMIT,
+            "sha": commit,
             "private": False,
             "tags": [],
             "downloads": 0,
         }
         self.answer(200, json.dumps(body | {"likes": 0, "siblings": siblings}).encode())
 
-    def file(self, name: str, file: str) -> None:
-        path = self.server.repositories.get(name, Path("/nowhere")) / file
+    def file(self, name: str, revision: str, file: str) -> None:
+        found = self.server.at(name, revision) if name in self.server.repositories else None
+        commit, path = (found[0], found[1] / file) if found else ("", Path("/nowhere"))
         if not path.is_file():
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
         headers = {
             "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
+            "X-Repo-Commit": commit,
             "Accept-Ranges": "bytes",
         }
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

@@ -11,10 +11,27 @@ import pytest
 
 from tests.command_line import trtspec
 from tests.tiny import make_target
-from trtspec.checkpoint.hub import catalogue, expand_patterns, known, real_pair, resolve
+from trtspec.checkpoint.hub import (
+    cached_snapshot,
+    catalogue,
+    engine_name,
+    engine_path,
+    engine_revision,
+    expand_patterns,
+    known,
+    real_pair,
+    resolve,
+    same_checkpoint,
+    similar_ids,
+    snapshot_id,
+)
+from trtspec.checkpoint.rows import from_hub
 from trtspec.data_files import gpu_names
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.foreign import HubId, parse_hub_id
 from trtspec.specs import gpu_spec
+
+OLDER = "fedcba9876543210fedcba9876543210fedcba98"
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +126,10 @@ def test_a_head_without_a_known_config_says_so() -> None:
 
 
 def test_aliases_and_case() -> None:
-    assert resolve("nvidia/kimi-k2.5-eagle3", weights=False).hub_id == "nvidia/Kimi-K2.5-Eagle3"
-    assert (
-        resolve("nvidia/Kimi-K2.5-Thinking-Eagle3", weights=False).hub_id
-        == "nvidia/Kimi-K2.5-Eagle3"
-    )
+    for name in ("nvidia/kimi-k2.5-eagle3", "nvidia/Kimi-K2.5-Thinking-Eagle3"):
+        assert resolve(name, weights=False).hub_id == HubId("nvidia/Kimi-K2.5-Eagle3")
+        pinned = resolve(f"{name}@v1", weights=False)
+        assert pinned.hub_id == HubId("nvidia/Kimi-K2.5-Eagle3", "v1") and pinned.known
 
 
 @pytest.mark.parametrize(
@@ -267,12 +283,83 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) ->
 def test_a_snapshot_is_found_as_huggingface_hub_finds_it(empty_cache: Path, tmp_path: Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
-    from trtspec.checkpoint.hub import cached_snapshot
-
     source = make_target(tmp_path / "source")
     snapshot = published(empty_cache, "someone/some-kimi", source)
     theirs = try_to_load_from_cache("someone/some-kimi", "config.json", cache_dir=str(empty_cache))
     assert (
-        cached_snapshot("someone/some-kimi", complete=True) == snapshot == Path(str(theirs)).parent
+        cached_snapshot(HubId("someone/some-kimi"), complete=True)
+        == snapshot
+        == Path(str(theirs)).parent
     )
-    assert cached_snapshot("someone/other", complete=True) is None
+    assert cached_snapshot(HubId("someone/other"), complete=True) is None
+
+
+def test_a_revision_names_a_commit_a_short_one_or_a_ref(empty_cache: Path, tmp_path: Path) -> None:
+    repository = published(empty_cache, "someone/kimi", make_target(tmp_path / "source")).parents[1]
+    (repository / "snapshots" / "abc123").rename(repository / "snapshots" / OLDER)
+    twin = f"{OLDER[:8]}{'9' * 32}"
+    (repository / "snapshots" / twin).mkdir()
+    (repository / "refs" / "pull").mkdir()
+    (repository / "refs" / "pull" / "7").write_text(OLDER)
+    (repository / "refs" / "hostile").write_text("../../outside")
+    for revision, here in (
+        (OLDER, True),
+        (OLDER[:9], True),
+        ("pull/7", True),
+        (OLDER[:8], False),  # of two commits
+        (OLDER[:6], False),
+        ("hostile", False),
+        ("main", False),
+        (twin, False),  # no config
+    ):
+        snapshot = cached_snapshot(HubId("someone/kimi", revision), complete=True)
+        assert (snapshot is not None) is here, revision
+        if snapshot is not None:
+            assert snapshot_id(snapshot) == HubId("someone/kimi", OLDER)
+    assert resolve(f"someone/kimi@{OLDER}").path == repository / "snapshots" / OLDER
+    with pytest.raises(MissingDependency, match="someone/kimi@v2 is not in the hub cache"):
+        resolve("someone/kimi@v2", weights=False)
+
+
+HOSTILE = ["", "-x", "--force", "../../etc", "a/../b", "/etc", "a//b", "a\\b", "a\nb", "a\x1b[2J", ".", "a b", "a;b",
+           "a@b", "$(id)", "v" * 256, "ａ", "a%2e%2e", "refs/"]  # fmt: skip
+
+
+@pytest.mark.parametrize("revision", HOSTILE, ids=ascii)
+def test_a_hostile_revision_is_refused_with_what_to_write(revision: str) -> None:
+    for ask in (parse_hub_id, known, resolve, from_hub, engine_name, engine_path):
+        with pytest.raises(
+            UsageError, match="is not a commit, tag or branch of org/name"
+        ) as refused:
+            ask(f"org/name@{revision}")
+        assert refused.value.remedy == "write org/name@COMMIT"
+        assert "\x1b" not in refused.value.message and len(refused.value.message) < 160
+
+
+def test_what_is_known_of_a_published_id_is_known_of_its_commits() -> None:
+    pinned = f"nvidia/Kimi-K2.6-NVFP4@{OLDER}"
+    assert known(pinned) == known("nvidia/Kimi-K2.6-NVFP4")
+    assert real_pair("nvidia/Kimi-K2.6-Eagle3@v1", pinned) and not real_pair(
+        "nvidia/Kimi-K2.5-Eagle3@v1", pinned
+    )
+    with pytest.raises(TrtspecError, match="kimi_k3"):
+        known("moonshotai/Kimi-K3@v1")
+    assert similar_ids("nvidia/Kimi-K2.6-NVFP@v1") == similar_ids("nvidia/Kimi-K2.6-NVFP")
+
+
+def test_engines_are_given_a_name_and_a_revision_or_the_snapshot(
+    empty_cache: Path, tmp_path: Path
+) -> None:
+    head = f"someone/head@{OLDER}"
+    assert (engine_name(head), engine_revision(head)) == ("someone/head", OLDER)
+    with pytest.raises(UsageError) as refused:
+        engine_path(head)
+    assert refused.value.remedy == f"run `hf download someone/head --revision {OLDER}`"
+    elsewhere = engine_path(head, "/models/hub")
+    assert elsewhere == f"/models/hub/models--someone--head/snapshots/{OLDER}"
+    with pytest.raises(UsageError, match="v1 is not a whole commit"):
+        engine_path("someone/head@v1", "/models/hub")
+    snapshot = published(empty_cache, "someone/head", make_target(tmp_path / "source"))
+    assert engine_path("someone/head@main") == str(snapshot)
+    assert same_checkpoint("someone/head@main", str(snapshot))
+    assert not same_checkpoint("someone/head@main", head)

@@ -50,7 +50,8 @@ def trtspec(
         "NO_PROXY": "*",
         **more,
     }
-    command = [sys.executable, "-m", "trtspec", *map(str, words)]
+    program = [] if words[0] == "-c" else ["-m", "trtspec"]
+    command = [sys.executable, *program, *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, env=environment, check=False, timeout=120
     )
@@ -173,3 +174,67 @@ def test_what_is_cached_whole_is_read_from_there(hub, source, tmp_path):
     words = ["quantize", "someone/Kimi-K2.5-tune", "-o", tmp_path / "out", "--dry-run", "--json"]
     assert "hub" not in found(trtspec(hub, tmp_path / "cache", *words)) and not hub.sent
     assert len(Checkpoint.open(repository / "snapshots/abc").shards) == 5
+
+
+OLDER = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+@pytest.fixture
+def older(hub: LoopbackHub, tmp_path: Path) -> Path:
+    """The target of `hub` at an older commit, with other weights and shards."""
+    path = make_target(tmp_path / "older", format="int4", layers=4, hidden=512, shards=2, seed=7)
+    hub.older["someone/Kimi-K2.5-tune"] = {OLDER: path}
+    hub.tags["v1"] = OLDER
+    return path
+
+
+@pytest.mark.parametrize("revision", [OLDER, OLDER[:10], "v1"])
+def test_a_commit_is_read_where_an_id_is(hub, older, tmp_path, revision):
+    name, dry = f"someone/Kimi-K2.5-tune@{revision}", ["-o", tmp_path / "out", "--dry-run"]
+    result = found(trtspec(hub, tmp_path / "cache", "quantize", name, *dry, "--json"))
+    there = result.pop("hub")
+    assert (there["id"], there["revision"]) == ("someone/Kimi-K2.5-tune", OLDER)
+    local = found(trtspec(hub, tmp_path / "cache", "quantize", older, *dry, "--json"))
+    assert result["bytes_in"] == local["bytes_in"]
+    assert found(trtspec(hub, tmp_path / "cache", "inspect", name, "--json"))["shards"] == 2
+
+
+def test_an_absent_commit_and_a_hostile_one_are_refused_by_name(hub, older, tmp_path):
+    for revision, status, text in (
+        ("a" * 40, 1, f"someone/Kimi-K2.5-tune has no commit, tag or branch {'a' * 40}"),
+        ("../../x", 2, "'../../x' is not a commit, tag or branch of someone/Kimi-K2.5-tune"),
+    ):
+        run = trtspec(hub, tmp_path / "cache", "inspect", f"someone/Kimi-K2.5-tune@{revision}")
+        assert run.returncode == status and text in " ".join(run.stderr.split()), run.stderr
+
+
+def test_the_commit_is_recorded_and_a_resume_with_another_is_refused(hub, older, source, tmp_path):
+    """Weights of both commits are equal, so that the commit alone tells them apart."""
+    name, out = "someone/Kimi-K2.5-tune", tmp_path / "out"
+    hub.older[name] = {OLDER: source}
+    words = ["-o", out, "--policy", "k2.5"]
+    found(trtspec(hub, tmp_path / "cache", "quantize", f"{name}@{OLDER}", *words, "--json"))
+    record = json.loads((out / "provenance.json").read_text())
+    made_from = {key: value for key, value in record["source"].items() if key != "path"}
+    assert (made_from["hub_id"], made_from["commit"]) == (name, OLDER)
+    journal = out / ".trtspec-quantize.jsonl"  # of a run that was killed before its first shard
+    journal.write_text(
+        json.dumps({"header": {"source": made_from, "options": record["options"]}}) + "\n"
+    )
+    run = trtspec(hub, tmp_path / "cache", "quantize", name, *words)
+    said = " ".join(run.stderr.split())
+    assert run.returncode == 2, said
+    assert f'begun with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
+    found(trtspec(hub, tmp_path / "cache", "quantize", f"{name}@{OLDER}", *words, "--json"))
+
+
+def test_a_commit_of_a_data_set_is_what_is_read(hub, tmp_path):
+    for name in ("main", "older"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    hub.repositories["org/rows"] = tmp_path / "main"
+    hub.older["org/rows"] = {OLDER: tmp_path / "older"}
+    script = "import sys; from trtspec.checkpoint.rows import read_rows\n"
+    script += "for name in sys.argv[1:]: print(*[row.value['text'] for row in read_rows(name)])"
+    run = trtspec(hub, tmp_path / "cache", "-c", script, "org/rows", f"org/rows@{OLDER}")
+    assert run.stdout.split() == ["main", "older"], run.stderr

@@ -49,14 +49,15 @@ def _read(path: Path) -> dict[str, Any]:
 def built(line: str) -> str:
     """What `trtspec build-config LINE --format helm-values` prints."""
     from trtspec.trtllm.build import build_named
-    from trtspec.trtllm.intent import Intent
+    from trtspec.trtllm.intent import CACHES, Intent
     from trtspec.trtllm.kubernetes import helm_values
 
     intent = parse(Intent, line, "build-config")
     source = intent.quantize_from
-    return helm_values(
-        build_named(dataclasses.replace(intent, quantize_from=None)), quantize_from=source
+    config = build_named(
+        dataclasses.replace(intent, quantize_from=None), cache=CACHES["helm-values"]
     )
+    return helm_values(config, quantize_from=source)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -361,6 +361,10 @@ BAD = [
         "was not written for model.target nvidia/Kimi-K2.6",
     ),
     (LATENCY, "model.target", "Kimi", "model/target"),
+    (LATENCY, "model.target", "nvidia/Kimi-K2.5-NVFP4@v1", "was not written for model.target"),
+    (LATENCY, "model.target", "nvidia/Kimi-K2.5-NVFP4@../x", "model/target"),
+    (LATENCY, "model.head", "nvidia/Kimi-K2.5-Eagle3@--x", "model/head"),
+    ("pinned", "model.head", "nvidia/Kimi-K2.6-Eagle3", "Kimi-K2.6-Eagle3/snapshots/fedcba"),
     (LATENCY, "model.target", "/data/Kimi", "was not written for model.target /data/Kimi"),
     (
         LATENCY,

@@ -314,6 +314,7 @@ def test_acceptance_of_another_model_is_doubted() -> None:
         "TS-PLAN-OTHER-MODEL"
     ]
     assert not other_model(measured, "/elsewhere/Kimi-nano/")
+    assert not other_model(measured, "org/kimi-nano@v1")
 
 
 def test_without_acceptance_no_speed_up_is_claimed() -> None:

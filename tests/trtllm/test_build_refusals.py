@@ -45,7 +45,10 @@ REFUSED = [
     ([K26, "--gpu", "b100"], UsageError, "choose one of"),
     ([K26, "--concurrency", "100000", "--gpu", "gb300"], CheckFailed, "100,000 requests of up to 8,192 tokens do not"),
     ([K26, "--max-batch-size", "100000", "--gpu", "b200"], CheckFailed, "fewer requests, or a smaller"),
-    ([f"{K26}@abc"], UsageError, f"hf download {K26} --revision abc --local-dir DIR"),
+    ([f"{K26}@-x"], UsageError, f"'-x' is not a commit, tag or branch of {K26}"),
+    ([K26, "--head", f"{HEAD}@v1"], UsageError, f"hf download {HEAD} --revision v1"),
+    ([K26, "--head", f"{HEAD}@v1", "--format", "helm-values", "--trust-remote-code"], UsageError,
+     "v1 is not a whole commit"),
 ]  # fmt: skip
 
 

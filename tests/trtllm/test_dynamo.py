@@ -188,3 +188,18 @@ def test_what_dynamo_cannot_run_is_refused() -> None:
         "dynamo",
     )
     assert "- /model-cache/made" in here
+
+
+def test_a_commit_is_the_directory_of_its_snapshot_on_the_claim() -> None:
+    commit = "fedcba9876543210fedcba9876543210fedcba98"
+    pinned = [f"{PAIR[0]}@{commit}", "--head", f"{PAIR[2]}@{commit}", *CODE, *RELEASE]
+    text = run(*pinned, "--format", "dynamo")
+    service = check_deployment(by_kind(text))["agg"]
+    typed, snapshots = options(service), "/model-cache/hub/models--nvidia--Kimi-K2.5"
+    assert typed["--model-path"] == f"{snapshots}-NVFP4/snapshots/{commit}"
+    assert typed["--served-model-name"] == PAIR[0]
+    engine = yaml.safe_load(by_kind(text)["ConfigMap"][0]["data"]["agg.yaml"])
+    directory = engine["speculative_config"]["speculative_model_dir"]
+    assert directory == f"{snapshots}-Eagle3/snapshots/{commit}"
+    with pytest.raises(UsageError, match="v1 is not a whole commit"):
+        run(f"{PAIR[0]}@v1", *CODE, *RELEASE, "--format", "dynamo")

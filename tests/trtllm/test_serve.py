@@ -113,6 +113,20 @@ def test_a_shipped_model_is_its_directory_for_an_engine() -> None:
         assert '"kimi-nano"' not in json.dumps([*argv["argv"][:3], argv["config"]])
 
 
+def test_a_commit_is_the_revision_of_a_target_and_a_directory_of_a_head() -> None:
+    pinned = "nvidia/Kimi-K2.6-NVFP4@v1"
+    argv = dry(pinned, "--trust-remote-code")["argv"]
+    assert argv[1] == "nvidia/Kimi-K2.6-NVFP4" and argv[argv.index("--revision") + 1] == "v1"
+    for words, says in (
+        ([pinned, "--", "--revision", "v2"], "names its revision"),
+        ([pinned, "--head", "nvidia/Kimi-K2.6-Eagle3@v1"], "--revision v1"),
+        ([pinned, "--trtllm-version", "1.2.0"], "hf download nvidia/Kimi-K2.6-NVFP4 --revision v1"),
+    ):
+        refused = dry(*words)
+        error = refused["error"]
+        assert refused["status"] == 2 and says in f"{error['message']} {error['remedy']}"
+
+
 def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
     answer = dry(
         *K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2"

@@ -105,14 +105,12 @@ def describe(
         return report
     if hashes or sample is not None:
         message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
-        here = "pass the directory that holds its weights"
-        fetch = f"run `hf download {resolved.hub_id}`" if resolved.hub_id else here
-        raise UsageError(message, f"{fetch}, or leave `sample` and `hashes` out")
+        raise UsageError(message, f"{resolved.fetch}, or leave `sample` and `hashes` out")
     if resolved.hub_id is not None and resolved.known is None and is_online():
         checkpoint = open_remote(resolved.hub_id)
         report = _from_checkpoint(checkpoint, resolved)
-        remedy = f"run `hf download {resolved.hub_id}`, then inspect again"
-        unseen = finding("TS-HUB-HEADERS-ONLY", resolved.hub_id, "info", remedy=remedy)
+        remedy = f"{resolved.fetch}, then inspect again"
+        unseen = finding("TS-HUB-HEADERS-ONLY", str(resolved.hub_id), "info", remedy=remedy)
         return replace(report, hub=checkpoint.remote, problems=[*report.problems, unseen])
     return _from_config(resolved)
 

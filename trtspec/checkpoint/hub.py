@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, re
 from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
+from trtspec.foreign import HUB_NAME, HubId, parse_hub_id
 from trtspec.specs import HeadSpec, ModelSpec, Values
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -47,12 +48,15 @@ def expand_patterns(patterns: list[str]) -> list[str]:
     return sorted(expanded)
 
 
-def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | None:
-    """The kind and entry (to be read only) of a published id, upper and lower case being the same; or None.
+def known(name_or_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | None:
+    """The kind and entry (to be read only) of a published id, whatever its revision; or None.
 
-    Raises TrtspecError for ids that are known and refused, such as Kimi-K3.
+    Upper and lower case are the same. Raises TrtspecError for ids that are known and refused, such as Kimi-K3.
     """
-    wanted = hub_id.casefold()
+    hub_id = parse_hub_id(name_or_id)
+    if hub_id is None:
+        return None
+    wanted = hub_id.name.casefold()
     for name, reason in catalogue()["refused"].items():
         if name.casefold() == wanted:
             raise TrtspecError(
@@ -66,20 +70,27 @@ def known(hub_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | Non
 
 
 def same_checkpoint(first: str, second: str) -> bool:
-    """Whether two names are one checkpoint: equal, one shipped model, or names under which the hub has the same."""
-    if engine_name(first) == engine_name(second):
-        return True
-    entries = [known(name) for name in (first, second)]
-    names = [entry[1].get("published_as", entry[1]["id"]) for entry in entries if entry is not None]
-    return len(names) == 2 and names[0] == names[1]
+    """Whether two names are one checkpoint: one directory, one shipped model, or one commit of a repository."""
+    return _canonical(first) == _canonical(second)
 
 
-def similar_ids(hub_id: str) -> list[str]:
-    """Published ids that look like a mistyped `hub_id`; none when it is a published one itself."""
+def _canonical(name: str) -> HubId | str:
+    """The id under which the hub has a checkpoint, with its commit where the cache tells it; else the directory."""
+    hub_id = named_hub_id(name)
+    if hub_id is None:
+        return snapshot_id(Path(name)) or engine_name(name)
+    hub_id = _published(hub_id, known(name))
+    snapshot = cached_snapshot(hub_id, complete=False) if hub_id.revision else None
+    return replace(hub_id, revision=snapshot.name) if snapshot is not None else hub_id
+
+
+def similar_ids(name_or_id: str) -> list[str]:
+    """Published ids that look like a mistyped one; none when it is a published one itself."""
     names = [*catalogue()["targets"], *catalogue()["heads"]]
-    if hub_id in names:
+    wanted = name_or_id.partition("@")[0]
+    if wanted in names:
         return []
-    return difflib.get_close_matches(hub_id, names, n=2, cutoff=0.8)
+    return difflib.get_close_matches(wanted, names, n=2, cutoff=0.8)
 
 
 def real_pair(head_id: str, target_id: str) -> bool | None:
@@ -90,7 +101,8 @@ def real_pair(head_id: str, target_id: str) -> bool | None:
     return target[1]["id"] in head[1]["targets"]
 
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
 SMALL_PATTERNS = [
     "*.json",
@@ -111,7 +123,7 @@ class Resolved:
 
     name: str
     path: Path | None
-    hub_id: str | None
+    hub_id: HubId | None
     known: dict[str, Any] | None
 
     @property
@@ -121,6 +133,12 @@ class Resolved:
 
         return self.known["kind"] if self.known else config_kind(self.config(), self.name)
 
+    @property
+    def fetch(self) -> str:
+        """The remedy where its files are needed and are not here."""
+        directory = "pass the directory that holds its weights"
+        return directory if self.hub_id is None else f"run `{self.hub_id.download}`"
+
     def config(self) -> dict[str, Any]:
         """config.json of the directory, else of the known entry; raises when neither is there."""
         if self.path is not None:
@@ -129,7 +147,7 @@ class Resolved:
         if config is None:
             raise TrtspecError(
                 f"the config of {self.name} is not known offline",
-                f"run `hf download {self.hub_id}` and pass its directory",
+                self.fetch,
             )
         return config
 
@@ -182,7 +200,12 @@ def local_directory(name: str) -> Path | None:
     return DATA / name if name in ("kimi-nano", "kimi-nano-eagle3") else None
 
 
-def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | None]:
+def named_hub_id(name: str) -> HubId | None:
+    """The hub id that `name` is; None for a directory and for any other text."""
+    return parse_hub_id(name) if local_directory(name) is None else None
+
+
+def hub_id_and_entry(name_or_path: str) -> tuple[HubId | None, dict[str, Any] | None]:
     """The hub id and its entry in data/models.yaml; no id for a directory. Raises UsageError for what is neither."""
     if local_directory(name_or_path):
         return None, None
@@ -192,47 +215,47 @@ def hub_id_and_entry(name_or_path: str) -> tuple[str | None, dict[str, Any] | No
             f"{name_or_path} is a file, not a checkpoint directory",
             f"pass its directory, {path.parent}",
         )
-    refuse_revision(name_or_path)
-    if not HUB_ID.fullmatch(name_or_path):
+    hub_id = parse_hub_id(name_or_path)
+    if hub_id is None:
         raise UsageError(
             f"{name_or_path!r} is neither a directory nor a hub id",
             "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3); "
             "where a job makes it later, build-config takes `like`",
         )
-    found = known(name_or_path)
-    entry = found[1] if found else None
-    return (entry.get("published_as", entry["id"]) if entry else name_or_path), entry
+    entry = known(name_or_path)
+    return _published(hub_id, entry), entry[1] if entry is not None else None
 
 
-def refuse_revision(name: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raises UsageError for `ORG/NAME@REVISION`, which is no path: what is on the hub is read at `main` only."""
-    plain, at, revision = name.partition("@")
-    if at and HUB_ID.fullmatch(plain):
-        words = "--repo-type dataset " if kind == "dataset" else ""
-        raise UsageError(
-            f"{name} names the revision {revision!r}, and a hub id is read at `main` only",
-            f"run `hf download {plain} {words}--revision {revision or 'REVISION'} --local-dir DIR` and pass DIR",
-        )
+def _published(hub_id: HubId, entry: tuple[str, dict[str, Any]] | None) -> HubId:
+    """The id as its publisher writes it."""
+    if entry is None:
+        return hub_id
+    return replace(hub_id, name=entry[1].get("published_as", entry[1]["id"]))
 
 
-def cached_snapshot(hub_id: str, complete: bool) -> Path | None:
-    """The snapshot of `main` in the hub cache; with `complete`, only one that has every shard its index names.
+def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
+    """The snapshot in the hub cache; with `complete`, only one that has every shard its index names.
 
     Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot), because importing
     huggingface_hub takes longer than everything else that the torch-free commands do.
     """
-    repository = cache_directory() / f"models--{hub_id.replace('/', '--')}"
-    try:
-        snapshot = (
-            repository
-            / "snapshots"
-            / (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-        )
-    except (OSError, UnicodeDecodeError):
-        return None
-    if not (snapshot / "config.json").is_file():
+    repository = cache_directory() / hub_id.folder
+    snapshot = _snapshot(repository, hub_id.revision or "main")
+    if snapshot is None or not (snapshot / "config.json").is_file():
         return None
     return snapshot if not complete or _has_all_shards(snapshot) else None
+
+
+def _snapshot(repository: Path, revision: str) -> Path | None:
+    """The snapshot of a branch or tag, which refs/ has, or of a commit by the first digits of its hash."""
+    snapshots = repository / "snapshots"
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        matches = snapshots.glob(f"{revision}*") if SHORT_COMMIT.fullmatch(revision) else ()
+        commits = [path.name for path in matches]
+        commit = commits[0] if len(commits) == 1 else ""
+    return snapshots / commit if re.fullmatch(r"\w+", commit) else None
 
 
 def cache_directory() -> Path:
@@ -245,13 +268,26 @@ def cache_directory() -> Path:
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 
-def hub_id_of(directory: Path) -> str | None:
-    """`org/name` of a snapshot in a hub cache (models--org--name/snapshots/...); None for any other directory."""
-    for part in reversed(directory.resolve().parts):
-        organization, _, name = part.removeprefix("models--").partition("--")
-        if part.startswith("models--") and name:
-            return f"{organization}/{name}"
-    return None
+def snapshot_id(directory: Path) -> HubId | None:
+    """The id of a snapshot in a hub cache (models--org--name/snapshots/COMMIT); None for any other directory."""
+    path = directory.resolve()
+    folder = path.parent.parent.name
+    name = folder.removeprefix("models--").replace("--", "/", 1)
+    if path.parent.name != "snapshots" or not HUB_NAME.fullmatch(name):
+        return None
+    return HubId(name, path.name) if folder.startswith("models--") else None
+
+
+def source_name(directory: Path) -> str:
+    """How files name their source: its hub id where the directory is a hub's snapshot, else the directory's name."""
+    hub_id = snapshot_id(directory)
+    return hub_id.name if hub_id is not None else directory.resolve().name
+
+
+def commit_record(directory: Path) -> dict[str, str]:
+    """The repository and the commit of a hub's snapshot, as journals and provenance.json have them; {} for others."""
+    hub_id = snapshot_id(directory)
+    return {"hub_id": hub_id.name, "commit": str(hub_id.revision)} if hub_id is not None else {}
 
 
 def _has_all_shards(snapshot: Path) -> bool:
@@ -264,12 +300,15 @@ def _has_all_shards(snapshot: Path) -> bool:
     return any(snapshot.glob("*.safetensors"))
 
 
-def _download(hub_id: str, patterns: list[str]) -> Path:
+def _download(hub_id: HubId, patterns: list[str]) -> Path:
     """snapshot_download into the hub's own cache."""
     from huggingface_hub import snapshot_download
 
     require_online(hub_id)
-    return Path(hub_errors(hub_id, lambda: snapshot_download(hub_id, allow_patterns=patterns)))
+    fetch = partial(
+        snapshot_download, hub_id.name, revision=hub_id.revision, allow_patterns=patterns
+    )
+    return Path(hub_errors(hub_id, fetch))
 
 
 def is_online() -> bool:
@@ -290,7 +329,7 @@ def unreachable(name: str) -> Problem | None:
     )
 
 
-def require_online(hub_id: str) -> None:
+def require_online(hub_id: HubId) -> None:
     if not is_online():
         raise MissingDependency(
             f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
@@ -298,7 +337,7 @@ def require_online(hub_id: str) -> None:
         )
 
 
-def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
+def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
     """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
     from huggingface_hub import errors
 
@@ -312,8 +351,13 @@ def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
         ) from None
     except errors.RepositoryNotFoundError:
         raise TrtspecError(
-            f"the hub has no {hub_id}, or it is private",
+            f"the hub has no {hub_id.name}, or it is private",
             _suggest(hub_id, "check the id, or run `hf auth login`"),
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise TrtspecError(
+            f"{hub_id.name} has no commit, tag or branch {hub_id.revision} on the hub",
+            "look at its commits on the hub's page, and write a whole commit",
         ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
@@ -338,8 +382,8 @@ def hub_errors(hub_id: str, ask: Callable[[], Result]) -> Result:
         ) from None
 
 
-def _suggest(hub_id: str, remedy: str) -> str:
-    close = similar_ids(hub_id)
+def _suggest(hub_id: HubId, remedy: str) -> str:
+    close = similar_ids(hub_id.name)
     return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy
 
 
@@ -403,15 +447,47 @@ def findable(name: str) -> bool:
     """Whether a name that only a file gives can be looked at here: a directory, a published id, or a cached one. Raises
     TrtspecError for a model that is known and refused."""
     try:
-        here = local_directory(name) is not None or (
-            HUB_ID.fullmatch(name) and cached_snapshot(name, complete=False)
-        )
+        if local_directory(name) is not None:
+            return True
+        hub_id = parse_hub_id(name)
+        here = hub_id is not None and cached_snapshot(hub_id, complete=False) is not None
     except OSError:  # longer than any path
         return False
-    return bool(here) or known(name) is not None
+    return here or known(name) is not None
 
 
 def engine_name(name: str) -> str:
-    """What an engine is given for a checkpoint: the directory of a shipped model, else the name itself."""
-    found = local_directory(name)
-    return name if found is None or Path(name).expanduser().is_dir() else str(found)
+    """What an engine is given for a checkpoint: the directory of a shipped model, an id without its revision, else the
+    name itself."""
+    directory = local_directory(name)
+    if directory is not None:
+        return name if Path(name).expanduser().is_dir() else str(directory)
+    hub_id = parse_hub_id(name)
+    return name if hub_id is None else hub_id.name
+
+
+def engine_revision(name: str) -> str | None:
+    """The revision that an engine is given beside `engine_name`."""
+    hub_id = named_hub_id(name)
+    return None if hub_id is None else hub_id.revision
+
+
+def engine_path(name: str, cache: str | None = None) -> str:
+    """What an engine is given that takes no revision: the snapshot's directory of an id with one, else `engine_name`.
+
+    `cache` is the hub cache of the machine that serves; None is this one. Raises UsageError if the directory is not
+    here, or not named by what was given.
+    """
+    hub_id = named_hub_id(name)
+    if hub_id is None or hub_id.revision is None:
+        return engine_name(name)
+    if cache is not None and not WHOLE_COMMIT.fullmatch(hub_id.revision):
+        message = f"{hub_id.revision} is not a whole commit, which names the directory that the engine reads"
+        raise UsageError(message, f"write {hub_id.name}@ and the 40 digits of the commit")
+    if cache is not None:
+        return f"{cache}/{hub_id.folder}/snapshots/{hub_id.revision}"
+    snapshot = cached_snapshot(hub_id, complete=False)
+    if snapshot is None:
+        message = f"{hub_id} is not in the hub cache, and the engine takes a revision only as its directory there"
+        raise UsageError(message, f"run `{hub_id.download}`")
+    return str(snapshot)

@@ -21,7 +21,7 @@ from trtspec.checkpoint.hub import (
     require_online,
 )
 from trtspec.errors import TrtspecError
-from trtspec.foreign import PlainName, plain_name
+from trtspec.foreign import HubId, PlainName, plain_name
 
 AT_ONCE = 8  # connections
 TIMEOUT = 60.0
@@ -31,32 +31,41 @@ def open_headers(name_or_path: str) -> Checkpoint:
     """The checkpoint by its headers: a directory, a complete snapshot in the hub cache, else the hub itself, of which
     no weights are fetched."""
     hub_id, _ = hub_id_and_entry(name_or_path)
-    path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
-    return Checkpoint.open(path) if path is not None else open_remote(hub_id or name_or_path)
+    if hub_id is None:
+        return Checkpoint.open(local_directory(name_or_path) or Path(name_or_path))
+    path = cached_snapshot(hub_id, complete=True)
+    return Checkpoint.open(path) if path is not None else open_remote(hub_id)
 
 
-def open_remote(hub_id: str) -> Checkpoint:
+def open_remote(hub_id: HubId) -> Checkpoint:
     """The checkpoint as `Checkpoint.open` reads it, with `remote` set; `path` is the cache's snapshot with the small
     files. Raises TrtspecError for what is not there, not public or damaged."""
     from huggingface_hub import HfApi, snapshot_download
 
     require_online(hub_id)
-    info = hub_errors(
-        hub_id, lambda: HfApi().model_info(hub_id, files_metadata=True, timeout=TIMEOUT)
+    ask = partial(
+        HfApi().model_info,
+        hub_id.name,
+        revision=hub_id.revision,
+        files_metadata=True,
+        timeout=TIMEOUT,
     )
+    info = hub_errors(hub_id, ask)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     weights = {
-        plain_name(name, hub_id): size
+        plain_name(name, f"{hub_id}"): size
         for name, size in sizes.items()
         if name.endswith(".safetensors") and "/" not in name
     }
-    snapshot = partial(snapshot_download, hub_id, revision=info.sha, allow_patterns=SMALL_PATTERNS)
+    snapshot = partial(
+        snapshot_download, hub_id.name, revision=info.sha, allow_patterns=SMALL_PATTERNS
+    )
     path = Path(hub_errors(hub_id, snapshot))
     if not weights and not (path / INDEX_NAME).is_file():
         raise TrtspecError(
             f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights"
         )
-    files = HubFiles(hub_id, str(info.sha), weights)
+    files = HubFiles(replace(hub_id, revision=str(info.sha)), weights)
     return replace(
         Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers), remote=files
     )
@@ -66,15 +75,14 @@ def open_remote(hub_id: str) -> Checkpoint:
 class HubFiles:
     """The weight files of a repository at one commit, with their sizes in bytes."""
 
-    hub_id: str
-    revision: str
+    hub_id: HubId
     sizes: dict[PlainName, int]
 
     def to_dict(self) -> dict[str, Any]:
         """The `hub` object of JSON reports: what a download would take, and the room for it."""
         return {
-            "id": self.hub_id,
-            "revision": self.revision,
+            "id": self.hub_id.name,
+            "revision": self.hub_id.revision,
             "weight_bytes": sum(self.sizes.values()),
             "cache_free_bytes": machine.free_disk(cache_directory()),
         }
@@ -92,7 +100,10 @@ class HubFiles:
         from huggingface_hub import HfApi
 
         read = partial(
-            HfApi().parse_safetensors_file_metadata, self.hub_id, shard, revision=self.revision
+            HfApi().parse_safetensors_file_metadata,
+            self.hub_id.name,
+            shard,
+            revision=self.hub_id.revision,
         )
         tensors = hub_errors(self.hub_id, partial(read, timeout=TIMEOUT)).tensors
         data_bytes = max(
@@ -105,7 +116,5 @@ class HubFiles:
         """Some bytes of a shard."""
         from huggingface_hub import HfFileSystem
 
-        read = partial(
-            HfFileSystem().cat_file, f"{self.hub_id}@{self.revision}/{shard}", begin, begin + size
-        )
+        read = partial(HfFileSystem().cat_file, f"{self.hub_id}/{shard}", begin, begin + size)
         return bytes(hub_errors(self.hub_id, read))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trtspec import files
-from trtspec.checkpoint.hub import HUB_ID, refuse_revision
 from trtspec.errors import MissingDependency, UsageError
+from trtspec.foreign import HubId, parse_hub_id
 
 LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (
     (".jsonl", ".ndjson"),
@@ -49,20 +49,19 @@ class DataRow:
 
 def from_hub(source: str) -> bool:
     """Whether `source` names a hub data set: not a path that exists, and written like an id."""
-    return not Path(source).exists() and HUB_ID.fullmatch(source.partition(":")[0]) is not None
+    return not Path(source).exists() and parse_hub_id(source.partition(":")[0]) is not None
 
 
 def read_rows(
     source: str, split: str | None = None, on_bad: Callable[[UsageError], None] | None = None
 ) -> Iterator[DataRow]:
-    """Every row of a file, a directory (its files in the order of their names) or a hub data set `org/name[:config]`.
+    """Every row of a file, a directory (its files in the order of their names) or a hub data set
+    `org/name[@revision][:config]`.
 
     `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data;
     with `on_bad`, the error of a line that is no row is handed over, and reading continues behind it.
     """
     path = Path(source)
-    if not path.exists():
-        refuse_revision(source, "dataset")
     if from_hub(source):
         yield from hub_rows(source, split)
     elif path.is_dir():
@@ -216,17 +215,24 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
 
 
 def hub_rows(name: str, split: str | None, revision: str | None = None) -> Iterator[DataRow]:
-    """Streams `org/name[:config]` (or a local data set directory) with the datasets library. A row without a category
-    takes the name of the split, where one is asked for."""
+    """Streams `org/name[@revision][:config]` (or a local data set directory) with the datasets library.
+
+    A row without a category takes the name of the split, where one is asked for.
+    """
     try:
         import datasets
     except ImportError:
         raise MissingDependency(f"reading the hub data set {name} needs datasets", EXTRA) from None
     identifier, _, config = name.partition(":")
+    hub_id = parse_hub_id(identifier) or HubId(identifier)
     wanted = split or "train"
     try:
         stream = datasets.load_dataset(
-            identifier, config or None, split=wanted, revision=revision, streaming=True
+            hub_id.name,
+            config or None,
+            split=wanted,
+            revision=hub_id.revision or revision,
+            streaming=True,
         )
         for number, row in enumerate(stream, 1):
             yield DataRow(

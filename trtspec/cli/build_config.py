@@ -18,7 +18,7 @@ from trtspec.records import (
     words,
 )
 from trtspec.report import Result, refuse_existing, write_atomic
-from trtspec.trtllm.intent import ENGINE_FILE, VLLM, Intent
+from trtspec.trtllm.intent import CACHES, ENGINE_FILE, VLLM, Intent
 
 if TYPE_CHECKING:
     from trtspec.trtllm.build import EngineConfig
@@ -73,7 +73,8 @@ def build_config(options: BuildConfigOptions) -> Result:
         if path is not None and not options.dry_run:
             refuse_existing(path, options.force, ENGINE_FILE)
         name = {"config_path": path.name} if path and options.format == "yaml" else {}
-        files[path] = [build(part, target, head, **name) for part in parts]
+        cache = CACHES.get(options.format)
+        files[path] = [build(part, target, head, cache=cache, **name) for part in parts]
     texts = {path: _text(parts, options) for path, parts in files.items()}
     written = [path for path in texts if path is not None and not options.dry_run]
     for path in written:

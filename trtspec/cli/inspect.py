@@ -116,8 +116,9 @@ def compare_pair(
         Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
     )
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    more = pairing.pair_problems(head, target, head_id=resolved.hub_id, target_id=other.hub_id)
+    more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
+    more += pairing.learned_problems(resolved, other)
     more += pairing.config_problems(resolved.config(), other.config())
     more += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = (

@@ -169,16 +169,16 @@ def directory_of(checkpoint: str | Resolved) -> Path:
 
     found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
     if found.path is None or (found.hub_id and not any(found.path.glob("*.safetensors"))):
-        remedy = f"run `hf download {found.hub_id or found.name}` and pass its directory"
-        raise UsageError(f"the weights of {found.name} are not on this machine", remedy)
+        raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
     return found.path
 
 
 def policy_of(name: str | None, source: str, path: Path) -> Policy:
     """The policy that was asked for, else the published one of the source's family."""
+    from trtspec.checkpoint.hub import engine_name
     from trtspec.quant.policy import default_policy, load_policy
 
-    return load_policy(name) if name else default_policy(source, str(path.resolve()))
+    return load_policy(name) if name else default_policy(engine_name(source), str(path.resolve()))
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:

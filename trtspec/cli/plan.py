@@ -126,7 +126,8 @@ def choose_layout(options: PlanOptions) -> Decision:
 
 def _warnings(setting: Setting) -> list[Problem]:
     """Warnings about the pair, and about acceptance that was measured elsewhere."""
-    from trtspec.checkpoint.heads.pairing import pair_problems
+    from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
+    from trtspec.checkpoint.hub import resolve
     from trtspec.planning.acceptance import other_model
 
     if setting.head is None:
@@ -134,6 +135,9 @@ def _warnings(setting: Setting) -> list[Problem]:
     pair = pair_problems(
         setting.head, setting.model, head_id=setting.head_name, target_id=setting.target
     )
+    names = (setting.head_name or "", setting.target)
+    head, target = [resolve(name, weights=False) for name in names]
+    pair += learned_problems(head, target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
 

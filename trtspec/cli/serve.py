@@ -14,7 +14,7 @@ from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.records import fill, words
-from trtspec.report import Result, print_json
+from trtspec.report import Result, announce, print_json, problem_lines
 
 if TYPE_CHECKING:
     from trtspec.launch.preflight import ServerPlan
@@ -74,25 +74,28 @@ def _planned(options: ServeOptions) -> ServerPlan:
 
 def _command(options: ServeOptions) -> Result:
     """The command with every choice written out; names are looked up, nothing is fetched."""
+    from trtspec.checkpoint.heads.pairing import learned_problems
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.checkpoint.target_problems import require_target
 
     target = load_target(options.target)
     if target.resolved.path is not None:
         require_target(target.resolved.path)
-    if options.head:
-        load_head(options.head)
+    head = load_head(options.head) if options.head else None
+    problems = learned_problems(head.resolved, target.resolved) if head is not None else []
     chosen = replace(options, api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
     argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
     env, key = (
         ({API_KEY: "(not shown)"}, f'{API_KEY}="${API_KEY}" ') if options.api_key else ({}, "")
     )
-    return Result({"argv": argv, "env": env, "config": {}}, text=f"{key}{shlex.join(argv)}\n")
+    text = f"{key}{shlex.join(argv)}\n"
+    return Result({"argv": argv, "env": env, "config": {}}, problems, text=text)
 
 
 def _run(options: ServeOptions) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
+    from trtspec.checkpoint.heads.pairing import learned_problems
     from trtspec.checkpoint.hub import must_be, resolve
 
     # a head given for a target is refused before anything is fetched, and before the seconds of importing PyTorch
@@ -102,11 +105,15 @@ def _run(options: ServeOptions) -> None:
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)
-    head = directory_of(options.head) if options.head else None
+    head = resolve(options.head) if options.head else None
+    if head is not None:
+        for line in problem_lines(learned_problems(head, target)):
+            announce(line)
     more = (
         {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
     )
+    published = target.hub_id.name if target.hub_id is not None else None
     settings = fill(
-        ServerOptions, options, served_model_name=options.served_model_name or target.hub_id, **more
+        ServerOptions, options, served_model_name=options.served_model_name or published, **more
     )
-    run(directory_of(target), head, settings)
+    run(directory_of(target), directory_of(head) if head is not None else None, settings)

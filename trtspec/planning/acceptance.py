@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import files
-from trtspec.checkpoint.hub import known, real_pair
+from trtspec.checkpoint.hub import engine_name, known, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -122,7 +122,8 @@ def card_acceptance(head: str, target: str) -> Acceptance | None:
 def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
     """A warning for a measurement of another model than the target."""
     name = acceptance.model
-    if not name or Path(name).resolve().name.casefold() == Path(target).resolve().name.casefold():
+    names = {Path(model).resolve().name.casefold() for model in (name, engine_name(target))}
+    if not name or len(names) == 1:
         return []
     message = f"the acceptance was measured on {name}, and this plan is for {target}"
     return [

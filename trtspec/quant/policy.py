@@ -25,7 +25,6 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.hub import hub_id_of
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
@@ -133,11 +132,6 @@ def default_policy(*names: str) -> Policy:
                 if re.search(entry["family"], part, re.IGNORECASE):
                     return _policy(key, entry)
     return _policy(table["default"], table["policies"][table["default"]])
-
-
-def source_name(directory: Path) -> str:
-    """How files name their source: its hub id where the directory is a hub's snapshot, else the directory's name."""
-    return hub_id_of(directory) or directory.resolve().name
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
+from trtspec.checkpoint.hub import commit_record, source_name
 from trtspec.checkpoint.identity import identity, recorded_hashes
 from trtspec.checkpoint.output import WRITTEN, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.writer import Journal, write_index
@@ -31,7 +32,7 @@ from trtspec.quant.convert import (
     weight_class,
 )
 from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare
-from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy, source_name
+from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
 from trtspec.report import (
     Bar,
     OutputOptions,
@@ -97,7 +98,9 @@ def quantize_checkpoint(
 
 def _header(conversion: Conversion) -> dict[str, Any]:
     """What the journal is begun with: all that decides the bytes."""
-    header = {"source": identity(conversion.checkpoint), "options": conversion.decisive}
+    checkpoint = conversion.checkpoint
+    source = identity(checkpoint) | commit_record(checkpoint.path)
+    header = {"source": source, "options": conversion.decisive}
     return header | {"engine": "modelopt"} if conversion.options.by_modelopt else header
 
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.hub import engine_name, load_head, load_target
+from trtspec.checkpoint.hub import engine_path, load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
 from trtspec.report import problem_lines
@@ -67,10 +67,17 @@ class EngineConfig:
 
 
 def build(
-    intent: Intent, target: ModelSpec, head: HeadSpec | None, config_path: str = ENGINE_FILE
+    intent: Intent,
+    target: ModelSpec,
+    head: HeadSpec | None,
+    config_path: str = ENGINE_FILE,
+    cache: str | None = None,
 ) -> EngineConfig:
-    """Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU,
-    in this layout or on this version; UsageError for sizes that contradict each other."""
+    """The file and its command. `cache` is the hub cache of the machine that serves, if it is not this one.
+
+    Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU, in
+    this layout or on this version; UsageError for sizes that contradict each other.
+    """
     if intent.role == "front":
         return EngineConfig(
             intent, front(intent), ["trtllm-serve", "disaggregated", "-c", config_path], ()
@@ -84,17 +91,19 @@ def build(
         raise CheckFailed(
             f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused))
         )
-    text = engine_yaml(intent, target, head)
-    findings = _judged(intent, target, head, text)
-    return EngineConfig(
-        intent, text, build_command(intent, target, Document.parse(text), config_path), findings
-    )
+    text = engine_yaml(intent, target, head, cache)
+    findings = _judged(intent, target, head, text, cache)
+    argv = build_command(intent, target, Document.parse(text), config_path, cache=cache)
+    return EngineConfig(intent, text, argv, findings)
 
 
-def build_named(intent: Intent, config_path: str = ENGINE_FILE) -> EngineConfig:
+def build_named(
+    intent: Intent, config_path: str = ENGINE_FILE, cache: str | None = None
+) -> EngineConfig:
     """As `build`, of the names in the intent, looked up as the commands do."""
     head = load_head(intent.head).spec if intent.head else None
-    return build(intent, load_target(intent.target, intent.like).spec, head, config_path)
+    target = load_target(intent.target, intent.like).spec
+    return build(intent, target, head, config_path, cache)
 
 
 def disaggregated(intent: Intent) -> dict[str, Intent]:
@@ -112,14 +121,14 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 
 
 def _judged(
-    intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str, cache: str | None
 ) -> tuple[Finding, ...]:
     """What lint says of the file. Raises CheckFailed for an error, and for a warning about what we wrote ourselves
     (nobody knows whether this release runs it). Warnings that the user's settings bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = (
-        lint(engine_yaml(replace(intent, settings=()), target, head), deployment)
+        lint(engine_yaml(replace(intent, settings=()), target, head, cache), deployment)
         if intent.settings
         else findings
     )
@@ -145,12 +154,14 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
     )  # fmt: skip
 
 
-def engine_yaml(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> str:
+def engine_yaml(
+    intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None = None
+) -> str:
     """The text of the engine file, not judged yet. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
     named = [
         replace(item, path=schema.current(item.path))
-        for item in engine_settings(intent, schema, target, head)
+        for item in engine_settings(intent, schema, target, head, cache)
     ]
     found = {item.path: item for item in named}
     for item in intent.settings:
@@ -303,10 +314,14 @@ class EngineSetting:
 
 
 def engine_settings(
-    intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None
+    intent: Intent,
+    schema: Schema,
+    target: ModelSpec,
+    head: HeadSpec | None,
+    cache: str | None = None,
 ) -> list[EngineSetting]:
     """The rows of settings.yaml that hold, in the order in which they are written."""
-    known, computed = _facts(intent, schema, target, head)
+    known, computed = _facts(intent, schema, target, head, cache)
     found: dict[str, EngineSetting] = {}
     for row in read_beside("settings.yaml"):
         wanted = {
@@ -322,7 +337,7 @@ def engine_settings(
 
 
 def _facts(
-    intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None
+    intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None, cache: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the rows of settings.yaml ask, and the values that they name with $."""
     own = [item.value for item in map(_asked_setting, intent.settings) if item.path == BLOCK]
@@ -352,7 +367,7 @@ def _facts(
     computed = {
         "batch": intent.batch, "block": block, "buffer": buffer, "attention_dp_fraction": ATTENTION_DP_KV_FRACTION,
         "transfer_backend": schema.behaviour("kv_transfer_default")["backend"], "spelling": eagle3().spellings[0],
-        "draft_len": intent.draft_len, "head": engine_name(intent.head or ""), "layers": list(layers),
+        "draft_len": intent.draft_len, "head": engine_path(intent.head or "", cache), "layers": list(layers),
         "default_layers": ", ".join(map(str, default)),
     }  # fmt: skip
     return known, computed

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.hub import HUB_ID, findable, load_head, load_target, similar_ids
+from trtspec.checkpoint.hub import findable, load_head, load_target, similar_ids
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
+from trtspec.foreign import parse_hub_id
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
@@ -254,7 +255,7 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
         return Problem(
             "TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?"
         )
-    severity: Severity = "error" if here and not HUB_ID.fullmatch(name) else "info"
+    severity: Severity = "error" if here and parse_hub_id(name) is None else "info"
     message = f"{name} is not here, so nothing that depends on it was checked"
     return Problem(
         "TS-NAME-ABSENT",

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from trtspec.data_files import gpu_names
 from trtspec.errors import UsageError
+from trtspec.foreign import parse_hub_id
 from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, option, parse, words
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.schema import parse_version
@@ -34,6 +35,9 @@ SPARE = 128  # tokens that a generation server keeps beside its full batch, for 
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
 VLLM: Form = "vllm"
+WEIGHTS = "/model-cache"  # where Dynamo's workers mount the claim that HF_HOME names
+# hub caches of the pods that a form is written for
+CACHES: dict[Form, str] = {"helm-values": "/models/hub", "dynamo": f"{WEIGHTS}/hub"}
 # what has no counterpart in vLLM's file
 NOT_OF_VLLM = ("role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
                "spread_attention", "settings", "goal=throughput")  # fmt: skip
@@ -229,7 +233,9 @@ class Intent:
     @property
     def published_as(self) -> str:
         """The name by which the target is known, where its directory is not there yet."""
-        return self.like or self.target
+        name = self.like or self.target
+        hub_id = parse_hub_id(name)
+        return name if hub_id is None else hub_id.name
 
     def fitted(self, positions: int) -> Intent:
         """The same, where nobody asked for a length, with one that the model's positions hold; an asked one stays."""

@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 from packaging.version import Version
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import engine_path, load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
-from trtspec.trtllm.intent import Intent, Role
+from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
-WEIGHTS, CONFIG, CHANNEL = "/model-cache", "/config", "compute-domain-channel"
+CONFIG, CHANNEL = "/config", "compute-domain-channel"
 PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
 
 
@@ -248,7 +248,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
     intent, words = config.intent, config.argv
     found = [
         "--model-path",
-        intent.target,
+        engine_path(intent.target, CACHES["dynamo"]),
         "--served-model-name",
         intent.published_as,
         "--extra-engine-args",

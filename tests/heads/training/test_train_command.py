@@ -5,6 +5,8 @@ import json
 import pytest
 
 from tests.command_line import process, trtspec
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.identity import identity
 
 SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 
@@ -18,6 +20,13 @@ def trained(tmp_path_factory, target_dir, data):
     )
     assert done.returncode == 0, done.stderr
     return output, json.loads(done.stdout)
+
+
+def test_the_record_names_the_weights_that_it_learned_from(trained, target_dir):
+    source = json.loads((trained[0] / "provenance.json").read_text())["source"]
+    marks = identity(Checkpoint.open(target_dir))
+    assert source["target_samples"] == [marks["sample"]]
+    assert source["target_tensors"] == marks["tensors"] and "commit" not in source
 
 
 def test_the_command_writes_and_measures_a_head(trained):

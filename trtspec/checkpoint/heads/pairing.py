@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.hub import known, real_pair
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.dialects import training_record
+from trtspec.checkpoint.hub import Resolved, known, real_pair
+from trtspec.checkpoint.identity import identity, recorded
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
@@ -37,6 +41,41 @@ def pair_problems(
         *_rope(head, target),
         *_parallel(head, tp_size),
     ]
+
+
+def target_record(directory: Path) -> dict[str, Any]:
+    """What provenance.json of a head says of the target that it learned from.
+
+    `target_samples` are digests of the target's weights, and of those that `trtspec quantize` made them from.
+    """
+    marks = identity(Checkpoint.open(directory))
+    record = recorded(directory)
+    quantized = record.get("source") if record.get("command") == "quantize" else None
+    original = quantized.get("sample") if isinstance(quantized, dict) else None
+    samples = [marks["sample"], *([original] if isinstance(original, str) else [])]
+    return {"target_tensors": marks["tensors"], "target_samples": samples}
+
+
+def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
+    """A warning if the head learned from other weights; [] if they match, are not here, or the head has no record.
+
+    Weights of another format cannot be compared, which is no more than told.
+    """
+    record = training_record(head.path) if head.path is not None else {}
+    source = record.get("source")
+    if not isinstance(source, dict) or not isinstance(source.get("target_samples"), list):
+        return []
+    if target.path is None or not any(target.path.glob("*.safetensors")):
+        return []
+    here = target_record(target.path)
+    if any(sample in source["target_samples"] for sample in here["target_samples"]):
+        return []
+    name, commit = source.get("target"), source.get("commit")
+    trained_on = f"{name}@{commit}" if commit else name
+    message = f"{head.name} learned from {trained_on}, and the weights of {target.name} are others"
+    comparable = source.get("target_tensors") == here["target_tensors"]
+    severity: Severity = "warning" if comparable else "info"
+    return [Problem("TS-PAIR-OTHER-WEIGHTS", severity, head.name, message)]
 
 
 def reported_once(problems: list[Problem]) -> list[Problem]:

@@ -19,7 +19,7 @@ from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import ROPE_BASE
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.hub import Resolved, commit_record
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.target_problems import require_target
@@ -117,9 +117,7 @@ def convert_head(
     that is in the way, TrtspecError for one that has no room."""
     begun, path = time.monotonic(), source.path
     if path is None:
-        raise UsageError(
-            f"{source.name} is not on this machine", f"run `hf download {source.hub_id}` first"
-        )
+        raise UsageError(f"{source.name} is not on this machine", source.fetch)
     if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
         raise UsageError(
             f"{output} is, or holds, the head that is converted", "choose another `output`"
@@ -149,6 +147,7 @@ def convert_head(
             origin = {
                 "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
                 "provenance": recorded(path) or None, "target": target.name if target else None,
+                **commit_record(path),
             }  # fmt: skip
             more = {
                 "dialect": done.head.dialect,

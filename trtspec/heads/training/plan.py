@@ -21,6 +21,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
+from trtspec.checkpoint.hub import commit_record
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -334,5 +335,6 @@ def run_fingerprint(
             repr([(sample.id, sample.tokens) for sample in samples]).encode()
         ).hexdigest(),
         "target": identity_digest(run.target_dir),
+        "target_id": commit_record(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,
     }

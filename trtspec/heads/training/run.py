@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trtspec.checkpoint.heads.dialects import head_config
+from trtspec.checkpoint.heads.pairing import target_record
+from trtspec.checkpoint.hub import source_name
 from trtspec.checkpoint.output import CARD_NAME, CONFIG_NAME, PROVENANCE_NAME, SINGLE_SHARD
 from trtspec.checkpoint.writer import write_shard
 from trtspec.files import read_object
@@ -83,6 +85,7 @@ def run_training(
             module.eagle_module.load_state_dict(initial_tensors(check_initial(run.init, plan.spec)))
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
+        source |= fingerprint["target_id"] | target_record(run.target_dir)
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
         with (
             closing(open_states(run, model, plan, options, world)) as states,
@@ -171,7 +174,11 @@ class HeadWriter:
         if plan.spec.has_d2t:
             ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
             training["draft_vocabulary_coverage"] = coverage(samples, ids)
-        named = {"target": self.run.target_dir.name, "data": self.run.data, "files": plan.files}
+        named = {
+            "target": source_name(self.run.target_dir),
+            "data": self.run.data,
+            "files": plan.files,
+        }
         record = provenance(
             "train", named | self.source, asdict(options), parameters=plan.parameters,
             training=training | about, held_out=[samples[index].id for index in data.held],

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from trtspec.checkpoint.hub import engine_name
+from trtspec.checkpoint.hub import engine_name, engine_path, engine_revision
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
 from trtspec.planning.layout import Layout
@@ -27,7 +27,7 @@ from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
 def build_command(
     intent: Intent, target: ModelSpec, document: Document, config_path: str, *, host: str = "0.0.0.0", port: int = 8000,
-    sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (),
+    sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (), cache: str | None = None,
 ) -> list[str]:  # fmt: skip
     """The intent's sizes go to argv where the file does not have them. `sizes`, by YAML path, go there in any case, and
     lint then reports both; `passed` are words for trtllm-serve itself."""
@@ -38,7 +38,15 @@ def build_command(
     def decided(name: str) -> bool:
         return name in chosen or document.has(name)
 
-    argv = ["trtllm-serve", engine_name(intent.target), "--host", host, "--port", str(port)]
+    takes_revision = all("revision" in one.options for one in schema.possibilities)
+    model = engine_name(intent.target) if takes_revision else engine_path(intent.target, cache)
+    argv = ["trtllm-serve", model, "--host", host, "--port", str(port)]
+    revision = engine_revision(intent.target)
+    if revision is not None and decided("revision"):
+        message = f"{intent.target} names its revision, and `revision` is given to the engine too"
+        raise UsageError(message, "give it once")
+    if revision is not None and takes_revision:
+        argv += ["--revision", revision]
     argv += [] if decided("backend") else ["--backend", "pytorch"]
     for key, value in {**intent.settings_in_argv(), **sizes}.items():
         if key not in chosen and (key in sizes or not document.has(key)):

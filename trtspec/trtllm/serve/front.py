@@ -11,7 +11,7 @@ from typing import Annotated
 import httpx
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trtspec.checkpoint.hub import load_target
+from trtspec.checkpoint.hub import engine_name, load_target
 from trtspec.client.client import RequestFailed, ask_once, first_model, health
 from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.files import STDIN, first_fault, read_yaml_text
@@ -80,7 +80,10 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
             "`disaggregated` - : the front reads its file itself", "pass the path of one"
         )
     text = read_yaml_text(path, BUILD_FRONT)
-    front, names = read_front(text, path), {options.target, Path(options.target).resolve().name}
+    front, names = (
+        read_front(text, path),
+        {engine_name(options.target), Path(options.target).resolve().name},
+    )
     problems = [
         *check_servers("context", front.context_servers.urls, names),
         *check_servers("generation", front.generation_servers.urls, names),

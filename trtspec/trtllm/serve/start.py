@@ -11,6 +11,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
+from trtspec.checkpoint.heads.pairing import learned_problems
 from trtspec.checkpoint.hub import Head, Target, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
@@ -88,6 +89,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     # check_start names the files of code that nobody trusts
     findings = [one for one in lint(file, deployment) if one.key != "--trust_remote_code"]
     problems += [*refused, *(_judged_as_read(one, schema).problem(file.name) for one in findings)]
+    problems += learned_problems(head.resolved, target.resolved) if head else []
     models = [target.resolved, *([head.resolved] if head else [])]
     trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(

@@ -1,5 +1,5 @@
 # Fetches checkpoints into the hub cache at HF_HOME and inspects them; then writes the file that says that they are
-# whole. Arguments: that file, then hub ids, or directories, which must be there already.
+# whole. Arguments: that file, then hub ids, org/name or org/name@COMMIT, or directories, which must be there already.
 import pathlib
 import subprocess
 import sys
@@ -12,7 +12,8 @@ if pathlib.Path(done).exists():
     sys.exit(0)
 for name in names:
     if not name.startswith("/"):
-        print(snapshot_download(name), flush=True)
+        repository, _, revision = name.partition("@")
+        print(snapshot_download(repository, revision=revision or None), flush=True)
     status = subprocess.run(["trtspec", "inspect", name], check=False).returncode
     if status:
         sys.exit(f"{name} was fetched and has the problems above; nothing is served from it")

@@ -75,7 +75,7 @@
 {{- end -}}
 {{- $speculative := dig "speculative_config" (dict) $config | default (dict) -}}
 {{- $head := coalesce (get $speculative "speculative_model_dir") (get $speculative "speculative_model") | default "" -}}
-{{- if ne $head ($v.model.head | default "") -}}
+{{- if ne $head (include "trtspec.path" ($v.model.head | default "")) -}}
 {{- fail (printf "model.head is %q and %s names %q: %s" ($v.model.head | default "") $key $head $again) -}}
 {{- end -}}
 {{- $role := include "trtspec.option" (dict "args" $words "names" (list "--role") "default" "server") -}}

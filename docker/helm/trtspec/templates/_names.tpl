@@ -53,6 +53,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $first := ternary .Values.quantize.source .Values.model.target .Values.quantize.enabled -}}
 {{- compact (list $first (.Values.model.head | default "")) | join " " -}}
 {{- end -}}
+{{/* How the engine's file names a head: its snapshot's directory where it has a commit, which the engine takes no other
+     way. Argument: the head as the values have it. */}}
+{{- define "trtspec.path" -}}
+{{- $parts := splitList "@" . -}}
+{{- if eq (len $parts) 1 }}{{ . }}{{ else }}/models/hub/models--{{ replace "/" "--" (first $parts) }}/snapshots/{{ last $parts }}{{ end -}}
+{{- end -}}
 {{- define "trtspec.downloaded" -}}
 /models/.trtspec/downloaded-{{ include "trtspec.downloads" . | sha256sum | trunc 12 }}
 {{- end -}}

@@ -1,0 +1,96 @@
+"""A head remembers the weights that it learned from, and every command that pairs it says when they are others."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import trtspec
+from tests.tiny import make_head, make_target
+from trtspec.checkpoint.heads.pairing import learned_problems, target_record
+from trtspec.checkpoint.hub import resolve
+
+CODE = "TS-PAIR-OTHER-WEIGHTS"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("base") / "Kimi-K2.5-base", format="bf16")
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Path) -> Path:
+    """The same config, names and shapes with other values."""
+    return make_target(base.with_name("Kimi-K2.5-tuned"), format="bf16", seed=9)
+
+
+@pytest.fixture
+def head(base: Path, tmp_path: Path) -> Path:
+    path = make_head(tmp_path / "head", base)
+    recorded(path, {"target": "org/base", "commit": "abc", **target_record(base)})
+    return path
+
+
+def recorded(head: Path, source: Any) -> None:
+    record = {"command": "train", "source": source}
+    (head / "provenance.json").write_text(json.dumps(record))
+
+
+def severities(head: Path, target: Path) -> list[str]:
+    problems = learned_problems(
+        resolve(str(head), weights=False), resolve(str(target), weights=False)
+    )
+    assert all(problem.code == CODE for problem in problems)
+    return [problem.severity for problem in problems]
+
+
+def test_other_weights_are_a_warning_that_names_both(base: Path, tuned: Path, head: Path) -> None:
+    assert severities(head, base) == []
+    (problem,) = learned_problems(resolve(str(head)), resolve(str(tuned)))
+    assert "learned from org/base@abc" in problem.message and str(tuned) in problem.message
+    other_format = make_target(head.parent / "int4", format="int4")
+    assert severities(head, other_format) == ["info"]
+
+
+def test_the_record_survives_a_conversion(base: Path, tuned: Path, head: Path) -> None:
+    record = json.loads((head / "provenance.json").read_text())
+    converted = {"command": "convert", "source": {"provenance": record}}
+    (head / "provenance.json").write_text(json.dumps(converted))
+    assert (severities(head, base), severities(head, tuned)) == ([], ["warning"])
+
+
+def test_a_target_that_quantize_made_is_its_source(base: Path, tuned: Path, head: Path) -> None:
+    for source, told in ((base, []), (tuned, ["info"])):
+        out = head.parent / f"nvfp4-{source.name}"
+        done = trtspec("quantize", str(source), "-o", str(out), "--policy", "k2.5")
+        assert done.status == 0, done.stderr
+        assert severities(head, out) == told
+        recorded(head, {"target": "nvfp4", **target_record(out)})
+        assert severities(head, source) == [], "learned from the quantized one"
+        recorded(head, {"target": "org/base", **target_record(base)})
+
+
+@pytest.mark.parametrize("source", [None, "x", {}, {"target_samples": "x"}, {"target_samples": 5}])
+def test_without_a_record_nothing_is_read_or_said(head: Path, tuned: Path, source: Any) -> None:
+    recorded(head, source)
+    damaged = head.parent / "damaged"
+    shutil.copytree(tuned, damaged)
+    for shard in damaged.glob("*.safetensors"):
+        shard.write_bytes(b"")
+    assert severities(head, damaged) == []
+
+
+def test_every_command_that_pairs_them_says_so(base: Path, tuned: Path, head: Path) -> None:
+    serve = ("serve", "TARGET", "--head", str(head), "--dry-run", "--backend")
+    for words in (
+        ("inspect", str(head), "--against", "TARGET"),
+        ("plan", "TARGET", "--head", str(head), "--acceptance", "3"),
+        *((*serve, backend) for backend in ("trtllm", "vllm", "reference")),
+    ):
+        for target, count in ((tuned, 1), (base, 0)):
+            given = [str(target) if word == "TARGET" else word for word in words]
+            answer = json.loads(trtspec(*given, "--json").stdout)
+            codes = [problem["code"] for problem in answer["problems"]]
+            assert codes.count(CODE) == count, (given, answer.get("error"))
