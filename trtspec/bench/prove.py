@@ -206,6 +206,8 @@ def prove(
     with Journal(path, header, restart=restart, private=True) as journal:
         for name in (SPECULATING, PLAIN, "logs") if restart else ():
             shutil.rmtree(directory / name, ignore_errors=True)
+        for recording in directory.glob("*.part") if restart else ():
+            recording.unlink()
         (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
         if done:
