@@ -286,7 +286,6 @@ class Journal:
         os.close(self._file)
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     def __enter__(self) -> Journal:
         return self
@@ -394,7 +393,8 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
                 f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead"
             )
             return lock
-    raise UsageError(f"another run is writing {path.parent} (it holds {holder})", remedy)
+    directory = path.absolute().parent
+    raise UsageError(f"another run is writing {directory} (it holds {holder})", remedy)
 
 
 def _short(value: Any) -> str:

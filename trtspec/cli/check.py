@@ -202,8 +202,8 @@ async def _asking(
 
     async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
         server = await detect_server(client, model)
-        tokenizer = _tokenizer(options.tokenizer or server.model)
-        asker = Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
+        target = options.tokenizer or server.model
+        asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
                       timeout=options.timeout, bar=bar)  # fmt: skip
         if file is None:
             yield asker
@@ -211,7 +211,7 @@ async def _asking(
         journal = file.with_name(f"{file.name}.part")
         remedy = f"ask the same server as before, or remove {journal} to start over"
         header = {name: getattr(options, name) for name in SIZES}
-        header["tokenizer"] = options.tokenizer or server.model
+        header["tokenizer"] = target
         with Journal(journal, header, remedy=remedy) as asker.journal:
             asker.read_journal()
             yield asker

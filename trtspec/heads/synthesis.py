@@ -192,17 +192,17 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class JournalMessage:
+class RowMessage:
     role: str
     content: str
     reasoning_content: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChatRow:
     conversation_id: str
-    conversations: Annotated[list[JournalMessage], Field(min_length=1)]
+    conversations: Annotated[list[RowMessage], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class RawRow:
 
 
 @dataclass(frozen=True)
-class JournalEntry:
+class RowRecord:
     """A record of the journal. The row may have more fields."""
 
     row: ChatRow | RawRow
@@ -232,7 +232,7 @@ def synthesize(
     Raises TrtspecError if the server is gone or refuses, UsageError if the journal is another sampling's or server's.
     """
     with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
-        journal.entries(JournalEntry)
+        journal.entries(RowRecord)
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar or Bar()))
         outcome.rows = [
             journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done

@@ -41,7 +41,7 @@ EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
 @dataclass(frozen=True)
-class JournalEntry:
+class ExchangeRecord:
     """A record of the journal of a recording."""
 
     exchange: Exchange
@@ -67,7 +67,7 @@ class Asker:
         """Raises UsageError if another server gave the answers in the journal, or if one is not an exchange."""
         if self.journal is not None:
             self.journal.answered_by({"server": self.server.identity})
-            for entry in self.journal.entries(JournalEntry).values():
+            for entry in self.journal.entries(ExchangeRecord).values():
                 self.known[to_line(request_of(entry.exchange))] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:

@@ -55,7 +55,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class JournalEntry:
+class AnswerRecord:
     """A line of the journal: a process begins (without a round), an answer, or the end of a round (with `counts`)."""
 
     round: str = ""
@@ -76,7 +76,7 @@ class RunJournal:
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
         # entries by round (endpoint, label of the load and number), and by the process that wrote them
-        self.stored: dict[str, dict[int, list[JournalEntry]]] = {}
+        self.stored: dict[str, dict[int, list[AnswerRecord]]] = {}
         self.segment = 0
 
     def answered_by(self, servers: Mapping[str, DetectedServer]) -> None:
@@ -84,7 +84,7 @@ class RunJournal:
         if self.journal is None:
             return
         self.journal.answered_by({name: server.identity for name, server in servers.items()})
-        for entry in self.journal.entries(JournalEntry).values():
+        for entry in self.journal.entries(AnswerRecord).values():
             if entry.round:
                 segments = self.stored.setdefault(entry.round, {})
                 segments.setdefault(entry.segment, []).append(entry)
