@@ -72,6 +72,7 @@ class Recorder(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: list[str] = []
+        self.pages = {"/v1/models": '{"data": [{"id": "tiny"}, {"id": "other"}]}', "/health": "{}"}
         self.busy = self.most = 0
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -92,10 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self._send(json.dumps({"data": [{"id": "tiny"}, {"id": "other"}]}))
-        else:
-            self._send("{}", 200 if self.path == "/health" else 404)
+        page = self.server.pages.get(self.path)
+        self._send(page or "{}", 200 if page else 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -206,6 +206,8 @@ def prove(
     with Journal(path, header, restart=restart, private=True) as journal:
         for name in (SPECULATING, PLAIN, "logs") if restart else ():
             report.remove_folder(directory, PlainName(name))
+        for recording in directory.glob("*.part") if restart else ():
+            report.remove_file(directory, PlainName(recording.name))
         with report.writing(directory):
             (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]

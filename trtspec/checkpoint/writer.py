@@ -14,13 +14,14 @@ import math
 import os
 import stat
 import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from trtspec.checkpoint.headers import DTYPE_BITS, INDEX_NAME
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.files import open_regular
+from trtspec.files import first_fault, open_regular, parse_json
 from trtspec.report import CREATE, PRIVATE, announce, fsync_directory, write_json, writing
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+T = TypeVar("T")
 # what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-REPEAT = "pass `restart` to start over"
+REPEAT = "repeat the command as it was, or pass `restart` to start over"
 
 
 def byte_count(code: str, shape: tuple[int, ...]) -> int:
@@ -185,10 +187,15 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int)
 class Journal:
     """`done` maps each finished key to its record. The file is locked while open: one run per output.
 
+    `servers` holds what is known of the servers that gave the records, by their names in the command.
+
     Raises UsageError when `header` is not the one that the file was begun with (naming what changed), when the file
     is no journal, and when another process holds it. `restart` forgets what the file records, once it is locked.
     `private`: only its owner may read the file.
     """
+
+    done: dict[str, dict[str, Any]]
+    servers: dict[str, dict[str, str]]
 
     def __init__(
         self,
@@ -200,8 +207,8 @@ class Journal:
         private: bool = False,
     ) -> None:
         self.path, self.remedy = path, remedy
-        self.done: dict[str, dict[str, Any]] = {}
         self._lock: BaseFileLock | None = None
+        self._appending = threading.Lock()
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, APPEND, PRIVATE if private else 0o644)
@@ -214,24 +221,46 @@ class Journal:
                     os.ftruncate(self._file, 0)
                 if private:  # also if another umask or release began it
                     os.fchmod(self._file, PRIVATE)
-                self._load(json.loads(json.dumps(header)))
+                self._load(header)
         except BaseException:
             self.close()
             raise
 
     def _load(self, header: dict[str, Any]) -> None:
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
+        whole = self.path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file, whole)
         if not whole:
             self._append({"header": header})
             fsync_directory(self.path.parent)
-            return
-        begun, self.done = read_journal(self.path)
-        if begun is None:
-            raise UsageError(f"{self.path} is not a journal of this command", self.remedy)
+        begun, self.servers, self.done, self._lines = _parse(self.path, self.remedy)
         refuse_changed(self.path, begun, header, self.remedy)
+
+    def answered_by(self, servers: dict[str, dict[str, str]]) -> None:
+        """Adds to the header what is known of each server. What one side does not know is no difference.
+
+        Raises UsageError, naming what differs, if other servers gave the records.
+        """
+        begun = self.servers
+        self.servers = {name: begun.get(name, {}) | facts for name, facts in servers.items()}
+        if begun or self.done:
+            old = {name: self.servers.get(name, {}) | facts for name, facts in begun.items()}
+            refuse_changed(self.path, old, self.servers, self.remedy)
+        if self.servers != begun:
+            self._append({"servers": self.servers})
+
+    def entries(self, entry_type: type[T]) -> dict[str, T]:
+        """Returns every record as a value of this type. Raises UsageError, naming line and field, if one is not."""
+        from pydantic import TypeAdapter, ValidationError
+
+        adapter = TypeAdapter(entry_type)
+        values = {}
+        for key, record in self.done.items():
+            try:
+                values[key] = adapter.validate_python(record)
+            except ValidationError as error:
+                text = f"{self.path}, line {self._lines[key]}: {first_fault(error)}"
+                raise UsageError(text, self.remedy) from None
+        return values
 
     def record(self, key: str, **fields: Any) -> None:
         """Appends and fsyncs; after it returns, a rerun finds `key` in `done`."""
@@ -242,15 +271,15 @@ class Journal:
     def _append(self, value: dict[str, Any]) -> None:
         line = json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n"
         with writing(self.path):
-            while line:  # a disk that is nearly full takes a part; the next call says so
-                line = line[os.write(self._file, line) :]
+            with self._appending:
+                while line:  # a disk that is nearly full takes a part; the next call says so
+                    line = line[os.write(self._file, line) :]
             os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     def __enter__(self) -> Journal:
         return self
@@ -267,16 +296,44 @@ def refuse_changed(
         raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
 
 
+class JournalContent(NamedTuple):
+    """The lines of a journal. `done` and `lines`: each record, and its line, by key."""
+
+    header: dict[str, Any]
+    servers: dict[str, dict[str, str]]
+    done: dict[str, dict[str, Any]]
+    lines: dict[str, int]
+
+
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
-    """What a journal was begun with, and its records by key, without its lock; (None, {}) of what is no journal, or
-    not yet."""
+    """Returns the header of a journal and its records by key, without its lock. (None, {}) if it is not a journal."""
     try:
-        with open_regular(path) as stream:
-            lines = stream.read().rpartition(b"\n")[0].splitlines()
-        first, *records = map(json.loads, lines)
-        return dict(first["header"]), {record["key"]: record for record in records}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        header, _, done, _ = _parse(path)
+    except (FileNotFoundError, UsageError):
         return None, {}
+    return header, done
+
+
+def _parse(path: Path, remedy: str = "") -> JournalContent:
+    """Reads the whole lines of a journal. Raises UsageError, naming the line, if one is not of a journal."""
+    header, servers, done, lines = content = JournalContent({}, {}, {}, {})
+    with open_regular(path, remedy) as stream:
+        data = stream.read().rpartition(b"\n")[0]
+    for number, text in enumerate(data.split(b"\n"), 1):
+        try:
+            entry = parse_json(text)
+            if number == 1:
+                header |= entry["header"]
+            elif "key" in entry:
+                key = entry["key"]
+                done[key] = entry
+                lines[key] = number
+            else:
+                servers |= {name: dict(facts) for name, facts in entry["servers"].items()}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            message = f"{path} is not a journal of this command (line {number})"
+            raise UsageError(message, remedy) from None
+    return content
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:
@@ -331,7 +388,8 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
                 f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead"
             )
             return lock
-    raise UsageError(f"another run is writing {path.parent} (it holds {holder})", remedy)
+    directory = path.absolute().parent
+    raise UsageError(f"another run is writing {directory} (it holds {holder})", remedy)
 
 
 def _short(value: Any) -> str:

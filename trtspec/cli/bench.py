@@ -239,7 +239,7 @@ def run(
         for url in urls.values():
             asyncio.run(wait_ready(url, options.wait_ready))
     path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
-    header = {"workload": stated, "endpoints": urls, "model": options.model}
+    header = {"workload": stated}
     with (
         progress_bar("asking", unit="answers") as bar,
         RunJournal(path, header, restart=not options.resume) as journal,

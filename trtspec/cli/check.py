@@ -28,6 +28,7 @@ CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
     "TS-CHECK-ANSWERS", "TS-CHECK-PROMPTS", "TS-CHECK-GREEDY", "TS-CHECK-SAMPLED", "TS-CHECK-TRANSPORT",
     "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
 )}  # fmt: skip
+SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -174,17 +175,14 @@ async def _exchanges(
                 context=options.context_tokens, ids=asker.server.adapter.ids, withheld=withheld,
             )  # fmt: skip
             got, plain = await record(asker, prompts), None
-    if options.record:
-        report.write_atomic(options.record, b"".join(map(to_line, got if plain is None else plain)))
-        _journal(options.record).unlink()
+        if options.record and asker.journal:
+            recording = got if plain is None else plain
+            report.write_atomic(options.record, b"".join(map(to_line, recording)))
+            asker.journal.path.unlink()
     if options.against is None:
         return got, plain, [asker]
     async with _asking(options, options.against, "--against", None, bar) as other:
         return *await score_answers(other, got), [asker, other]
-
-
-def _journal(file: Path) -> Path:
-    return file.with_name(f"{file.name}.part")
 
 
 @asynccontextmanager
@@ -197,21 +195,25 @@ async def _asking(
     file: Path | None = None,
 ) -> AsyncIterator[Asker]:
     """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
-    from trtspec.bench.check.asking import CROWD, Asker, open_journal
+    from trtspec.bench.check.asking import CROWD, Asker
+    from trtspec.checkpoint.writer import Journal
     from trtspec.client.client import new_client
     from trtspec.client.servers import detect_server
 
     async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
         server = await detect_server(client, model)
-        tokenizer = _tokenizer(options.tokenizer or server.model)
-        asker = Asker(client=client, server=server, tokenizer=tokenizer, concurrency=options.concurrency,
+        target = options.tokenizer or server.model
+        asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
                       timeout=options.timeout, bar=bar)  # fmt: skip
         if file is None:
             yield asker
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        asker.journal, asker.known = open_journal(_journal(file))
-        with asker.journal:
+        journal = file.with_name(f"{file.name}.part")
+        remedy = f"ask the same server as before, or remove {journal} to start over"
+        header = {name: getattr(options, name) for name in SIZES}
+        header["tokenizer"] = target
+        with Journal(journal, header, remedy=remedy) as asker.journal:
+            asker.read_journal()
             yield asker
 
 

@@ -103,7 +103,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         "seconds": round(outcome.seconds, 2),
         "quality": quality,
     }
-    _record(options, chosen, sampling, summary | {"degenerate_rows": bad})
+    _record(options, chosen, sampling, outcome.server, summary | {"degenerate_rows": bad})
     failure = None
     if outcome.failed:
         name, reason = next(iter(outcome.failed.items()))
@@ -137,15 +137,21 @@ def _record(
     options: SynthesizeOptions,
     chosen: list[Prompt],
     sampling: AnswerSampling,
+    server: dict[str, str],
     summary: dict[str, Any],
 ) -> None:
     """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
     ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
     file = Path(options.prompts)
     digest = file_sha256(file) if file.is_file() else ids
-    source = {"prompts": file.name, "prompts_sha256": digest, "endpoint": options.base_url}
+    source = {
+        "prompts": file.name,
+        "prompts_sha256": digest,
+        "endpoint": options.base_url,
+        "server": server,
+    }
     used = {
-        "sampling": sampling.__dict__,
+        "sampling": sampling.__dict__ | {"model": server.get("model")},
         "split": options.split,
         "samples": options.samples,
         "shard": options.shard,

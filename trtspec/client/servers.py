@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import httpx
@@ -95,6 +95,15 @@ class DetectedServer:
     model: str
     version: str | None = None
     draft_sampling: str | None = None
+    url: str | None = None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What is known of it, which the header of a journal of its answers holds."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.kind == UNKNOWN.name:
+            del known["kind"]
+        return known
 
     @property
     def adapter(self) -> Adapter:
@@ -102,15 +111,22 @@ class DetectedServer:
 
 
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
-    """Asks /v1/models for the owner, then /version and /metrics. Raises RequestFailed when nothing answers."""
-    entry, named = await first_model(client), None
+    """Asks /v1/models for the owner, then /version and /metrics.
+
+    Raises RequestFailed if nothing answers, or if the server has no list of models and `model` is not given.
+    """
+    entry: dict[str, Any] = {}
+    try:
+        entry = await first_model(client)
+    except RequestFailed as failure:
+        if model is None or failure.status != 404:
+            raise
+    named = None
     with suppress(ValueError):
         named = parse_json(await _text(client, "/version"))
     named = named if isinstance(named, dict) else {}
     owner = str(entry.get("owned_by", "")).lower()
     kind = next((kind for kind in ADAPTERS.values() if kind.owner == owner), UNKNOWN)
-    if named.get("backend") == "reference" or "trtspec" in named:
-        kind = REFERENCE
     if kind is UNKNOWN:
         text = await _text(client, "/metrics")
         kind = next(
@@ -122,7 +138,8 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
         for key in ("version", "draft_sampling")
         if isinstance(value := named.get(key), str)
     }
-    return DetectedServer(kind.name, model or entry["id"], **reported)
+    url = str(client.base_url).rstrip("/")
+    return DetectedServer(kind.name, model or entry["id"], url=url, **reported)
 
 
 @dataclass(frozen=True)

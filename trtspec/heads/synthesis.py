@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
+from pydantic import Field
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.output import OutputDirectory
@@ -31,10 +32,10 @@ from trtspec.client.client import (
     RAW,
     RequestFailed,
     complete,
-    first_model,
     new_client,
     refuse_owned,
 )
+from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar, OutputOptions, write_atomic
 
@@ -186,7 +187,36 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
+    server: dict[str, str] = field(default_factory=dict)  # what is known of the one that answered
     rows: list[dict[str, Any]] = field(default_factory=list)  # the whole data set, as written
+
+
+@dataclass(frozen=True)
+class RowMessage:
+    role: str
+    content: str
+    reasoning_content: str = ""
+    tool_calls: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    conversation_id: str
+    conversations: Annotated[list[RowMessage], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class RawRow:
+    conversation_id: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """A record of the journal. The row may have more fields."""
+
+    row: ChatRow | RawRow
 
 
 def synthesize(
@@ -199,9 +229,10 @@ def synthesize(
 ) -> Outcome:
     """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
 
-    Raises TrtspecError when the server is gone or refuses, UsageError when the journal belongs to another sampling.
+    Raises TrtspecError if the server is gone or refuses, UsageError if the journal is another sampling's or server's.
     """
     with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
+        journal.entries(RowRecord)
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar or Bar()))
         outcome.rows = [
             journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done
@@ -236,8 +267,11 @@ async def _answer_all(
     async with new_client(
         url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
     ) as client:
-        if todo and sampling.model is None:
-            sampling = replace(sampling, model=await _first_model(client, endpoint))
+        if todo:
+            server = await _server(client, sampling.model, endpoint)
+            journal.answered_by({"server": server.identity})
+            sampling = replace(sampling, model=server.model)
+        outcome.server = journal.servers.get("server", {})
 
         async def work() -> None:
             nonlocal in_a_row
@@ -378,9 +412,11 @@ async def _with_retries(send: Callable[[], Awaitable[T]], target: TargetEndpoint
         attempt += 1
 
 
-async def _first_model(client: httpx.AsyncClient, target: TargetEndpoint) -> str:
+async def _server(
+    client: httpx.AsyncClient, model: str | None, target: TargetEndpoint
+) -> DetectedServer:
     try:
-        return str((await _with_retries(lambda: first_model(client), target))["id"])
+        return await _with_retries(lambda: detect_server(client, model), target)
     except RequestFailed as failure:
         raise TrtspecError(
             f"TS-SYNTH-SERVER {failure.message}",

@@ -16,7 +16,8 @@ import torch
 from tests.command_line import FixedServer, free_port, served
 from tests.heads.training.test_training import curve
 from tests.tiny import make_target
-from trtspec.errors import MissingDependency, TrtspecError
+from trtspec.checkpoint.writer import Journal
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.heads.training import module as train
 from trtspec.heads.training import producers
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
@@ -26,7 +27,7 @@ from trtspec.heads.training.producers import (
     ServedFeatures,
     check_first_layers,
     open_states,
-    served_model,
+    state_servers,
 )
 from trtspec.heads.training.run import run_training
 from trtspec.heads.training.states import compute_features
@@ -38,10 +39,13 @@ OPTIONS = TrainOptions(
 
 
 @contextmanager
-def serving(target_dir: Path, layers: str, dtype: str):
+def serving(target_dir: Path, layers: str, dtype: str, port: int = 0):
     """(URL, process) of a server that captures these layer outputs."""
     pytest.importorskip("nixl", reason="states come over NIXL: pip install nixl")
-    port, server = free_port(), (sys.executable, "-m", "tests.heads.training.hidden_states_server")
+    port, server = (
+        port or free_port(),
+        (sys.executable, "-m", "tests.heads.training.hidden_states_server"),
+    )
     with served(port, *server, target_dir, port, free_port(), layers, dtype) as running:
         yield running
 
@@ -103,9 +107,9 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     tmp_path, target_dir, data, target, plan, monkeypatch
 ):
     monkeypatch.setattr(producers, "PATIENCE", 0.01)
-    layers = captured(target, plan)
+    layers, port = captured(target, plan), free_port()
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
-    with serving(target_dir, layers, "float32") as (url, process):
+    with serving(target_dir, layers, "float32", port) as (url, process):
 
         def kill(point) -> None:
             if point.step == 5:
@@ -124,7 +128,7 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
         losses(
             target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut"
         )
-    with serving(target_dir, layers, "float32") as (url, _):
+    with serving(target_dir, layers, "float32", port) as (url, _):
         ours = losses(
             target_dir, target, replace(plan, features=feature_source(url)), data, tmp_path / "cut"
         )
@@ -212,7 +216,10 @@ def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, targ
 @contextmanager
 def naming(*models: dict):
     """Servers that only answer /v1/models."""
-    servers = [FixedServer({"/v1/models": json.dumps({"data": [model]})}) for model in models]
+    version = {"/version": '{"version": "1.0"}'}
+    servers = [
+        FixedServer(version | {"/v1/models": json.dumps({"data": [model]})}) for model in models
+    ]
     yield tuple(server.url for server in servers)
     for server in servers:
         server.shutdown()
@@ -220,13 +227,31 @@ def naming(*models: dict):
 
 def test_servers_are_looked_at_before_a_run():
     with naming({"id": "kimi"}, {"id": "kimi", "max_model_len": 129}, {"id": "other"}, {}) as urls:
-        assert served_model(urls[:2], 128) == "kimi"
+        assert {server.model for server in state_servers(urls[:2], 128)} == {"kimi"}
         with pytest.raises(TrtspecError, match="takes 129 tokens, and the longest sample has 129"):
-            served_model(urls[:2], 129)
+            state_servers(urls[:2], 129)
         with pytest.raises(TrtspecError, match="different models: .* has kimi, .* has other"):
-            served_model((urls[0], urls[2]), 128)
+            state_servers((urls[0], urls[2]), 128)
         with pytest.raises(TrtspecError, match="does not name its model"):
-            served_model((urls[0], urls[3]), 128)
+            state_servers((urls[0], urls[3]), 128)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "says"),
+    [
+        ({"url": "http://a:8000"}, '1.url was "http://a:8000"'),
+        ({"model": "other"}, '1.model was "other", now "kimi"'),
+        ({"version": "0.9"}, '1.version was "0.9", now "1.0"'),
+    ],
+)
+def test_states_of_other_servers_do_not_mix(tmp_path, target_dir, target, plan, earlier, says):
+    with naming({"id": "kimi"}) as urls, Journal(tmp_path / "j", {}) as journal:
+        journal.answered_by({"server 1": {"url": urls[0], "model": "kimi"} | earlier})
+        served = replace(plan, features=feature_source(urls[0]))
+        run = TrainingRun(target_dir, "data", tmp_path)
+        with pytest.raises(UsageError, match=says) as refused:
+            open_states(run, target, served, OPTIONS, World(), journal)
+        assert "`restart`" in refused.value.remedy
 
 
 def test_urls_are_told_from_directories(tmp_path):
@@ -235,7 +260,7 @@ def test_urls_are_told_from_directories(tmp_path):
         "http://b:8000",
     )
     with pytest.raises(TrtspecError, match="does not name its model"):
-        served_model((f"http://127.0.0.1:{free_port()}",), 8)
+        state_servers((f"http://127.0.0.1:{free_port()}",), 8)
 
 
 def test_without_nixl_the_missing_package_is_named(monkeypatch):

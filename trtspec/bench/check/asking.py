@@ -7,19 +7,20 @@ releases die of it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from trtspec.bench.check.prompts import Prompts, raw_text, request_of
 from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
+from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
-from trtspec.client.exchange import Exchange, Score, ask, read_recording, to_line
+from trtspec.client.exchange import LINES, Exchange, Score, ask, to_line
 from trtspec.client.servers import DetectedServer
 from trtspec.report import Bar
 
@@ -39,21 +40,35 @@ OTHER_SEEDS = 100_000
 EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
+@dataclass(frozen=True)
+class ExchangeRecord:
+    """A record of the journal of a recording."""
+
+    exchange: Exchange
+
+
 @dataclass(kw_only=True)
 class Asker:
-    """One server, and what it has answered so far. `journal` is appended to; `known` holds its answers."""
+    """One server, and what it has answered so far. `known` holds the answers in `journal`, by request."""
 
     client: httpx.AsyncClient
     server: DetectedServer
     tokenizer: KimiTokenizer
     concurrency: int = 4
     timeout: float = 120.0
-    journal: BinaryIO | None = None
+    journal: Journal | None = None
     known: dict[bytes, Exchange] = field(default_factory=dict)
     bar: Bar = field(default_factory=Bar)
     requests: int = 0
     tokens: int = 0
     failures: int = 0  # in a row
+
+    def read_journal(self) -> None:
+        """Raises UsageError if another server gave the answers in the journal, or if one is not an exchange."""
+        if self.journal is not None:
+            self.journal.answered_by({"server": self.server.identity})
+            for entry in self.journal.entries(ExchangeRecord).values():
+                self.known[to_line(request_of(entry.exchange))] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:
         """The exchanges with their answers, in order."""
@@ -76,8 +91,10 @@ class Asker:
         self.requests += 1
         self.tokens += found.completion_tokens or len(found.token_ids)
         if self.journal and not found.error:
-            self.journal.write(to_line(found))
-            self.journal.flush()
+            fields = LINES.dump_python(found, mode="json", exclude_defaults=True)
+            key = hashlib.sha256(line).hexdigest()
+            # a thread waits for the disk, so that no arrival of a chunk does
+            await asyncio.to_thread(self.journal.record, key, exchange=fields)
         self.bar.advance(1)
         return found
 
@@ -111,15 +128,6 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     found += await asker.all(crowd, together)
     found += await asker.all(later)
     return found
-
-
-def open_journal(path: Path) -> tuple[BinaryIO, dict[bytes, Exchange]]:
-    """A file to append answers to, and those that it has already, by request. A half-written last line goes."""
-    whole = path.read_bytes().rfind(b"\n") + 1 if path.is_file() else 0
-    stream = path.open("ab")
-    stream.truncate(whole)
-    known = read_recording(path) if whole else []
-    return stream, {to_line(request_of(one)): one for one in known}
 
 
 # --- the target scores what was said ---

@@ -12,16 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import NonNegativeFloat
 
 from trtspec.bench.results import level_label
-from trtspec.checkpoint.writer import Journal, differences
+from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import Answer
-from trtspec.client.servers import DetectedServer, TurnCounts
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.client.servers import Count, DetectedServer, TurnCounts
 
 ANSWERS = "answers.jsonl"
-ANSWERS_IN, COUNTS_IN = TypeAdapter(list[Answer]), TypeAdapter(list[TurnCounts])
 RESUME_REMEDY = "give the URLs and options that it was started with, or start over with `force`"
 
 
@@ -55,6 +53,18 @@ class Round:
     complete: bool = True
 
 
+@dataclass(frozen=True)
+class AnswerRecord:
+    """A line of the journal: a process begins (without a round), an answer, or the end of a round (with `counts`)."""
+
+    round: str = ""
+    segment: Count = 0
+    answer: Answer | None = None
+    seconds: NonNegativeFloat = 0.0
+    most: Count = 0
+    counts: list[TurnCounts] | None = None
+
+
 class RunJournal:
     """The journal of a run; without a path it keeps nothing. `segment` counts the processes that worked on it."""
 
@@ -65,37 +75,21 @@ class RunJournal:
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
         # entries by round (endpoint, label of the load and number), and by the process that wrote them
-        self.stored: dict[str, dict[int, list[dict[str, Any]]]] = {}
-        self.servers: dict[str, dict[str, Any]] = {}
+        self.stored: dict[str, dict[int, list[AnswerRecord]]] = {}
         self.segment = 0
-        for key, entry in (self.journal.done if self.journal else {}).items():
-            if key.startswith("begin "):
-                self.segment += 1
-            elif key.startswith("server "):
-                self.servers[entry["endpoint"]] = entry["server"]
-            else:
-                self.stored.setdefault(entry["round"], {}).setdefault(entry["segment"], []).append(
-                    entry
-                )
-        self._write(f"begin {self.segment}")
 
-    def served_by(self, endpoint: str, server: DetectedServer) -> None:
-        """Notes what answers as `endpoint`. Raises UsageError if another server gave its recorded answers."""
-        found, before = asdict(server), self.servers.get(endpoint, {})
-        if any(name.startswith(f"{endpoint}|") for name in self.stored):
-            known = {
-                key: value for key, value in before.items() if None not in (value, found.get(key))
-            }
-            if changed := differences(known, {key: found[key] for key in known}, endpoint):
-                where = self.journal.path if self.journal else ""
-                raise UsageError(
-                    f"{where} holds answers of another server: {'; '.join(changed)}", RESUME_REMEDY
-                )
-            found = {
-                key: before.get(key) if value is None else value for key, value in found.items()
-            }
-        self.servers[endpoint] = found
-        self._write(f"server {endpoint}", endpoint=endpoint, server=found)
+    def answered_by(self, servers: Mapping[str, DetectedServer]) -> None:
+        """Reads what earlier processes recorded. Raises UsageError if other servers gave those answers."""
+        if self.journal is None:
+            return
+        self.journal.answered_by({name: server.identity for name, server in servers.items()})
+        for entry in self.journal.entries(AnswerRecord).values():
+            if entry.round:
+                segments = self.stored.setdefault(entry.round, {})
+                segments.setdefault(entry.segment, []).append(entry)
+            else:
+                self.segment += 1
+        self._write(f"begin {self.segment}")
 
     def record(self, round_name: str, answer: Answer, origin: float) -> None:
         """One complete answer of a round; its times are kept from `origin`, the beginning of the round."""
@@ -111,53 +105,32 @@ class RunJournal:
         counts = [asdict(count) for count in found.counts]
         self._write_of(round_name, "end", seconds=found.seconds, most=found.most, counts=counts)
         written, self._written = self._written, []
-        try:
-            for future in written:
-                future.result()
-        except OSError as error:
-            path = self.journal.path if self.journal else ""
-            remedy = "make room, then give the same command with `resume`"
-            raise TrtspecError(
-                f"{path} cannot be written: {error.strerror or error}", remedy
-            ) from None
+        for future in written:
+            future.result()
 
     def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
         """What each earlier process recorded of a round: answers without an error, with times from its beginning."""
-        found = []
+        rounds = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):
-            answers = good(
-                ANSWERS_IN.validate_python(
-                    [entry["answer"] for entry in entries if "answer" in entry]
-                )
-            )
+            answers = good([entry.answer for entry in entries if entry.answer is not None])
             if not answers:
                 continue
-            end = next((entry for entry in entries if "counts" in entry), None)
-            # a process that was killed has left no end
-            last = end or {
-                "seconds": max(answer.finished for answer in answers),
-                "most": level.concurrency,
-            }
-            counts = COUNTS_IN.validate_python(last.get("counts", []))
-            found.append(
-                Round(
-                    level,
-                    number,
-                    answers,
-                    last["seconds"],
-                    last["most"],
-                    counts,
-                    complete=end is not None,
-                )
-            )
-        return found
+            end = next((entry for entry in entries if entry.counts is not None), None)
+            if end is None:  # the process was killed
+                seconds = max(answer.finished for answer in answers)
+                killed = Round(level, number, answers, seconds, level.concurrency, complete=False)
+                rounds.append(killed)
+            else:
+                counts = end.counts or []
+                rounds.append(Round(level, number, answers, end.seconds, end.most, counts))
+        return rounds
 
     def kept(self) -> int:
         """Answers of earlier processes, which are not asked again."""
         entries = [
             entry for each in self.stored.values() for entries in each.values() for entry in entries
         ]
-        return sum("answer" in entry and not entry["answer"]["error"] for entry in entries)
+        return sum(entry.answer is not None and not entry.answer.error for entry in entries)
 
     def __enter__(self) -> RunJournal:
         return self

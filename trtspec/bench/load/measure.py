@@ -140,11 +140,9 @@ async def measure(
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await servers.detect_server(client, model)
             refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
-            journal.served_by(name, server)
             target = MeasuredEndpoint(
                 name, url, client, server, workload, journal, bar, limits(server)
             )
-            target.restless = journal.segment > 0  # a killed run may have left requests behind
             if deadly := sorted(set(workload.body()) & set(target.limits.get("end_engine", ()))):
                 message = (
                     f"{', '.join(deadly)}: under speculation such a request ends the engine "
@@ -152,6 +150,9 @@ async def measure(
                 )
                 raise UsageError(message, "leave it out of `extra_body`, or use a later release")
             targets.append(target)
+        journal.answered_by({target.name: target.server for target in targets})
+        for target in targets:
+            target.restless = journal.segment > 0  # a killed run may have left requests behind
         # servers that keep only totals are asked once more by category
         times = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
         bar.show(0, workload.turns * sum(times))

@@ -35,8 +35,9 @@ from torch import Tensor, nn
 
 from trtspec import machine
 from trtspec.checkpoint.identity import identity_digest
-from trtspec.checkpoint.writer import Layout, ShardFile
+from trtspec.checkpoint.writer import Journal, Layout, ShardFile
 from trtspec.client.client import RequestFailed, ask_once, first_model
+from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.errors import TrtspecError
 from trtspec.foreign import PlainName
 from trtspec.heads.training.options import TrainingRun, TrainOptions
@@ -64,9 +65,14 @@ MOST_APART = 0.2  # of the norm: quantized and plain weights of one model differ
 
 
 def open_states(
-    run: TrainingRun, model: KimiModel, plan: TrainingPlan, options: TrainOptions, world: World
+    run: TrainingRun,
+    model: KimiModel,
+    plan: TrainingPlan,
+    options: TrainOptions,
+    world: World,
+    journal: Journal | None = None,
 ) -> Features:
-    """The states of all samples, from the source that the plan names.
+    """The states of all samples, from the source that the plan names. `journal` holds the servers of earlier states.
 
     A stream computes them and a server sends them while the head trains. Several processes stream what one process
     would keep in memory: each computes a part, and none holds all.
@@ -82,13 +88,16 @@ def open_states(
         )
     lengths = [len(sample.tokens) for sample in plan.samples]
     if source.way == "server":
-        from trtspec.heads.training.module import (
-            state_client,
-        )  # ModelOpt takes many seconds, and a dry run needs none
+        servers = state_servers(source.urls, max(lengths))
+        if journal is not None:
+            identities = [server.identity for server in servers]
+            journal.answered_by(
+                {f"server {number}": facts for number, facts in enumerate(identities, 1)}
+            )
+        # ModelOpt takes many seconds to import, and a dry run does not need it
+        from trtspec.heads.training.module import state_client
 
-        client = partial(
-            state_client, source.urls, served_model(source.urls, max(lengths)), max(lengths)
-        )
+        client = partial(state_client, source.urls, servers[0].model, max(lengths))
         client()  # what is missing is missed before the run begins
         features: Features = ServedFeatures(
             plan.samples, model.spec, plan.spec.num_aux, model.norm, client
@@ -371,30 +380,30 @@ def _part(path: Path, rank: int, count: int) -> Path:
     return path if count == 1 else path.with_name(f"{path.stem}.{rank}-of-{count}.safetensors")
 
 
-def served_model(urls: tuple[str, ...], longest: int) -> str:
-    """The name under which all servers know their model. Raises TrtspecError when one does not answer, serves another
-    model than the first, or takes fewer than `longest` tokens and the one that is asked for."""
-    names = {}
+def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
+    """Asks each server what it serves. Raises TrtspecError if one does not answer, serves another model than the first,
+    or does not take `longest` tokens and the one that is asked for."""
+    servers = []
     for url in urls:
         try:
-            model = ask_once(url, first_model, headers={})
+            room = ask_once(url, first_model, headers={}).get("max_model_len")
+            servers.append(ask_once(url, detect_server, headers={}))
         except RequestFailed as failure:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER {url} does not name its model ({failure.message})",
                 "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
             ) from None
-        names[url], room = model["id"], model.get("max_model_len")
         if isinstance(room, int) and room <= longest:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER {url} takes {room} tokens, and the longest sample has {longest} and one more",
                 f"start it with --max-model-len {longest + 1}, or pass a smaller `seq_len`",
             )
-    if len(set(names.values())) > 1:
-        listed = ", ".join(f"{url} has {name}" for url, name in names.items())
+    if len({server.model for server in servers}) > 1:
+        listed = ", ".join(f"{server.url} has {server.model}" for server in servers)
         raise TrtspecError(
             f"TS-FEATURES-SERVER the servers have different models: {listed}", "serve one model"
         )
-    return names[urls[0]]
+    return servers
 
 
 class ServedFeatures(Features):

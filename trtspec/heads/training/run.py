@@ -78,7 +78,7 @@ def run_training(
     again = run_options(run.output, run.again)
     world.wait()  # the main process removes nothing before all have checked the output
     directory = run_directory(run.output, plan.output_bytes(run.keep))
-    with directory.claim({}, again) if world.main else nullcontext():
+    with directory.claim({}, again) if world.main else nullcontext() as journal:
         require_shared(run.work, world, "resumes from the state that the main one saved there")
         module = _fresh_module(plan, model, options)
         if run.init is not None:
@@ -88,7 +88,7 @@ def run_training(
         source |= fingerprint["target_id"] | target_record(run.target_dir)
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
         with (
-            closing(open_states(run, model, plan, options, world)) as states,
+            closing(open_states(run, model, plan, options, world, journal)) as states,
             Stop(run.deadline) as stop,
         ):
             result = train_head(
