@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.command_line import trtspec
 from tests.tiny import make_head, make_target
@@ -52,6 +53,20 @@ def test_other_weights_are_a_warning_that_names_both(base: Path, tuned: Path, he
     assert "learned from org/base@abc" in problem.message and str(tuned) in problem.message
     other_format = make_target(head.parent / "int4", format="int4")
     assert severities(head, other_format) == ["info"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["o_proj", "experts.0.down_proj", "mlp.gate.weight", "norm.weight"]
+)
+def test_a_fine_tune_of_one_kind_of_tensor_is_seen(base: Path, head: Path, kind: str) -> None:
+    tuned = head.parent / "tuned"
+    shutil.copytree(base, tuned)
+    for shard in tuned.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in [name for name in tensors if kind in name]:
+            tensors[name] = tensors[name] * 1.5
+        save_file(tensors, shard, {"format": "pt"})
+    assert severities(head, tuned) == ["warning"]
 
 
 def test_the_record_survives_a_conversion(base: Path, tuned: Path, head: Path) -> None:
