@@ -89,7 +89,7 @@ assert not {{"torch", "transformers", "modelopt"}} & set(sys.modules)
 
 def notebook(script: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
 
 
 def test_every_verb_after_every_room(tmp_path: Path) -> None:

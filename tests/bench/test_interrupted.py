@@ -32,7 +32,7 @@ from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 Start = Callable[..., str]
-PATIENCE = 240
+PATIENCE = 300
 
 
 def answered(directory: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_counters import WORKLOAD as COUNTED
-from tests.bench.test_counters import CountingServer
+from tests.bench.test_counters import CountingServer, quick  # noqa: F401
 from tests.bench.test_malformed_metadata import WORKLOAD, pages, served
 from tests.command_line import trtspec
 from trtspec.bench.load.journal import RunJournal

@@ -299,7 +299,7 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
     finally:
         process.send_signal(signal.SIGTERM)
         process.stdout.read()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def trtspec(
     }
     command = [sys.executable, "-m", "trtspec", *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+        command, capture_output=True, text=True, env=environment, check=False, timeout=900
     )
 
 

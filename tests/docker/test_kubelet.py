@@ -215,7 +215,7 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
             }
             url = f"http://127.0.0.1:{draw.choice(ready).port}/v1/completions"
             try:
-                answer = httpx.post(url, json=body, timeout=120, trust_env=False)
+                answer = httpx.post(url, json=body, timeout=300, trust_env=False)
                 ended = (
                     answer.text.rstrip().endswith("[DONE]")
                     if body["stream"]

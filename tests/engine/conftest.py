@@ -164,16 +164,16 @@ def served(target: Path, head: str, *options: str) -> Iterator[Running]:
         yield running
     finally:
         running.process.terminate()
-        assert running.process.wait(60) == 0
+        assert running.process.wait(300) == 0
     assert "Traceback" not in "".join(running.log), "".join(running.log)
 
 
-def wait_until_idle(server: Running, seconds: float = 20) -> None:
+def wait_until_idle(server: Running) -> None:
     def idle() -> bool:
-        text = httpx.get(f"{server.url}/prometheus/metrics", timeout=30).text
+        text = httpx.get(f"{server.url}/prometheus/metrics").text
         return "trtspec_requests_running 0.0" in text and "trtspec_requests_waiting 0.0" in text
 
-    wait_for(idle, seconds)
+    wait_for(idle)
 
 
 @pytest.fixture(scope="session")
@@ -191,4 +191,4 @@ def server(tiny_server: Running) -> Running:
 
 @pytest.fixture
 def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)

@@ -134,7 +134,7 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     )
     after_steps(process, output, 12)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=900)
     if number == signal.SIGKILL:
         assert process.returncode == -number
         exported = sorted(

@@ -165,7 +165,7 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
         script,
         str(tmp_path),
     ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode != 0
     assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr
     assert not list(tmp_path.rglob(".shared-*"))

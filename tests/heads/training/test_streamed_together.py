@@ -64,7 +64,7 @@ def processes(count: int, *arguments: object) -> list[dict]:
     ]  # fmt: skip
     found = []
     for process in started:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=900)
         assert process.returncode == 0, err[-3000:]
         found.append(json.loads(out.splitlines()[-1]))
     return found
