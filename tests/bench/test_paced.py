@@ -20,6 +20,7 @@ from trtspec.bench.results import BenchResults, ServiceLevel
 from trtspec.client import client as client_module
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
 
+pytestmark = pytest.mark.clock
 TTFT, GAP, TOKENS, PER_CHUNK = 0.2, 0.05, 40, 2
 TPOT = GAP * (TOKENS / PER_CHUNK - 1) / (TOKENS - 1)
 

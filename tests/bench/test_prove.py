@@ -214,6 +214,7 @@ def keys_of(journal: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+@pytest.mark.clock
 def test_a_proof_killed_at_ten_points_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

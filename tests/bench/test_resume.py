@@ -17,6 +17,7 @@ from trtspec.bench.load.measure import measure
 from trtspec.errors import UsageError
 from trtspec.report import Bar
 
+pytestmark = pytest.mark.clock
 Start = Callable[..., str]
 
 

@@ -107,7 +107,6 @@ def starve(source: Path, layer: int, expert: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # several processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.parametrize(
     ("format", "nested", "config", "policy"),
     [
@@ -315,7 +314,6 @@ print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("mode", "held"), [("one", 1), ("ahead", 2)])
 def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mode, held):
     # glibc keeps what is below its threshold, which grows to 32 MiB; a real layer's stacked experts are gigabytes

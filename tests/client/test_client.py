@@ -48,6 +48,7 @@ def test_an_answer_that_breaks_off_is_a_reason(answer: bytes) -> None:
         thread.join(5)
 
 
+@pytest.mark.clock
 def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
     assert not resets
 
 
+@pytest.mark.clock
 def test_waiting_for_a_silent_server_ends_in_time() -> None:
     """It accepts connections and never answers, as some do while they load. Patience within a look would not end."""
 

@@ -79,6 +79,7 @@ def drain(port: int, limit: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, str(SCRIPTS / "drain.py"), str(limit)], env=environ)
 
 
+@pytest.mark.clock
 def test_the_drain_waits_for_the_last_connection_and_no_longer_than_its_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -71,6 +71,7 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: body[:40].decode("latin-1"))
+@pytest.mark.clock
 def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
     # Grammars compile at a low priority: on a busy machine the server may ask to come again first.
     for _ in range(60):

@@ -213,6 +213,7 @@ def test_status_endpoints(server: Running, client: openai.OpenAI) -> None:
     assert 'trtspec_spec_decode_accepted_tokens_per_position_total{position="3"}' in text
 
 
+@pytest.mark.clock
 def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
     body = {"prompt": "long", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
@@ -278,6 +279,7 @@ def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Pa
     assert running.process.wait(300) == status
 
 
+@pytest.mark.clock
 def test_a_stop_does_not_wait_for_ever(target_dir: Path) -> None:
     running = launch(target_dir, "-", "max_batch_size=4", "max_seq_len=4096", "grace=1")
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 4}

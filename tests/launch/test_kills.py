@@ -100,6 +100,7 @@ def kill_one(number: int, log: Path) -> str | None:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.clock
 def test_nothing_survives_a_kill(count: int, tmp_path: Path) -> None:
     count = int(os.environ.get("TRTSPEC_KILLS", count))
     wrong = [

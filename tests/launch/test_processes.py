@@ -63,12 +63,13 @@ def test_a_taken_port_is_named_before_work_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.clock
 def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) -> None:
     interrupt_a_chain(tmp_path, sent, 0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.clock
 def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
     """A signal just before a blocking read was lost once in 250 times, another inside Popen once in 1,600."""
     moments = random.Random(0)

@@ -81,6 +81,7 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
         ("deaf", 1, 143, "did not end in 1 s"),
     ],
 )
+@pytest.mark.clock
 def test_a_server_that_is_loading_has_a_moment_to_end(
     launch: Launched, mode: str, signals: int, status: int, says: str
 ) -> None:
@@ -111,6 +112,7 @@ def test_quiet_is_quiet(launch: Launched, port: int) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&-"])
+@pytest.mark.clock
 def test_a_closed_stdin_does_not_break_the_control_pipe(launch: Launched, closed: str) -> None:
     process = launch(redirect=closed)
     read_until(process, "ready on")
@@ -136,6 +138,7 @@ def test_another_server_on_the_port_is_not_ours(launch: Launched, port: int) -> 
     )
 
 
+@pytest.mark.clock
 def test_a_server_that_does_not_generate_is_ended(launch: Launched) -> None:
     process = launch("mute", first_generation=0.5)
     _, log = process.communicate(timeout=300)
@@ -143,6 +146,7 @@ def test_a_server_that_does_not_generate_is_ended(launch: Launched) -> None:
     assert "does not generate: no answer within 0.5 s" in log and "Traceback" not in log
 
 
+@pytest.mark.clock
 def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
     process = launch(limits={"hung_after": 0.8, "stop_grace": 1.0})
     read_until(process, "ready on")
@@ -153,6 +157,7 @@ def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
     assert process.wait(300) == 1 and not server.is_running()
 
 
+@pytest.mark.clock
 def test_a_server_that_recovers_is_kept(launch: Launched) -> None:
     process = launch(limits={"hung_after": 4.0})
     read_until(process, "ready on")

@@ -105,6 +105,7 @@ def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(
         ("stubborn-ranks", "3", signal.SIGTERM, (0,), ""),  # the server ends at once
     ],
 )
+@pytest.mark.clock
 def test_a_signal_leaves_no_process_behind(
     start: Start,
     tmp_path: Path,
@@ -135,6 +136,7 @@ def test_a_signal_leaves_no_process_behind(
         ("no-health", ("--startup-timeout", "1"), 1, "not ready after 1 s"),
     ],
 )
+@pytest.mark.clock
 def test_a_failure_passes_its_status_and_cause(
     start: Start,
     tmp_path: Path,
