@@ -22,12 +22,13 @@ test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-nightly')"
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# TRTSPEC_KILLS, TRTSPEC_TEST_PROMPTS, TRTSPEC_HOSTILE_GRAMMARS, TRTSPEC_ROUNDS, TRTSPEC_HONEST_CHECKS: larger sizes
+# sizes: TRTSPEC_KILLS, _TEST_PROMPTS, _HOSTILE_GRAMMARS, _ROUNDS, _HONEST_CHECKS, _FAULT_STEP (1: all faults)
 test-nightly: lint  ## every test that needs no GPU and no environment of others; ends with the skipped ones and their reasons
 	@echo "== default and slow tests"
 	@export CUDA_VISIBLE_DEVICES= TRTSPEC_KILLS=$${TRTSPEC_KILLS:-100} TRTSPEC_ROUNDS=$${TRTSPEC_ROUNDS:-2} \
 		TRTSPEC_TEST_PROMPTS=$${TRTSPEC_TEST_PROMPTS:-300} TRTSPEC_HOSTILE_GRAMMARS=$${TRTSPEC_HOSTILE_GRAMMARS:-300} \
-		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_PROMTOOL=$(PROMTOOL); \
+		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_FAULT_STEP=$${TRTSPEC_FAULT_STEP:-10} \
+		TRTSPEC_PROMTOOL=$(PROMTOOL); \
 		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800 -rs --no-fold-skipped
 
 # both with four loops beside them that keep every core busy

@@ -28,7 +28,6 @@ REPORT = ROOT / "docs" / "samples" / "report.html"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not ZENSICAL.exists(), reason="zensical, which builds the site, is not installed"
     ),

@@ -1,5 +1,6 @@
 """A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and a server."""
 
+import atexit
 import contextlib
 import os
 import subprocess
@@ -147,6 +148,7 @@ def launch(target: Path, head: str, *options: str) -> Running:
         os.environ | {"TRTSPEC_THREADS": "1"},
     )
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    atexit.register(process.kill)  # where a test fails before it ends the server
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("trtspec: serving tiny-kimi on "):

@@ -175,7 +175,6 @@ BIG = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["echo", "chat"])
 @pytest.mark.clock
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:

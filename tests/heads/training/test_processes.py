@@ -69,7 +69,6 @@ def one_process(tmp_path_factory, target_dir, data):
     return output
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
@@ -102,7 +101,6 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
     assert torch.equal(ours["d2t"], theirs["d2t"]) if "d2t" in theirs else True
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "resumed"),
