@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_OUT ?= demo-out
+CLOCK_ROUNDS ?= 50
+PROCESS_ROUNDS ?= 3
 
 # Without kept bytecode every process of the tests compiles PyTorch again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,14 +13,35 @@ unexport PYTHONDONTWRITEBYTECODE
 # absolute, because its tests run it where the rules are; empty where none could be fetched, and they are skipped
 PROMTOOL = "$${TRTSPEC_PROMTOOL:-$$(ls $(CURDIR)/.oracles/promtool/usr/bin/promtool 2> /dev/null)}"
 
-.PHONY: demo test test-all test-oracles test-gpu lint docs clean
+.PHONY: demo test test-nightly test-all test-busy test-oracles test-gpu lint docs clean
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT) --force
 
 test: lint  ## lint, then the default test suite
-	@echo "== tests (several minutes; slow ones are in 'make test-all')"
+	@echo "== tests (several minutes; slow ones are in 'make test-nightly')"
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# sizes: TRTSPEC_KILLS, _TEST_PROMPTS, _HOSTILE_GRAMMARS, _ROUNDS, _HONEST_CHECKS, _FAULT_STEP (1: all faults)
+test-nightly: lint  ## every test that needs no GPU and no environment of others; ends with the skipped ones and their reasons
+	@echo "== default and slow tests"
+	@export CUDA_VISIBLE_DEVICES= TRTSPEC_KILLS=$${TRTSPEC_KILLS:-100} TRTSPEC_ROUNDS=$${TRTSPEC_ROUNDS:-2} \
+		TRTSPEC_TEST_PROMPTS=$${TRTSPEC_TEST_PROMPTS:-300} TRTSPEC_HOSTILE_GRAMMARS=$${TRTSPEC_HOSTILE_GRAMMARS:-300} \
+		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_FAULT_STEP=$${TRTSPEC_FAULT_STEP:-10} \
+		TRTSPEC_PROMTOOL=$(PROMTOOL); \
+		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800 -rs --no-fold-skipped
+
+# both with four loops beside them that keep every core busy
+test-busy: $(STAMP)  ## CLOCK_ROUNDS runs of the tests that bound a time, PROCESS_ROUNDS of those that start processes
+	@for loop in 1 2 3 4; do (while :; do :; done) & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; trap "exit 130" INT TERM; \
+	for round in $$(seq $(CLOCK_ROUNDS)); do \
+		echo "== round $$round of $(CLOCK_ROUNDS): tests with clocks"; \
+		$(BIN)/python -m pytest -q -m "clock and not slow" || exit 1; \
+	done; \
+	for round in $$(seq $(PROCESS_ROUNDS)); do \
+		echo "== round $$round of $(PROCESS_ROUNDS): tests with processes"; \
+		$(BIN)/python -m pytest -q $$(grep -rlE "subprocess|TRTSPEC|process\(|served\(|fork" tests --include="test_*.py") || exit 1; \
+	done
 
 test-all: lint .oracles/.made  ## also the tests that take minutes each, and those against a real vLLM
 	@echo "== all tests"

@@ -4,7 +4,9 @@ process of its own."""
 import asyncio
 import contextlib
 import io
+import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,14 +74,58 @@ def served(port: int, *command: object) -> Iterator[tuple[str, subprocess.Popen[
         yield url, process
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=300)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened in {seconds:g} s"
         time.sleep(0.01)
+
+
+def calls_of(run: Callable[[], object]) -> int:
+    """How many Python functions a run calls in all its threads: its length, on a machine of any speed."""
+    calls = itertools.count()
+    with traced(lambda: next(calls)):
+        run()
+    return next(calls)
+
+
+def killed_at(call: float, run: Callable[[], object]) -> bool:
+    """Runs it in a fork of this process that SIGKILL ends at this call; False where the run ended before."""
+    calls = itertools.count()
+
+    def kill_at_call() -> None:
+        if next(calls) >= call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with traced(kill_at_call):
+                run()
+            status = 0
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return status != 0
+
+
+@contextlib.contextmanager
+def traced(on_call: Callable[[], object]) -> Iterator[None]:
+    def trace(*_: object) -> None:
+        on_call()
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
 
 
 def inspected(path: object, against: object = None, sample: int | None = None) -> Result:
@@ -105,7 +151,7 @@ class FixedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.bodies = bodies
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):

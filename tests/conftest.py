@@ -1,13 +1,16 @@
 """Shared fixtures. Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores."""
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +22,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Each `httpx.get` loads all certificates into a context of its own, and gives a server on a busy machine 5 s.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
+    dict.fromkeys(("connect", "read", "write", "pool"), 300)
+)
 
 gc.disable()  # what importing and collecting makes stays, and is not searched for garbage, then or later
 

@@ -57,7 +57,6 @@ def test_blocks_name_a_language_that_something_checks() -> None:
     assert not [block.where for block in blocks() if block.language not in LANGUAGES]
 
 
-@pytest.mark.slow
 def test_every_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a page one after the other, in one namespace and an empty directory."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -75,7 +74,6 @@ def test_every_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not shutil.which(CHECKER), reason="TRTSPEC_CHECK_JSONSCHEMA does not name check-jsonschema"
 )

@@ -28,7 +28,7 @@ from trtspec import data_files
 
 NANO, HEAD = data_files.kimi_nano_dir(), data_files.DATA / "kimi-nano-eagle3"
 PUBLISHED, PUBLISHED_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 # words of the pages and the files of the room that stand for them, in commands that read checkpoints
 STAND_INS = {

@@ -28,7 +28,6 @@ REPORT = ROOT / "docs" / "samples" / "report.html"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not ZENSICAL.exists(), reason="zensical, which builds the site, is not installed"
     ),
@@ -63,7 +62,7 @@ def address(site: Path) -> Iterator[str]:
     with ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))
     ) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ import yaml
 from tests.command_line import ROOT, program
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
-from trtspec.bench.results import BenchResults, LevelResult, QuestionSpeed, Throughput, Workload
+from trtspec.bench.results import (
+    BenchResults,
+    EndpointResult,
+    LevelResult,
+    QuestionSpeed,
+    Throughput,
+    Workload,
+)  # fmt: skip
 from trtspec.bench.statistics import summarize
 from trtspec.client.client import RequestSampling
 from trtspec.client.servers import DetectedServer, TurnCounts
@@ -116,6 +125,19 @@ def measured(
     return assemble.assemble(asyncio.run(measure.measure(urls, work)))
 
 
+def timed(run: EndpointResult, step_s: float) -> Any:
+    """The run as of a machine that takes `step_s` for every step, or for every token of a plain server: data."""
+    steps, tokens = Counter[str](), Counter[str]()
+    for turn in run.turns_detail:
+        steps[turn.question] += turn.steps + turn.answers
+        tokens[turn.question] += turn.tokens
+    speeds = []
+    for speed in run.questions_detail:
+        step_tokens = tokens[speed.question] / (steps[speed.question] or 1) or 1.0
+        speeds.append(replace(speed, seconds=step_s * speed.tokens / step_tokens))
+    return replace(run, questions_detail=speeds)
+
+
 @pytest.fixture(scope="session")
 def stand_in() -> Iterator[Callable[..., str]]:
     """stand_in(kind="vllm", loop=True) -> base URL of a running server with these settings."""
@@ -143,7 +165,7 @@ def stand_in() -> Iterator[Callable[..., str]]:
 
     yield start
     for process in forking:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from trtspec.client.client import RequestSampling
 
 TOKENS = 30
 DRAFTS = 3
+pytestmark = pytest.mark.clock
 QUESTIONS = tuple(
     Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8)
 )

@@ -32,7 +32,7 @@ from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 Start = Callable[..., str]
-PATIENCE = 240
+PATIENCE = 300
 
 
 def answered(directory: Path) -> list[dict[str, Any]]:
@@ -58,7 +58,6 @@ def bench(url: str, dataset: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(
     stand_in: Start, dataset: Path, tmp_path: Path
 ) -> None:
@@ -145,7 +144,6 @@ def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "out"
     command = [sys.executable, str(STAND_IN), str(port), '{"step_s": 0.01}']
@@ -170,7 +168,6 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_kind_of_failure_is_recorded_with_its_reason(
     paced: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:

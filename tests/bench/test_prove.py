@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.bench.conftest import measured
+from tests.bench.conftest import measured, timed
 from tests.command_line import ROOT, TRTSPEC, free_port, trtspec
 from trtspec.bench.prove import (
     PLAIN,
@@ -120,10 +120,12 @@ def test_the_sentence_says_verdict_and_speed() -> None:
 def test_the_page_and_the_bundle_hold_what_was_found(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    """Of two real measurements: verdict, figures with ranges, the plan's step times, and a row that fails."""
+    """Of two measurements whose times are data: verdict, figures with ranges, step times, and a row that fails."""
     urls = {"spec": stand_in(), "plain": stand_in(kind="plain")}
     results = {
-        name: measured({name: url}, dataset, samples=12, max_tokens=48, concurrency=(1, 4))
+        name: timed(
+            measured({name: url}, dataset, samples=12, max_tokens=48, concurrency=(1, 4)), 0.05
+        )
         for name, url in urls.items()
     }
     for name, one in results.items():
@@ -212,6 +214,7 @@ def keys_of(journal: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+@pytest.mark.clock
 def test_a_proof_killed_at_ten_points_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +230,7 @@ def test_a_proof_killed_at_ten_points_is_resumed(
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=90)
+        _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive, "what it started outlives it"
         assert journal.read_text().startswith(seen), "what was done was done again"
         seen = journal.read_text().rpartition("\n")[0]

@@ -18,7 +18,7 @@ from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 
 @pytest.fixture

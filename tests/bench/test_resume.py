@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.bench.test_counters import WORKLOAD as COUNTED
-from tests.bench.test_counters import CountingServer
+from tests.bench.test_counters import CountingServer, quick  # noqa: F401
 from tests.command_line import trtspec
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.report import Bar
 
+pytestmark = pytest.mark.clock
 Start = Callable[..., str]
 
 

@@ -149,7 +149,6 @@ def alarms(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("earlier", [1, 4, 6])
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("mood", [0.05, 0.1])

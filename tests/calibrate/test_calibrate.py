@@ -4,10 +4,8 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.command_line import calls_of, killed_at
 from tests.tiny import make_target
 from trtspec.calibrate import (
     CalibrationOptions,
@@ -108,7 +107,6 @@ def starve(source: Path, layer: int, expert: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # several processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.parametrize(
     ("format", "nested", "config", "policy"),
     [
@@ -171,29 +169,12 @@ def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
     assert about["options"]["seq_len"] == 40 and about["tokens"] == result.tokens
 
 
-def run_killed(arguments: tuple, after: float) -> bool:
-    """The calibration in a process of its own, killed after so many seconds; True when it had ended by then."""
-    child = os.fork()
-    if child == 0:
-        try:
-            calibrate_checkpoint(*arguments)
-        finally:
-            os._exit(0)
-    end = time.monotonic() + after
-    while time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return True
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
-
-
 def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     source = make_target(tmp_path / "in", format="int4", layers=6, experts=6)
-    begin = time.monotonic()
-    calibrate_checkpoint(source, data, tmp_path / "whole.safetensors", K26, FLOAT32)
-    seconds = time.monotonic() - begin
+    whole = (source, data, tmp_path / "whole.safetensors", K26, FLOAT32)
+    calibrate_checkpoint(*whole)  # what the first run imports is no part of the others
+    (tmp_path / "whole.safetensors").unlink()
+    calls = calls_of(lambda: calibrate_checkpoint(*whole))
     expected = (tmp_path / "whole.safetensors").read_bytes()
     record = (tmp_path / "whole.safetensors.provenance.json").read_bytes()
     output, shuffle, kills, finished = tmp_path / "scales.safetensors", random.Random(1), 0, 0
@@ -202,14 +183,14 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     while kills < 20 or not any(resumed):
         journal = tmp_path / ".scales.safetensors.calibrate/.trtspec-calibrate.jsonl"
         before = journal.read_bytes() if journal.exists() else b""
-        if run_killed(arguments, shuffle.uniform(0.02, 0.7) * seconds):
+        if not killed_at(
+            shuffle.uniform(0.02, 0.7) * calls, lambda: calibrate_checkpoint(*arguments)
+        ):
             assert output.read_bytes() == expected
             output.unlink()
             finished += 1
-            seconds *= 0.8  # the first run paid for imports
             continue
         kills += 1
-        seconds *= 1.1 if not any(resumed) else 1.0  # other work slows the later runs down
         if before.count(b"\n") > 1 and journal.exists():  # what was done is not done again
             assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
             resumed.append(before.count(b"\n") - 1)
@@ -333,7 +314,6 @@ print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("mode", "held"), [("one", 1), ("ahead", 2)])
 def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mode, held):
     # glibc keeps what is below its threshold, which grows to 32 MiB; a real layer's stacked experts are gigabytes

@@ -22,7 +22,7 @@ class LoopbackHub(ThreadingHTTPServer):
         self.refuses, self.token = 0, ""
         self.sent: dict[str, int] = {}
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self) -> str:

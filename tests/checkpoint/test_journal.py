@@ -55,6 +55,7 @@ def hold(path: Path, key: str, environment: dict[str, str]) -> subprocess.Popen[
 
 
 @pytest.mark.parametrize("name", ["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+@pytest.mark.clock
 def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, tmp_path_factory, name):
     path, environment = tmp_path / "j", without_flock(tmp_path_factory.mktemp("shim"), name)
     first = hold(path, "one", environment)
@@ -75,6 +76,7 @@ def test_where_there_is_no_flock_a_file_is_the_lock(tmp_path, tmp_path_factory, 
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.clock
 def test_a_holder_on_another_machine_is_believed(tmp_path, tmp_path_factory):
     environment = without_flock(tmp_path_factory.mktemp("shim"), "ENOSYS")
     (tmp_path / "j.lock").write_text("12\nnode7\n")

@@ -53,7 +53,7 @@ def trtspec(
     program = [] if words[0] == "-c" else ["-m", "trtspec"]
     command = [sys.executable, *program, *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=120
+        command, capture_output=True, text=True, env=environment, check=False, timeout=900
     )
 
 

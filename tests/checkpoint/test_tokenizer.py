@@ -104,6 +104,7 @@ def test_half_a_character_at_the_end(trained: Path) -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
+@pytest.mark.clock
 def test_long_runs_are_cut_before_the_regex_sees_them(trained: Path) -> None:
     tokenizer = KimiTokenizer(trained)
     began = time.process_time()

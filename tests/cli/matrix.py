@@ -75,7 +75,7 @@ class Recorder(ThreadingHTTPServer):
         self.pages = {"/v1/models": '{"data": [{"id": "tiny"}, {"id": "other"}]}', "/health": "{}"}
         self.busy = self.most = 0
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up is no news."""
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.requests.append(json.dumps([self.path, key, body], sort_keys=True))
             self.server.busy += 1
             self.server.most = max(self.server.most, self.server.busy)
-        threading.Event().wait(body.get("delay", 0.02))  # as --extra-body asks
+        threading.Event().wait(body.get("delay", 0.005))  # as --extra-body asks
         with self.server.lock:
             self.server.busy -= 1
         asked = body.get("prompt") or str(body["messages"])

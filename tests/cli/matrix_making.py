@@ -84,7 +84,11 @@ SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3
 BENCH = line("bench {url} --samples 3 --concurrency 1 --max-tokens 8")
 DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
 CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
-SLOWLY = (*BENCH, "--extra-body", '{{"delay": 0.4}}')
+SLOWLY = (
+    *line("bench {url} --samples 1 --warmup 0 --concurrency 1 --max-tokens 8"),
+    "--extra-body",
+    '{{"delay": 0.4}}',
+)
 CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano")
 SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(

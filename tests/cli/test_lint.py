@@ -168,6 +168,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())
+@pytest.mark.clock
 def test_no_file_ends_in_a_traceback_or_takes_long(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engine.yml"
     file.write_text(text)

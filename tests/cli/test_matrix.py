@@ -63,10 +63,15 @@ WATCHED = {
 }  # 10 % below the baseline of the table
 
 
+CLOCKS = ("timeout", "wait_ready", "concurrency")  # whose effect a clock or an overlap shows
 # an option that has a row in a situation is honoured there, and every other option of the command is refused
 USED = [
     pytest.param(
-        command, mode, name, id=f"{command}-{mode}-{name}", marks=[pytest.mark.slow] * effect.slow
+        command,
+        mode,
+        name,
+        id=f"{command}-{mode}-{name}",
+        marks=[pytest.mark.slow] * effect.slow + [pytest.mark.clock] * (name in CLOCKS),
     )
     for command in NAMES
     for mode, situation in TABLE.get(command, {}).items()

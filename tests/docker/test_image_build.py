@@ -100,7 +100,7 @@ def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
             for process in [*psutil.Process(server.pid).children(recursive=True), server]:
                 with contextlib.suppress(psutil.Error, ProcessLookupError):
                     process.terminate()
-            server.wait(timeout=60)
+            server.wait(timeout=300)
     print(f"\nanswer: {answer['choices'][0]['text']!r}")
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["text"]
     assert 1000 in owners

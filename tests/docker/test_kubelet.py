@@ -27,6 +27,7 @@ from trtspec.data_files import DATA, kimi_nano_dir
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.clock,
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts need root and unshare"
     ),
@@ -200,7 +201,6 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         pod.process.wait()
 
 
-@pytest.mark.timeout(600)
 def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
     done, answered, lost = threading.Event(), [0], list[str]()
 
@@ -215,7 +215,7 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
             }
             url = f"http://127.0.0.1:{draw.choice(ready).port}/v1/completions"
             try:
-                answer = httpx.post(url, json=body, timeout=120, trust_env=False)
+                answer = httpx.post(url, json=body, timeout=300, trust_env=False)
                 ended = (
                     answer.text.rstrip().endswith("[DONE]")
                     if body["stream"]

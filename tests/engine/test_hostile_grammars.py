@@ -150,7 +150,7 @@ async def attackers(url: str, number: int, count: int) -> Seen:
             began = time.monotonic()
             try:
                 answer = await client.post(
-                    f"{url}/v1/completions", json=body, timeout=draw.choice((0.2, 60, 60, 60))
+                    f"{url}/v1/completions", json=body, timeout=draw.choice((0.2, 300, 300, 300))
                 )
             except (
                 httpx.TimeoutException
@@ -174,7 +174,7 @@ async def clients(count: int) -> AsyncIterator[list[httpx.AsyncClient]]:
     """Each with its own pool: in a shared one, requests wait seconds for it."""
     context = ssl.create_default_context()
     async with AsyncExitStack() as stack:
-        made = [httpx.AsyncClient(timeout=60, verify=context) for _ in range(count)]
+        made = [httpx.AsyncClient(timeout=300, verify=context) for _ in range(count)]
         yield [await stack.enter_async_context(client) for client in made]
 
 
@@ -184,12 +184,12 @@ def watched(url: str, begun: Event, done: Event) -> Seen:
 
 def one_round(url: str, number: int, count: int) -> Seen:
     """The others are a process of their own: what they wait for is the server, not the attackers' client."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with context.Manager() as manager, ProcessPoolExecutor(1, context) as pool:
         begun, done = manager.Event(), manager.Event()
         others = pool.submit(watched, url, begun, done)
-        assert begun.wait(60)
-        time.sleep(1)
+        assert begun.wait(300)
+        time.sleep(0.3)
         seen = asyncio.run(attackers(url, number, count))
         done.set()
         found = others.result()
@@ -209,14 +209,14 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
         found = [one_round(running.url, number + 1, count) for number in range(rounds)]
         new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}
         assert httpx.post(
-            f"{running.url}/v1/completions", json=new, timeout=60
+            f"{running.url}/v1/completions", json=new, timeout=300
         ).is_success  # it still compiles
         grown = process.memory_info().rss / before - 1
         assert len(process.children(recursive=True)) <= 4
     finally:
         began = time.monotonic()
         running.process.terminate()
-        assert running.process.wait(60) == 0
+        assert running.process.wait(300) == 0
     assert "Traceback" not in "".join(running.log), "".join(running.log)
     return found, grown, time.monotonic() - began
 
@@ -234,16 +234,18 @@ def report(found: list[Seen], grown: float, ended: float) -> dict[str, float]:
     return medians
 
 
+@pytest.mark.clock
 def test_hostile_grammars_cost_their_senders_alone(target_dir: Path) -> None:
-    """A few of them, without limits on time: those hold on a quiet machine."""
+    """A few of them, without limits on time, which hold on a quiet machine."""
     found, grown, ended = run(target_dir, 24, 1)
     report(found, grown, ended)
     assert not found[0].wrong, found[0].wrong[:3]
-    assert found[0].statuses[400] + found[0].statuses[503] and ended < 35
+    assert found[0].statuses[400] + found[0].statuses[503]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.clock
 def test_a_thousand_hostile_grammars(target_dir: Path) -> None:
     found, grown, ended = run(target_dir, COUNT, ROUNDS)
     medians = report(found, grown, ended)

@@ -31,15 +31,14 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://x", timeout=120
+            transport=httpx.ASGITransport(app), base_url="http://x", timeout=300
         ) as client,
     ):
         yield client
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened() and time.monotonic() < deadline:
+    while not happened():
         await asyncio.sleep(0.01)
 
 
@@ -176,8 +175,8 @@ BIG = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["echo", "chat"])
+@pytest.mark.clock
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
     """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives each, are written."""
     found: list[httpx.Response] = []
@@ -188,7 +187,7 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
         )
         asking.start()
         waits: list[float] = []
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=300) as client:
             while asking.is_alive():
                 began = time.monotonic()
                 assert client.get(f"{running.url}/health").status_code == 200

@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 4 and not done.stdout
     assert done.stderr.startswith("test-gpu: no GPU: torch ") and len(done.stderr.splitlines()) == 1

@@ -14,7 +14,7 @@ import httpx
 
 from tests.hostile.requests import COMPLETIONS, LARGE, Attack, Attacks, post
 
-PATIENCE = 120.0  # seconds that an attacker waits for an answer
+PATIENCE = 300.0  # seconds that an attacker waits for an answer
 LEAVES_AFTER = 1.0
 BLOCK = b" " * 65536
 

@@ -21,6 +21,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import compare_heads
 
+pytestmark = pytest.mark.clock
 KINDS = (
     ("modelopt", {"attention": "mla"}),
     ("vllm", {"attention": "mha", "draft_vocab": 128}),

@@ -17,6 +17,7 @@ import pytest
 from tests.bench.conftest import stand_in  # noqa: F401  # the server that bench and check are given
 from tests.hostile.inputs import Case, Inputs
 
+pytestmark = pytest.mark.clock
 STATUSES = {0, 1, 2, 3, 4}
 SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]

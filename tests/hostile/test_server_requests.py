@@ -43,7 +43,7 @@ GROWTH = (
     32 << 20
 )  # bytes that the process may have more at the end than when half of the time was over
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tests.hostile.inputs import Damage
 from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
 
+pytestmark = pytest.mark.clock
 FORMATS = ("bf16", "int4", "fp8-block")
 
 

@@ -1,4 +1,5 @@
-"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON has `limits`."""
+"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON may have `limits`, and
+`first_generation`, the seconds for it."""
 
 import json
 import sys
@@ -6,8 +7,8 @@ from pathlib import Path
 
 from trtspec.cli.app import _open_missing_streams
 from trtspec.errors import TrtspecError
+from trtspec.launch import supervisor
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
-from trtspec.launch.supervisor import run
 from trtspec.report import peak_rss, write_stderr
 
 if __name__ == "__main__":
@@ -21,10 +22,11 @@ if __name__ == "__main__":
         str(port),
         mode,
     ]
-    limits = Limits(**{"startup": 30.0, "stop_grace": 1.0, **more.get("limits", {})})
+    limits = Limits(**{"startup": 300.0, "stop_grace": 60.0, **more.get("limits", {})})
+    supervisor.FIRST_GENERATION = more.get("first_generation", supervisor.FIRST_GENERATION)
     try:
         endpoint = ServerAddress("127.0.0.1", port)
-        status = run(
+        status = supervisor.run(
             ServerLaunch(argv=words, endpoint=endpoint, patterns=LogPatterns("tiny"), limits=limits)
         )
     except TrtspecError as error:

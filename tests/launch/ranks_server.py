@@ -41,5 +41,5 @@ if __name__ == "__main__":
     ranks = [rank(), rank(), orphan()]
     print("pids", os.getpid(), *ranks, flush=True)
     threading.Thread(target=watch, args=(ranks,), daemon=True).start()
-    time.sleep(0.3)
+    time.sleep(0.1)
     http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

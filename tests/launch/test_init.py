@@ -51,7 +51,7 @@ def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, s
         wait_for(lambda: asked.exists() or process.poll() is not None)
         (first,) = psutil.Process(process.pid).children()
         first.send_signal(number)
-        assert process.wait(10) == status
+        assert process.wait(300) == status
     finally:
         process.kill()
         process.communicate()

@@ -47,27 +47,29 @@ def test_a_taken_port_is_named_before_work_begins(tmp_path: Path) -> None:
     port = free_port()
     process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), "{}"])
     try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+
+        def refusal() -> str:
             try:
                 require_free_ports(port, 1)
-                time.sleep(0.1)
             except TrtspecError as error:
-                assert str(port) in error.message
-                return
-        raise AssertionError("the taken port was not seen")
+                return error.message
+            return ""
+
+        wait_for(refusal)
+        assert str(port) in refusal()
     finally:
         process.terminate()
         process.wait()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.clock
 def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) -> None:
     interrupt_a_chain(tmp_path, sent, 0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.clock
 def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
     """A signal just before a blocking read was lost once in 250 times, another inside Popen once in 1,600."""
     moments = random.Random(0)
@@ -108,12 +110,12 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
     try:
         assert process.stdout is not None
         server = int(process.stdout.readline())
-        wait_for(lambda: len(children_of(process.pid)) == 2, 20)
+        wait_for(lambda: len(children_of(process.pid)) == 2)
         started = children_of(process.pid)
         assert server in started
         time.sleep(delay)
         process.send_signal(sent)
-        assert process.wait(timeout=30) != 0
+        assert process.wait(timeout=300) != 0
         assert not [pid for pid in started if psutil.pid_exists(pid)]
     except BaseException:  # where the test fails, its processes must not outlive it
         for pid in [process.pid, *started]:
@@ -171,7 +173,7 @@ def interrupt_inside(methods: str, block: str) -> None:
         BEGINNING + textwrap.indent(textwrap.dedent(methods), "    ") + ENDING.format(block=block)
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.splitlines()[-1:] == ["left: []"], done.stdout + done.stderr
 

@@ -1,16 +1,17 @@
 """The smallest server that a launch can wait for: `tiny_server.py PORT MODE`, standard library only.
 
-MODE: serve | silent (never listens) | long-line (logs 60 MB without a line end, then serves) | tidy, deaf (load for
-long; tidy takes TIDY seconds to end when it is asked, deaf does not listen)
+MODE: serve | silent (never listens) | mute (never generates) | long-line (logs 60 MB without a line end, then serves)
+| tidy, slow, deaf (load for long; the first two take TIDY seconds to end when asked, deaf does not listen)
 """
 
 import http.server
 import json
+import os
 import signal
 import sys
 import time
 
-TIDY = 1.0
+TIDY = {"tidy": 0.3, "slow": 600.0}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -28,18 +29,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({"data": [{"id": "tiny"}]})
 
     def do_POST(self) -> None:
+        if sys.argv[2:] == ["mute"]:
+            time.sleep(600)
         self.rfile.read(int(self.headers["Content-Length"]))
         self.answer({"choices": [{"text": "x"}]})
+
+
+def end(*_: object) -> None:
+    if mode in TIDY:
+        os.write(1, b"tidying\n")  # it may interrupt a print
+        time.sleep(TIDY[mode])
+        sys.exit(0)
 
 
 if __name__ == "__main__":
     port, mode = int(sys.argv[1]), sys.argv[2]
     if mode == "silent":
         time.sleep(600)
-    if mode in ("tidy", "deaf"):
-        signal.signal(
-            signal.SIGTERM, lambda *_: (time.sleep(TIDY), sys.exit(0)) if mode == "tidy" else None
-        )
+    if mode in (*TIDY, "deaf"):
+        signal.signal(signal.SIGTERM, end)
         print("loading", flush=True)
         time.sleep(600)
     if mode == "long-line":

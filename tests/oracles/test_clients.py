@@ -39,7 +39,7 @@ QUIET = {
     "OPENAI_API_KEY": "none",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,6 @@ def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in kept}
 
 
-@pytest.mark.timeout(1800)  # forty runs of the command
 @pytest.mark.parametrize("points", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points):
     source = make_target(tmp_path / "in", format="int4", layers=3, shards=3)

@@ -3,17 +3,15 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import TRTSPEC
+from tests.command_line import calls_of, killed_at
 from tests.quant.test_full_disk import files
 from tests.quant.test_modelopt_export import accepted, different, tensors_of
 from tests.tiny import make_target
@@ -346,13 +344,6 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
     ]
 
 
-def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
-    command = [*TRTSPEC, "quantize", str(source), "-o", str(out), "--policy", "k2.5", "--json"]
-    return subprocess.Popen(
-        [*command, "--workers", str(workers)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
 @pytest.mark.parametrize(
     ("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)]
 )
@@ -361,27 +352,23 @@ def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts):
         tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12
     )
     expected = tmp_path / "expected" / "Kimi"
-    quantize_checkpoint(source, expected, K25)
     out, draw, kills = tmp_path / "out" / "Kimi", random.Random(workers), 0
+
+    def quantize(output: Path) -> Any:
+        return quantize_checkpoint(source, output, K25, ConversionOptions(workers=workers))
+
+    calls = calls_of(lambda: quantize(expected))
     for _ in range(attempts):
-        process = run_quantize(source, out, workers)
-        while process.poll() is None and not (out / JOURNAL_NAME).exists():
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.05))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.communicate()
+        # a third of the calls come before the first shard
+        killed = killed_at(draw.uniform(0.32, 0.5) * calls, lambda: quantize(out))
+        kills += killed
         recorded = (out / JOURNAL_NAME).read_text().count("sha256")
-        assert (out / "config.json").exists() == (process.returncode == 0) or recorded == 12
+        assert (out / "config.json").exists() != killed or recorded == 12
     assert kills
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
     journal = (out / JOURNAL_NAME).read_text()
     finished = {name for name in times if f'"key": "{name}"' in journal}
-    process = run_quantize(source, out, workers)
-    output, error = process.communicate()
-    assert process.returncode == 0, error.decode()
-    assert json.loads(output)["shards_resumed"] == len(finished)
+    assert quantize(out).shards_resumed == len(finished)
     assert files(out) == files(expected)
     assert all((out / name).stat().st_mtime_ns == times[name] for name in finished)
     assert not list(out.glob(".*.partial"))

@@ -70,7 +70,7 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 
 
 def nothing_left(tmp_path: Path, port: int) -> None:
-    command_line.wait_for(lambda: not any(map(command_line.alive, recorded(tmp_path)["pids"])), 10)
+    command_line.wait_for(lambda: not any(map(command_line.alive, recorded(tmp_path)["pids"])))
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
@@ -82,45 +82,47 @@ def test_launch_is_ready_after_a_generation_and_stops_on_sigterm(
     process = start()
     log = until_ready(process)
     assert "trtspec: loading weights" in log and "trtspec: warming up" in log
-    with urllib.request.urlopen(f"http://localhost:{free_port}/health", timeout=5) as response:
+    with urllib.request.urlopen(f"http://localhost:{free_port}/health", timeout=300) as response:
         assert response.status == 200
     given = recorded(tmp_path)
     assert given["config"]["speculative_config"]["decoding_type"] == "Eagle"
     assert given["argv"][given["argv"].index("--max_seq_len") + 1] == "128"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=300) == 0
     nothing_left(tmp_path, free_port)
     config = given["argv"][given["argv"].index("--extra_llm_api_options") + 1]
     assert not Path(config).exists()
 
 
 @pytest.mark.parametrize(
-    ("mode", "number", "statuses", "says"),
+    ("mode", "grace", "number", "statuses", "says"),
     [
-        ("", signal.SIGINT, (0, 130), ""),
-        ("", signal.SIGKILL, (-9,), ""),  # which nobody can handle: the guard sees it
-        ("ignore-term", signal.SIGKILL, (-9,), ""),
-        ("ignore-term", signal.SIGTERM, (137,), "did not end within 1 s"),
-        ("leave-rank", signal.SIGTERM, (0,), ""),
-        ("stubborn-ranks", signal.SIGTERM, (0,), ""),
+        ("", "60", signal.SIGINT, (0, 130), ""),
+        ("", "60", signal.SIGKILL, (-9,), ""),  # which nobody can handle: the guard sees it
+        ("ignore-term", "1", signal.SIGKILL, (-9,), ""),
+        ("ignore-term", "1", signal.SIGTERM, (137,), "did not end within 1 s"),
+        ("leave-rank", "60", signal.SIGTERM, (0,), ""),
+        ("stubborn-ranks", "3", signal.SIGTERM, (0,), ""),  # the server ends at once
     ],
 )
+@pytest.mark.clock
 def test_a_signal_leaves_no_process_behind(
     start: Start,
     tmp_path: Path,
     free_port: int,
     mode: str,
+    grace: str,
     number: int,
     statuses: tuple[int, ...],
     says: str,
 ) -> None:
     """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as Open MPI's are."""
-    process = start("--stop-grace", "1", STANDIN_MODE=mode)
+    process = start("--stop-grace", grace, STANDIN_MODE=mode)
     until_ready(process)
     pids = recorded(tmp_path)["pids"]  # server, daemon, rank
     assert "rank" not in mode or len({os.getpgid(pid) for pid in pids}) == 3
     process.send_signal(number)
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=300)
     assert process.returncode in statuses and says in log
     nothing_left(tmp_path, free_port)
 
@@ -131,10 +133,10 @@ def test_a_signal_leaves_no_process_behind(
         ("crash-loading", (), 17, "two-model mode"),
         ("oom", (), 1, "lower --max-batch-size"),
         ("die-serving", (), 42, "while serving with status 42"),
-        ("hang-generation", ("--startup-timeout", "10"), 1, "does not generate: no answer within"),
-        ("no-health", ("--startup-timeout", "2"), 1, "not ready after 2 s"),
+        ("no-health", ("--startup-timeout", "1"), 1, "not ready after 1 s"),
     ],
 )
+@pytest.mark.clock
 def test_a_failure_passes_its_status_and_cause(
     start: Start,
     tmp_path: Path,
@@ -145,7 +147,7 @@ def test_a_failure_passes_its_status_and_cause(
     says: str,
 ) -> None:
     process = start(*words, STANDIN_MODE=mode)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=300)
     assert process.returncode == status, log
     assert says in log and "\n-> " in log and "Traceback" not in log
     nothing_left(tmp_path, free_port)
@@ -162,7 +164,7 @@ def test_the_status_does_not_depend_on_the_log(
         os.close(reader)
     process = start(log=stream, STANDIN_MODE="crash-loading")
     os.close(stream)
-    assert process.wait(timeout=60) == 17
+    assert process.wait(timeout=300) == 17
     nothing_left(tmp_path, free_port)
 
 
@@ -176,13 +178,13 @@ def test_an_engine_that_dies_under_load_is_told_and_not_restarted(
     def ask() -> None:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(
-                f"http://localhost:{free_port}/v1/completions", body, timeout=10
+                f"http://localhost:{free_port}/v1/completions", body, timeout=300
             ).read()
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=300)
     for thread in threads:
         thread.join()
     assert process.returncode == 1
@@ -196,7 +198,7 @@ def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: 
     process = start(
         "--dry-run", "--json", "--trtllm-version", "1.3.0rc20", "--", "--log_level", "debug"
     )
-    promised = json.loads(process.communicate(timeout=60)[0])
+    promised = json.loads(process.communicate(timeout=300)[0])
     process = start("--", "--log_level", "debug", MY_OWN="1")
     until_ready(process)
     given = recorded(tmp_path)
@@ -230,7 +232,7 @@ def test_the_installed_version_decides(
 ) -> None:
     """Refused before the launch: an engine that cannot run this model, and another one than was judged."""
     process = start(*words, STANDIN_VERSION=installed)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=300)
     assert process.returncode == 3 and re.search(says, log), log
     assert not (tmp_path / "record").exists()
 
@@ -247,7 +249,7 @@ def test_a_head_with_values_that_are_no_numbers_is_not_launched(
     tensors["fc.weight"].view(-1)[5] = float("nan")
     save_file(tensors, file)
     process = start(head=broken)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=300)
     assert process.returncode != 0 and "NaN" in log, log
     assert not (tmp_path / "record").exists()
 
@@ -259,7 +261,7 @@ def test_code_of_the_target_is_refused_by_name_and_hash(
 
     digest = hashlib.sha256((coded_target / "configuration_kimi_k25.py").read_bytes()).hexdigest()
     process = start(target=coded_target, head=None)
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=300)
     assert process.returncode == 3 and f"configuration_kimi_k25.py sha256:{digest}" in log
     assert not (tmp_path / "record").exists()
     trusted = start("--trust-remote-code", target=coded_target, head=None)
@@ -274,7 +276,7 @@ def test_a_taken_port_and_forced_acceptance_are_refused(
         holder.bind(("127.0.0.1", free_port))
         holder.listen()
         process = start(TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2")
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=300)
     assert process.returncode == 3 and "TS-SERVE-PORT" in log and "TS-LINT-FORCED-ACCEPTANCE" in log
     assert not (tmp_path / "record").exists()
 
@@ -302,7 +304,7 @@ def test_a_hundred_starts_and_stops_leak_nothing(
         until_ready(process)
         assert cycle % 10 or len(marked()) == 5  # trtspec, guard, server, daemon, rank
         process.send_signal((signal.SIGTERM, signal.SIGINT)[cycle % 2])
-        assert process.wait(timeout=60) in (0, 130)
+        assert process.wait(timeout=300) in (0, 130)
         nothing_left(tmp_path, free_port)
         process.communicate()
         assert not list(temporary.iterdir()) and (cycle % 10 or not marked())
@@ -330,18 +332,18 @@ def test_the_reference_backend_serves_behind_the_standin(start: Start, free_port
     process = start(STANDIN_BACKEND="reference")
     log = until_ready(process)
     body = json.dumps({"model": "m", "prompt": "abc", "max_tokens": 4, "temperature": 0})
-    with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=10) as response:
+    with urllib.request.urlopen(f"http://localhost:{free_port}/v1/models", timeout=300) as response:
         body = body.replace('"m"', json.dumps(json.load(response)["data"][0]["id"]))
     request = urllib.request.Request(
         f"http://localhost:{free_port}/v1/completions",
         body.encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=300) as response:
         choice = json.load(response)["choices"][0]
     assert choice["avg_decoded_tokens_per_iter"] >= 1, log
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=40) == 0
+    assert process.wait(timeout=300) == 0
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI's mpirun is not installed")
@@ -362,7 +364,7 @@ def test_two_ranks_under_open_mpi_start_and_end_together(
     assert sorted((tmp_path / "record.ranks").read_text().split()) == ["0", "1"]
     assert recorded(tmp_path)["argv"][-1] == str(config)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) in (0, 1, 143)  # mpirun's own: 1
+    assert process.wait(timeout=300) in (0, 1, 143)  # mpirun's own: 1
     nothing_left(tmp_path, free_port)
 
 
@@ -388,5 +390,5 @@ def test_the_front_of_a_disaggregated_pair(start: Start, tmp_path: Path, free_po
         "3600",
     ]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0
     nothing_left(tmp_path, other)

@@ -53,6 +53,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD.keys())
+@pytest.mark.clock
 def test_every_malformed_text_is_a_named_error_at_once(text: str, tmp_path: Path) -> None:
     """Also where no positions are needed: there some of them are values."""
     began = time.process_time()

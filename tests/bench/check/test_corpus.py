@@ -179,8 +179,8 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
         assert not failed(judge(chosen, plain))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("points", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.clock
 def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     tmp_path: Path, points: int
 ) -> None:

@@ -165,7 +165,7 @@ def judge(room: Path) -> Judge:
 )
 def test_faults_are_found_alone_and_refused(judge: Judge, count: int | None) -> None:
     """All, or `count` of them: one of each kind and its codes, and some more."""
-    every = judge.all()
+    every = judge.all()[:: 1 if count else int(os.environ.get("TRTSPEC_FAULT_STEP", "1"))]
     if count is not None:
         random.Random(int(os.environ.get("TRTSPEC_SEED", "7"))).shuffle(every)
         first = {(fault.kind, fault.codes): (head, fault) for head, fault in every}

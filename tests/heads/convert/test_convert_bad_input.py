@@ -6,9 +6,6 @@ The catalogue of damaged heads is in tests/checkpoint/heads/faults.py; here is w
 import json
 import os
 import pickle
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import TRTSPEC, Done, trtspec
+from tests.command_line import Done, calls_of, killed_at, trtspec
 from tests.heads.convert.foreign_heads import (
     IDS,
     Change,
@@ -403,21 +400,13 @@ def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None
 def test_a_killed_conversion_leaves_no_head(tmp_path: Path, target_dir: Path) -> None:
     """Nor anything in the way of the same command, which then writes what an undisturbed one writes."""
     source = write_head(tmp_path / "head", target_dir, "vllm")
-    words, out = [*TRTSPEC, "convert", str(source), "--to", "trtllm", "-o"], tmp_path / "out"
-    assert (
-        subprocess.run([*words, str(tmp_path / "whole")], stdout=subprocess.DEVNULL).returncode == 0
-    )
-    for delay in (0.2, 0.6, 0.9, 1.2, 1.5, 1.8):
-        process = subprocess.Popen(
-            [*words, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (out / "config.json").exists():
-            break
-    else:
-        assert subprocess.run([*words, str(out)], stdout=subprocess.DEVNULL).returncode == 0
+    words, out = ("convert", source, "--to", "trtllm", "-o"), tmp_path / "out"
+    assert trtspec(*words, tmp_path / "first").status == 0
+    calls = calls_of(lambda: trtspec(*words, tmp_path / "whole"))
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.95):
+        assert killed_at(share * calls, lambda: trtspec(*words, out))
+        assert not (out / "config.json").exists()
+    assert trtspec(*words, out).status == 0
     for name in ("config.json", "model.safetensors"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert {file.name for file in out.iterdir()} >= {"README.md", "provenance.json"}

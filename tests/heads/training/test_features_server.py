@@ -73,7 +73,6 @@ def one_by_one(target, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torc
     return {s.id: compute_features(target, [s], layers).states(0) for s in plan.samples}
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 2**-12), ("bfloat16", 0.03)])
 def test_states_and_losses_are_those_of_the_target_in_memory(
@@ -101,7 +100,6 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
     assert worst < 1e-2
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     tmp_path, target_dir, data, target, plan, monkeypatch
@@ -135,7 +133,6 @@ def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     assert max(abs(a - b) for a, b in zip(ours, memory, strict=True)) < 1e-2
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, data, target, plan):
     with serving(target_dir, "1,7", "bfloat16") as (url, _):

@@ -98,6 +98,7 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
 
 
 @pytest.mark.slow
+@pytest.mark.clock
 def test_time_runs_out_and_the_run_goes_on(tmp_path, target_dir, data):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = replace(OPTIONS, steps=6)
@@ -134,7 +135,7 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     )
     after_steps(process, output, 12)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=900)
     if number == signal.SIGKILL:
         assert process.returncode == -number
         exported = sorted(
@@ -151,7 +152,6 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     assert_usable(output, target_dir)
 
 
-@pytest.mark.timeout(900)  # two processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.slow
 def test_memory_of_twenty_thousand_tokens_grows_with_the_length(tmp_path):
     """Peak resident memory of one step at 5,000 and 20,000 tokens, hidden size 64, 512 words, 3 training-time-test

@@ -4,16 +4,16 @@ Each run is a process of its own, forked from one that has imported everything, 
 """
 
 import json
-import multiprocessing
+import math
 import random
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.command_line import calls_of, killed_at
 from tests.heads.data.test_synthesize import asked, serving, write
 from tests.heads.training.test_training import OPTIONS, curve, train_once
 from trtspec.cli.synthesize import SynthesizeOptions, synthesize
@@ -21,30 +21,6 @@ from trtspec.heads.synthesis import read_prompts
 from trtspec.heads.training.curve import is_finished
 
 KILLS = 20
-FORK = multiprocessing.get_context("fork")
-
-
-def timed(run: Callable[..., None], *arguments: object) -> float:
-    """Seconds of one undisturbed run in a child."""
-    began = time.monotonic()
-    child = FORK.Process(target=run, args=arguments)
-    child.start()
-    child.join(600)
-    assert child.exitcode == 0
-    return time.monotonic() - began
-
-
-def killed(run: Callable[..., None], delay: float, *arguments: object) -> bool:
-    """Whether the run was still going after `delay` seconds, and is dead now."""
-    child = FORK.Process(target=run, args=arguments)
-    child.start()
-    child.join(delay)
-    if child.exitcode is not None:
-        assert child.exitcode == 0
-        return False
-    child.kill()
-    child.join()
-    return True
 
 
 def quiet_synthesize(prompts: Path, output: Path, url: str) -> None:
@@ -60,15 +36,15 @@ def test_synthesize_killed_twenty_times(tmp_path):
     journal = tmp_path / ".data.jsonl.synthesize" / ".trtspec-synthesize.jsonl"
     shuffle, kills, rounds, repeated = random.Random(0), 0, 0, 0
     with serving(log, "0", "0.01") as url:
-        seconds = timed(quiet_synthesize, prompts, tmp_path / "whole.jsonl", url)
+        calls = calls_of(partial(quiet_synthesize, prompts, tmp_path / "whole.jsonl", url))
         want = (tmp_path / "whole.jsonl").read_bytes()
         while kills < KILLS or not output.exists() or journal.exists():
             before, done = len(asked(log)), set()
             if journal.exists():
                 lines = journal.read_bytes().split(b"\n")[:-1]
                 done = {text[json.loads(line)["key"]] for line in lines[1:]}
-            delay = shuffle.uniform(0, 0.4 * seconds) if kills < KILLS else 600
-            kills += killed(quiet_synthesize, delay, prompts, output, url)
+            call = shuffle.uniform(0, 0.4 * calls) if kills < KILLS else math.inf
+            kills += killed_at(call, partial(quiet_synthesize, prompts, output, url))
             requested = [body["messages"][0]["content"] for body in asked(log)[before:]]
             repeated += len(done.intersection(requested))
             if (
@@ -93,12 +69,12 @@ def quiet_train(target_dir: Path, data: Path, output: Path) -> None:
 def test_train_killed_twenty_times(tmp_path, target_dir, data):
     torch.set_num_threads(1)
     whole = tmp_path / "whole"
-    seconds = timed(quiet_train, target_dir, data, whole)
+    calls = calls_of(partial(quiet_train, target_dir, data, whole))
     want = load_file(whole / "model.safetensors")
     shuffle, kills, finished = random.Random(1), 0, [tmp_path / "head-0"]
     while True:
-        delay = shuffle.uniform(0, 0.7 * seconds) if kills < KILLS else 600
-        if killed(quiet_train, delay, target_dir, data, finished[-1]):
+        call = shuffle.uniform(0, 0.7 * calls) if kills < KILLS else math.inf
+        if killed_at(call, partial(quiet_train, target_dir, data, finished[-1])):
             kills += 1
             done = is_finished(finished[-1])  # killed behind its last write
         else:

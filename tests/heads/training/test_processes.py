@@ -69,7 +69,6 @@ def one_process(tmp_path_factory, target_dir, data):
     return output
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data):
     output = tmp_path / "head"
@@ -102,7 +101,6 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
     assert torch.equal(ours["d2t"], theirs["d2t"]) if "d2t" in theirs else True
 
 
-@pytest.mark.timeout(1800)  # several processes that import ModelOpt, on a busy machine
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("killed", "resumed"),
@@ -165,7 +163,7 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
         script,
         str(tmp_path),
     ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode != 0
     assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr
     assert not list(tmp_path.rglob(".shared-*"))

@@ -188,7 +188,6 @@ def test_a_disk_too_small_for_every_epoch_is_named(tmp_path, stream, plan):
         stream_features(stream, huge, replace(OPTIONS, epochs=2), tmp_path, "t")
 
 
-@pytest.mark.timeout(900)  # several processes that import ModelOpt; minutes on a busy machine
 @pytest.mark.slow
 def test_the_command_killed_and_resumed(tmp_path, target_dir, data):
     config = tmp_path / "train.yaml"

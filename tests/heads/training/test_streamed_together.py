@@ -64,7 +64,7 @@ def processes(count: int, *arguments: object) -> list[dict]:
     ]  # fmt: skip
     found = []
     for process in started:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=900)
         assert process.returncode == 0, err[-3000:]
         found.append(json.loads(out.splitlines()[-1]))
     return found
@@ -79,7 +79,6 @@ def states(found: list[dict]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # several processes on a busy machine
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epochs):
     """One epoch alternates chunks and steps, so processes meet at every chunk; several epochs keep all of them."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.command_line import process, trtspec
+from tests.command_line import trtspec
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import identity
 
@@ -15,10 +15,8 @@ SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 def trained(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("trained") / "head"
     options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
-    done = process(
-        "train", target_dir, data, "-o", output, *options, *SMALL, "--json", OMP_NUM_THREADS="1"
-    )
-    assert done.returncode == 0, done.stderr
+    done = trtspec("train", target_dir, data, "-o", output, *options, *SMALL, "--json")
+    assert done.status == 0, done.stderr
     return output, json.loads(done.stdout)
 
 

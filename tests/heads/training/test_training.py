@@ -44,7 +44,6 @@ def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
         lambda: (
             process.poll() is not None or (log.exists() and log.read_bytes().count(b"\n") >= count)
         ),
-        180,
     )
 
 
