@@ -330,16 +330,9 @@ def chart_values() -> str:
 
 def engine_keys() -> str:
     """Every key of an engine file in any known release, and whether those below it are known too, for the chart."""
-    from trtspec.trtllm.schema import LINES, entries_of
+    from trtspec.trtllm.schema import paths_ever, read_whole
 
-    fields: dict[str, Any] = {}
-    for line in LINES:
-        fields |= entries_of(line)["fields"]
-    parents = {path.rpartition(".")[0] for path in fields}
-    known = {
-        path: path in parents and not field.get("open", False)
-        for path, field in sorted(fields.items())
-    }
+    known = {path: read_whole(path) for path in sorted({path for path, _ in paths_ever()})}
     return json_text(known).replace(", ", ",\n") + "\n"
 
 

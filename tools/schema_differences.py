@@ -18,7 +18,7 @@ from trtspec.trtllm.rules.keys import ITEMS
 from trtspec.trtllm.schema import Field, Schema, schema_for
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "schema-differences.md"
-NEWEST, OLDER = "1.4.0rc1", "1.3.0rc20"
+NEWEST, OLDER = "1.3.0rc27.dev0", "1.3.0rc20"
 PLAIN = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
 
 
@@ -31,7 +31,7 @@ def page(manifests: Path) -> str:
     lines = [
         "<!-- Written by tools/schema_differences.py from upstream's manifests. -->\n",
         "# Schema against manifest\n",
-        f"The schema of the newest line (read for {NEWEST}) has {len(schema.fields)} fields. Upstream's manifest lists "
+        f"The snapshot of the manifest's commit ({NEWEST}) has {len(schema.fields)} fields. Upstream's manifest lists "
         f"{len(leaves)}; {len(missing)} of these are not in the schema. The manifest is made for telemetry: it omits "
         "free text, mappings, defaults, and limits that are only in validators. What it omits here comes from the "
         "classes of its own commit (`sources` in the schema files).\n",

@@ -12,6 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,15 +21,7 @@ from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_sch
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Finding, Fix
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
-from trtspec.trtllm.schema import (
-    DISCRIMINATORS,
-    LINES,
-    Field,
-    Removed,
-    Schema,
-    line_fields,
-    removed_in,
-)
+from trtspec.trtllm.schema import DISCRIMINATORS, Field, Schema, Word, read_beside, renames
 
 Verdict = tuple[Literal["type", "value", "range", "lax"], str]
 
@@ -100,6 +93,8 @@ def _validator(
             return core_schema.int_schema(strict=strict, **whole)  # type: ignore[arg-type]
         if kind == "float":
             return core_schema.float_schema(**bounds)  # type: ignore[arg-type]
+        if kind == "any":
+            return core_schema.any_schema()
         if kind == "bool":
             return core_schema.bool_schema()
         if kind == "str":
@@ -210,8 +205,8 @@ VALUE_CODES = {
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
 OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
-MOST_NAMED = 200  # unknown keys that are reported one by one
-MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
+MAX_NAMED = 200  # unknown keys that are reported one by one
+MAX_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
 def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
@@ -220,86 +215,101 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
         severity: Severity = "warning" if same(entry.value, document.get(entry.path)) else "error"
         yield Finding("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
     yield from _missing(document, schema)
-    unknown, named = set[str](), 0
-    children = functools.cache(schema.children)
+    unknown, doubtful, named = set[str](), set[str](), 0
     for path, entry in document.entries.items():
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
             continue
-        field = schema.fields.get(path)
-        if field is not None:
-            yield from _known(document, schema, entry, field)
+        if not schema.is_class(entry.parent):
+            continue  # a free mapping
+        word = schema.word(entry.parent, entry.name, kind_of(document, entry.parent))
+        if word.taken and word.earlier:
+            yield from _known(document, schema, entry, word)
+        if word.takes:
             continue
-        unknown.add(path)
-        named += 1
-        if (
-            named <= MOST_NAMED
-            and (finding := _unknown(schema, entry, children(entry.parent))) is not None
-        ):
-            yield finding
-    if named > MOST_NAMED:
-        message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
+        if word.taken:
+            doubtful.add(path)
+        else:
+            unknown.add(path)
+            named += 1
+        told = word.taken and entry.parent in doubtful  # by the parent's finding
+        if not told and named <= MAX_NAMED:
+            yield _unknown(document, schema, entry, word)
+    if named > MAX_NAMED:
+        message = f"{named - MAX_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
         yield Finding(
             "TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file"
         )
 
 
+def kind_of(document: Document, parent: str) -> Any:
+    """The value that says which class a mapping is; None for a mapping of one class."""
+    return document.get(f"{parent}.{DISCRIMINATORS[parent]}") if parent in DISCRIMINATORS else None
+
+
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
     """Keys without which the engine refuses the object that they belong to."""
+    meant = set(targets(document, schema).values())
     for path, field in schema.fields.items():
         parent, _, name = path.rpartition(".")
-        if (
-            not field.required
-            or not parent
-            or not isinstance(document.get(parent), dict)
-            or document.has(path)
-        ):
+        written = isinstance(document.get(parent), dict) and not document.has(path)
+        if not field.required or not parent or not written or path in meant:
             continue
-        telling = DISCRIMINATORS.get(parent)
-        kind = document.get(f"{parent}.{telling}") if telling else None
-        if field.required_of(kind):
-            message = f"{parent} needs {name}" + (
-                f" with {telling} {kind}" if kind is not None else ""
-            )
-            yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}")
+        kind = kind_of(document, parent)
+        if field.variants and kind not in field.variants:
+            continue
+        word = schema.word(parent, name, kind)
+        if not word.takes or not all(entry.required for entry in word.taken):
+            continue
+        severity: Severity = "error" if word.settled else "warning"
+        message = f"{parent} needs {name}"
+        message += f" with {DISCRIMINATORS[parent]} {kind}" if kind is not None else ""
+        yield Finding("TS-LINT-MISSING-KEY", severity, path, message, f"write {_example(field)}")
 
 
-def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
-    path = entry.path
-    if field.status == "deprecated" and all(
-        path != one.sampling_key for one in schema.possibilities
-    ):
+def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Finding]:
+    """What is wrong with the value of a key, and whether the key goes."""
+    path, field = entry.path, word.taken[0]
+    if field.status == "deprecated" and path != schema.sampling_key:
         # where speculation needs the sampling key, another rule asks for it
         why = field.note.removeprefix("deprecated, ")
         message = f"{path} is deprecated{f': {why}' if why else ''}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message)
-    top = path.partition(".")[0]
-    kind = document.get(f"{top}.{DISCRIMINATORS.get(top)}")
-    if field.variants and isinstance(kind, str) and kind not in field.variants:
-        message = f"{DISCRIMINATORS[top]} {kind} has no key {entry.name} (only {', '.join(field.variants)})"
-        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message)
-    verdict = check_value(field, entry.value)
-    if verdict is not None:
-        yield _bad_value(schema, entry, field, verdict)
+    verdicts = [check_value(each, entry.value) for each in word.taken]
+    refusals = [verdict for verdict in verdicts if verdict is not None and verdict[0] != "lax"]
+    if refusals and len(refusals) < len(word.said):
+        sides = [
+            f"{release} {'refuses' if verdict else 'takes'} {shown(entry.value)}"
+            for (release, taken), verdict in zip(word.said, verdicts, strict=False)
+            if taken is not None
+        ]
+        message = f"{path}: {', '.join(sides)}; {schema.version} lies between"
+        yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
+    elif refusals or verdicts[0] is not None:
+        verdict = refusals[-1] if refusals else verdicts[0]
+        assert verdict is not None
+        yield _bad_value(schema, entry, field, verdict, word)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
         yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
-def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
+def _bad_value(
+    schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str], word: Word
+) -> Finding:
     kind, message = verdict
     if kind == "lax":
         return Finding(VALUE_CODES[kind], "info", entry.path, message, on_value=True)
     remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
     if kind == "value":
-        lines = [line for line in LINES if entry.value in line_fields(line, entry.path, "allowed")]
-        if lines:
-            message += f" in {schema.version}; the lines {', '.join(lines)} have it"
         near, certain = _nearest_value(entry.value, field)
         if near is not None:
             remedy = f"write {near}" if certain else f"did you mean {near}?"
             fix = partial(set_value, path=entry.path, value=near) if certain else None
-    return Finding(VALUE_CODES[kind], "error", entry.path, message, remedy, fix, on_value=True)
+    severity: Severity = "error" if word.settled else "warning"
+    if not word.settled:
+        message += f", by the source of {word.said[0][0]}; what {schema.version} takes was not read"
+    return Finding(VALUE_CODES[kind], severity, entry.path, message, remedy, fix, on_value=True)
 
 
 def _example(field: Field) -> str:
@@ -320,7 +330,7 @@ def _example(field: Field) -> str:
 
 def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     """The allowed value that was probably meant, and whether only its case or underscores differ."""
-    if not isinstance(value, str) or len(value) > MOST_COMPARED:
+    if not isinstance(value, str) or len(value) > MAX_COMPARED:
         return None, False
     by_plain = {str(item).lower().replace("_", ""): item for item in field.allowed}
     plain = value.lower().replace("_", "")
@@ -328,97 +338,151 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | None:
-    """`siblings`: the keys that are known in the same mapping."""
-    parent, name = entry.parent, entry.name
-    owner = schema.fields.get(parent) if parent else None
-    if owner is not None and not owner.is_object:
-        return None  # a free mapping, or a wrong type that is already reported
-    if entry.path in schema.removed:
-        return _removed(schema, entry, schema.removed[entry.path])
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
-    dated = any(entry.path in one.fields for one in schema.possibilities)  # known to come later
-    if owner is not None and owner.open and not near and not dated:
-        if not siblings:
-            return None
-        message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
-        return Finding(
-            "TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine"
-        )
-    if "." in name:
-        return _dotted(schema, entry)
-    return _refused(schema, entry, near[0] if near else "")
-
-
-def _dotted(schema: Schema, entry: Entry) -> Finding:
-    """A key such as `moe_config.backend`, which many tools take for a path and the engine for a name."""
-    to = f"{entry.parent}.{entry.name}".lstrip(".")
-    message = f"the engine takes {entry.name} for the name of one key, which {entry.parent or 'the top level'} lacks"
-    first, _, rest = entry.name.partition(".")
-    remedy = (
-        f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
-    )
-    fix = _moving(schema, entry, to)
-    return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, fix)
-
-
-def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
-    place = entry.parent or "the top level"
+def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
+    """A key that some source around the release refuses, or that none shows."""
+    parent = entry.parent or "the top level"
+    remedy, fix = _remedy(document, schema, entry)
+    gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
+    renamed = renames().get(entry.path, {})
+    note = gone.get("note") or renamed.get("note")
+    told = f" ({note})" if note else ""
+    if word.taken:
+        message = f"{entry.path} in {schema.version}: {word.releases}{told}"
+        remedy = remedy if renamed else ""
+        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
+    code = "TS-LINT-UNKNOWN-KEY" if word.settled else "TS-LINT-KEY-UNCERTAIN"
+    severity: Severity = "error" if word.settled else "warning"
     message = (
-        f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
+        f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key {entry.name}"
     )
-    later = [line for line in LINES if entry.path in line_fields(line)]
-    earlier = _names_before(schema.line).get(entry.path, ())
-    old = next((path for path in earlier if path in schema.fields), None)
-    if later:
-        message += f" (the lines {', '.join(later)} have it)"
-    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name]
-    fix: Fix | None = None
-    if old is not None:
-        remedy, fix = f"here it is called {old}", _moving(schema, entry, old)
-    elif near and not later:
-        remedy = f"did you mean {near}?"
-    elif elsewhere:
-        remedy = f"did you mean {elsewhere[0]}?"
-    else:
-        remedy = f"remove {entry.name}"
-    return Finding("TS-LINT-UNKNOWN-KEY", "error", entry.path, message, remedy, fix)
+    kinds = schema.kinds_with(entry.parent, entry.name) if entry.parent in DISCRIMINATORS else ()
+    to, others = renamed.get("to"), schema.taken_by(entry.path)
+    if "." in entry.name:
+        code, severity = "TS-LINT-DOTTED-KEY", "error"
+        message = f"the engine takes {entry.name} for the name of one key, which {parent} lacks"
+    elif kinds:
+        code = "TS-LINT-WRONG-VARIANT"
+        kind, key = kind_of(document, entry.parent), DISCRIMINATORS[entry.parent]
+        message = f"{key} {kind} has no key {entry.name} (only {', '.join(kinds)})"
+        remedy, fix = f"leave it out, or use {key} {kinds[0]}", None
+    elif to is not None and to in schema.fields:
+        code, message = (
+            "TS-LINT-RENAMED-KEY",
+            f"{entry.path} is called {to} in {schema.version}{told}",
+        )
+    elif gone or others:
+        code = "TS-LINT-REMOVED-KEY"
+        message = f"{entry.path} does not exist in {schema.version}{told}"
+        message += f"; the source of {others[-1]} has it" if others else ""
+        if entry.value in gone.get("tolerated", ()):
+            severity = "warning"
+            message += "; some releases ignore it with a warning, others refuse it"
+    if not word.settled:
+        last = f"the last source is {word.said[0][0]}" if word.said else "no source shows it"
+        message += f"; what {parent} takes was not read for this release ({last})"
+    return Finding(code, severity, entry.path, message, remedy, fix)
+
+
+def targets(document: Document, schema: Schema) -> dict[str, str]:
+    """The key that each key of a file which the release refuses stands for, where one is meant."""
+    meant: dict[str, str] = {}
+    for path, entry in document.entries.items():
+        if schema.is_class(entry.parent) and path not in schema.fields:
+            target = meaning(schema, entry)
+            if target is not None:
+                meant[path] = target.path
+    return meant
+
+
+def _remedy(document: Document, schema: Schema, entry: Entry) -> tuple[str, Fix | None]:
+    """What to write in place of a key: from what is known of it, else from its spelling."""
+    target = meaning(schema, entry)
+    if target is not None:
+        fix = _moving(schema, entry, target.path) if target.same_value else None
+        if not target.certain:
+            return f"did you mean {target.path}?", None
+        note = f" ({target.note})" if target.note else ""
+        return f"write {target.path}{note}", fix
+    name = entry.name.replace("-", "_")
+    option = read_beside("keys.yaml")["foreign_options"].get(name, name)
+    if options := schema.option(f"--{option}").taken:
+        return f"pass {options[0].flags[0]} to trtllm-serve", None
+    others = schema.taken_by(entry.path)
+    known = bool(others) or entry.path in read_beside("keys.yaml")["gone"]
+    remedy = f"leave it out, or use {others[-1]}" if others else f"remove {entry.name}"
+    if isinstance(entry.value, dict):  # what it holds may be wanted under other names
+        return f"{remedy}, and write its keys where they belong", None
+    return remedy, partial(delete_key, path=entry.path) if known else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The key that another one stands for. `certain`: by knowledge, not by spelling."""
+
+    path: str
+    certain: bool
+    same_value: bool = True
+    note: str = ""
+
+
+def meaning(schema: Schema, entry: Entry) -> Target | None:
+    """The key of this release that a refused key stands for: an old or a later name, a name of vLLM or of a flag, a
+    leaf that only one mapping has; spelling last."""
+    words = read_beside("keys.yaml")
+    name = entry.name.replace("-", "_").strip()
+    path = f"{entry.parent}.{name}".lstrip(".")
+    for known in (renames(), words["foreign"]):
+        for written in (path, name):
+            to = known.get(written)
+            stated: dict[str, Any] = to if isinstance(to, dict) else {"to": to}
+            if stated["to"] in schema.fields and stated["to"] != entry.path:
+                same_value = stated.get("same_value", True)
+                return Target(stated["to"], True, same_value, stated.get("note", ""))
+    reverse = (old for old, stated in renames().items() if stated["to"] == path)
+    if (old := next((old for old in reverse if old in schema.fields), None)) is not None:
+        return Target(old, True, renames()[old].get("same_value", True))
+    if path in schema.fields and path != entry.path:
+        return Target(path, True)
+    option = schema.option(f"--{name}").taken
+    if option and option[0].key in schema.fields:
+        return Target(option[0].key, True)
+    if (target := _by_structure(schema, entry, name)) is not None:
+        return target
+    known = entry.path in words["gone"] or schema.taken_by(entry.path)
+    return None if known else _by_spelling(schema, entry, name)
+
+
+def _by_structure(schema: Schema, entry: Entry, name: str) -> Target | None:
+    """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
+    leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
+    joined = _joined(schema).get(name, [])
+    top = [path for path in leaves if "." not in path]
+    candidates = top or joined or leaves
+    if len(candidates) == 1 and candidates[0] != entry.path:
+        return Target(candidates[0], True)
+    return None
 
 
 @functools.cache
-def _names_before(line: str) -> dict[str, list[str]]:
-    """What keys of later lines are called in this one, or in one between."""
-    names: dict[str, list[str]] = {}
-    for later in LINES[LINES.index(line) + 1 :]:
-        for gone in removed_in(later):
-            names.setdefault(gone.renamed_to or "", []).append(gone.path)
-    return names
+def _joined(schema: Schema) -> dict[str, list[str]]:
+    """Paths by the name of their mapping and their own: `cuda_graph_max_batch_size`."""
+    joined: dict[str, list[str]] = {}
+    for path in schema.fields:
+        parent, _, leaf = path.rpartition(".")
+        if parent and "." not in parent:
+            owner = parent.removesuffix("_config")
+            for words in (f"{owner}_{leaf}", f"{parent}_{leaf}", f"{parent}.{leaf}"):
+                joined.setdefault(words, []).append(path)
+    return joined
 
 
-def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
-    note = f"; {gone.note}" if gone.note else ""
-    if gone.renamed_to is None:
-        went = f" (it went {gone.until.interval})" if gone.until else ""
-        message = f"{entry.path} does not exist in {schema.version}{went}{note}"
-        severity: Severity = "error"
-        if entry.value in gone.tolerated:
-            message, severity = (
-                f"{message}; some releases ignore it with a warning, others refuse it",
-                "warning",
-            )
-        # what a mapping holds may be wanted under other names
-        fix: Fix | None = (
-            None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
-        )
-        return Finding(
-            "TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", fix
-        )
-    message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
-    keeps_meaning = gone.same_value and not isinstance(entry.value, dict)
-    fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
-    return Finding(
-        "TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", fix
-    )
+def _by_spelling(schema: Schema, entry: Entry, name: str) -> Target | None:
+    siblings = {child.lower(): child for child in schema.children(entry.parent)}
+    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)
+    if near:
+        return Target(f"{entry.parent}.{siblings[near[0]]}".lstrip("."), False)
+    near = difflib.get_close_matches(name.lower(), _joined(schema), n=1, cutoff=0.85)
+    return Target(_joined(schema)[near[0]][0], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:
