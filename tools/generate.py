@@ -336,6 +336,18 @@ def engine_keys() -> str:
     return json_text(known).replace(", ", ",\n") + "\n"
 
 
+def schema_differences() -> str:
+    """What each source says other than the sources before it."""
+    from tools.snapshots import compare
+
+    lines = [
+        "# What the sources say differently\n",
+        "Each line: the source's release, the class of the engine, and what a key has other than in the sources "
+        "before it. `1.3.0rc27.dev0` is a commit between 1.3.0rc26 and 1.3.0rc27.\n",
+    ]
+    return "\n".join([*lines, *(f"- {line}" for line in compare())]) + "\n"
+
+
 def value_rows(
     definitions: dict[str, Any], name: str, part: dict[str, Any], default: Any
 ) -> list[str]:
@@ -392,6 +404,7 @@ def main() -> None:
         "cli-reference.md": cli_reference(),
         "problems.md": problems(),
         "support-matrix.md": support_matrix(),
+        "schema-differences.md": schema_differences(),
         "chart-values.md": chart_values(),
     }
     wanted_texts = {DOCS / name: NOTE + text for name, text in documents.items()}

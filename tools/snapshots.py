@@ -72,6 +72,7 @@ PLAIN = {
 }
 NATIVE = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
 MARKS = {"ge": "min", "le": "max", "gt": "above", "lt": "below"}
+LIMITS = {"min", "max", "above", "below"}
 DEEPEST = 6  # levels of nested objects; the engine has four
 
 
@@ -80,6 +81,7 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for release, listed in pages.items():
         if not re.fullmatch(r"\d+\.\d+\.\d+\S*", release):
             continue  # pages of no known release
+        snapshots.cache_clear()  # the release before may have been written since
         classes: dict[str, Any] = {}
         for name, page in sorted(listed.items()):
             for owner in PATHS.get(name, ()):
@@ -90,8 +92,24 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 classes[parent] = {"whole": False, "fields": {}}
             if name not in classes[parent]["fields"]:
                 classes[parent]["fields"][name] = telemetry_facts(shown) if parent else {}
+        for owner, read in classes.items():
+            for name, facts in read["fields"].items():
+                read["fields"][name] = with_earlier(owner, name, facts, Version(release))
         source = [f"documentation of {release}, class pages"]
         yield {"release": release, "source": source, "classes": dict(sorted(classes.items()))}
+
+
+def with_earlier(owner: str, name: str, facts: Facts, release: Version) -> Facts:
+    """The facts of a page, and what the last source before it says that pages do not state, such as a validator's
+    limits where the page has none."""
+    before: Facts = {}
+    for snapshot in snapshots():
+        fields = snapshot["classes"].get(owner, {}).get("fields", {})
+        if Version(snapshot["release"]) < release:
+            before = fields.get(name, before)
+    limits = [] if LIMITS.isdisjoint(facts) else list(LIMITS)
+    kept = {key: value for key, value in before.items() if key not in limits}
+    return kept | facts
 
 
 def page_class(owner: str, page: dict[str, Any], classes: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
     while rest:
         word = rest.pop(0)
         flag, has_value, text = word.partition("=")
-        known = schema.option(flag if flag.startswith("-") else "")
+        known = schema.option(flag)
         if not known.takes:
             message = f"trtllm-serve {schema.version} has no option {flag}"
             sure = known.settled and not known.taken
@@ -176,7 +176,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
             continue
         option: Option = known.taken[0]
         value: Any = not flag.startswith("--no-")
-        if option.name in options and not option.multiple:
+        if option.path in options and not option.multiple:
             refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
         if option.is_flag and has_value:
             refuse(
@@ -196,7 +196,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
                 sure = known.settled and len(lacking) == len(known.taken)
                 message = f"{flag} takes one of {', '.join(lacking[-1].choices)}, not {value!r}"
                 refuse(VALUE, message, "choose one of them", sure)
-        options[option.name] = value
+        options[option.path] = value
     return options, problems
 
 

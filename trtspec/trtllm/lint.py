@@ -68,7 +68,7 @@ def _judged(document: Document, deployment: Deployment) -> list[Finding]:
         message = f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest_known()}"
         findings.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
-    refused |= set(targets(document, schema).values())
+    refused.update(targets(document, schema).values())
     judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, deployment))
     findings += [finding for finding in judged if refused.isdisjoint(finding.keys)]
     if deployment.setting(document, "backend") != "_autodeploy":
@@ -94,7 +94,7 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
             return None if kind == "type" else value
 
     seen = document.converted(convert)
-    names = {old: schema.current(old) for old in renames() if schema.current(old) != old}
+    names = {old: schema.current(old) for old in renames()}
     names |= {path: written for written, path in targets(document, schema).items()}
     old = {
         f"{path}{written[len(name) :]}": entry

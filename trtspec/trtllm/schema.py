@@ -14,28 +14,22 @@ What both say holds. What only one says is in doubt, and what neither shows is n
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from packaging.version import InvalidVersion, Version
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import Severity, TrtspecError, UsageError
-from trtspec.report import write_atomic
+from trtspec.errors import Severity, UsageError
 
-T = TypeVar("T")
 SCHEMAS = Path(__file__).parent / "schemas"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-PARSED = SCHEMAS / "__pycache__" / "lines.json"
 UNKNOWN = object()  # a default that no source states
 OPTIONS = "--"  # the class of the options of trtllm-serve
-LIMITS = ("min", "max", "above", "below")
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
     "speculative_config": "decoding_type",
@@ -58,8 +52,7 @@ class Change:
 
     @property
     def interval(self) -> str:
-        words = [f"{word} {end}" for word, end in (("after", self.after), ("by", self.by)) if end]
-        return ", ".join(words) if self.by else f"{words[0]}, in a release that is not known"
+        return f"after {self.after}, by {self.by or 'a release that is not known'}"
 
     def happened(self, version: Version) -> bool | None:
         """None between the two sources."""
@@ -75,8 +68,7 @@ _release = functools.cache(Version)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
     and, like `allowed`, hold for every item of a list, `items` for all of them together. Of a `strict` one the engine
-    makes no integer from text or 8.0, and no text from a number. `variants` are the kinds of its object that have it,
-    where others have not."""
+    makes no integer from text or 8.0, and no text from a number. `variants`: the kinds of its object that have it."""
 
     path: str
     type: str
@@ -106,7 +98,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of `trtllm-serve`. `key` is the YAML path that means the same."""
+    """One option of `trtllm-serve`: `path` is its name, and `key` the YAML path that means the same."""
 
     path: str
     flags: tuple[str, ...]
@@ -117,10 +109,6 @@ class Option:
     multiple: bool = False
     status: str = "stable"
     key: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.path
 
 
 Entry = Field | Option
@@ -135,8 +123,7 @@ class Rule:
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
     {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another}. A setting that is
-    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`:
-    one release, as reported.
+    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -153,7 +140,6 @@ class Rule:
     severity: Severity = "error"
     at: str | None = None
     fix: dict[str, Any] = field(default_factory=dict)
-    only: str | None = None
 
 
 @dataclass(frozen=True)
@@ -206,8 +192,8 @@ class Word:
 @dataclass(frozen=True, eq=False)
 class Schema:
     """What is known of `version`. A behaviour is a mapping of its own words, empty where the release does nothing of
-    the kind. `behaviours` and `rules` hold the states that are possible for the release by name: several where a change is
-    in doubt for it, with the interval of that change."""
+    the kind. `behaviours` and `rules` hold the states that are possible for the release by name: several where a change
+    is in doubt for it, with the interval of that change."""
 
     version: Version
     behaviours: Mapping[str, tuple[Mapping[str, Any], ...]]
@@ -224,7 +210,7 @@ class Schema:
 
     def is_class(self, path: str) -> bool:
         """Whether some source says what a mapping may hold; other mappings are free."""
-        return path in _classes() or path in DISCRIMINATORS
+        return path in _classes()
 
     def kinds_with(self, parent: str, name: str) -> tuple[str, ...]:
         """The kinds of an object that have a key."""
@@ -235,23 +221,16 @@ class Schema:
     def fields(self) -> dict[str, Field]:
         """Every key that some source around the release takes, by path."""
         known: dict[str, Field] = {}
-        for owner in _classes():
+        for owner in sorted(_classes()):  # a mapping before what it holds
             parent, _, kind = owner.partition(":")
-            known_kind = not kind or kind in self.kinds(parent)
-            for name in _names(owner) if owner != OPTIONS and known_kind else ():
+            exists = parent in ("", *known) and (not kind or kind in self.kinds(parent))
+            for name in _names(owner) if exists else ():
                 path = f"{parent}.{name}".lstrip(".")
                 word = _word(owner, name, self.version)
                 if word.taken and path not in known:
-                    known[path] = word.taken[0]
-                    if kind:
-                        kinds = self.kinds_with(parent, name)
-                        variants = kinds if len(kinds) < len(self.kinds(parent)) else ()
-                        known[path] = replace(word.taken[0], variants=variants)
-        return {path: entry for path, entry in known.items() if self._reached(path, known)}
-
-    def _reached(self, path: str, known: Mapping[str, Field]) -> bool:
-        parent = path.rpartition(".")[0]
-        return not parent or (parent in known and self._reached(parent, known))
+                    variants = self.kinds_with(parent, name) if kind else ()
+                    known[path] = replace(word.taken[0], variants=variants)
+        return known
 
     def kinds(self, parent: str) -> tuple[str, ...]:
         """The values of an object's discriminator that some source around the release takes."""
@@ -277,41 +256,28 @@ class Schema:
 
     def current(self, path: str) -> str:
         """What a key is called in this release, by the name that it had when a rule was written."""
-        to = renames().get(path)
-        if to is not None and path not in self.fields and to.get("same_value", True):
-            return self.current(to["to"]) if to["to"] != path else path
+        renamed = renames().get(path)
+        if renamed is not None and path not in self.fields and renamed["same_value"]:
+            return self.current(renamed["to"])
         parent, dot, name = path.rpartition(".")
         return f"{self.current(parent)}.{name}" if dot else path
 
-    def children(self, path: str) -> list[str]:
-        """Keys known directly below `path` ("" for the top level)."""
-        return [
-            known.rpartition(".")[2] for known in self.fields if known.rpartition(".")[0] == path
-        ]
-
     def option(self, flag: str) -> Word:
         """What the sources say of the option with this flag."""
-        name = _flags().get(flag, flag)
+        name = _flags().get(flag, "")
         return _word(OPTIONS, name, self.version)
 
-    def taken_by(self, path: str) -> list[str]:
-        """The sources of any release that have a key, oldest first."""
+    def last_source_with(self, path: str) -> Version | None:
+        """The newest source of any release that has a key."""
         parent, _, name = path.rpartition(".")
-        readings = [
-            reading
-            for owner, listed in _classes().items()
-            if owner.partition(":")[0] == parent
-            for reading in listed
-            if name in reading.entries
-        ]
-        return [str(release) for release in sorted({reading.release for reading in readings})]
+        owners = [owner for owner in _classes() if owner.partition(":")[0] == parent]
+        readings = [reading for owner in owners for reading in _classes()[owner]]
+        return max((each.release for each in readings if name in each.entries), default=None)
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options of trtllm-serve set, by YAML path."""
-        known = {
-            self.options[name].key: value for name, value in options.items() if name in self.options
-        }
-        return {key: value for key, value in known.items() if key is not None}
+        known = {name: option.key for name, option in self.options.items() if option.key}
+        return {known[name]: value for name, value in options.items() if name in known}
 
 
 def schema_for(text: str) -> Schema:
@@ -321,19 +287,16 @@ def schema_for(text: str) -> Schema:
 
 @functools.lru_cache(maxsize=64)
 def _schema(version: Version) -> Schema:
-    behaviours, rules = (
-        {name: _states(changes, version) for name, changes in _histories(part).items()}
-        for part in ("behaviours", "rules")
-    )
-    return Schema(
-        version,
-        {name: tuple(state or {} for state in states) for name, (states, _) in behaviours.items()},
-        {
-            name: tuple(Rule(**state) if state else None for state in states)
-            for name, (states, _) in rules.items()
-        },
-        {name: interval for name, (_, interval) in [*behaviours.items(), *rules.items()]},
-    )
+    intervals: dict[str, str] = {}
+    behaviours: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
+    for name, changes in _histories("behaviours").items():
+        states, intervals[name] = _states(changes, version)
+        behaviours[name] = tuple(state or {} for state in states)
+    for name, changes in _histories("rules").items():
+        states, intervals[name] = _states(changes, version)
+        rules[name] = tuple(state and Rule(**state) for state in states)
+    return Schema(version, behaviours, rules, intervals)
 
 
 State = dict[str, Any] | None
@@ -392,29 +355,13 @@ def _word(owner: str, name: str, version: Version) -> Word:
 
 @functools.cache
 def _classes() -> dict[str, tuple[Reading, ...]]:
-    """The readings of each class, oldest first. An attribute that a later source does not state is the earlier one's,
-    limits only where it states none."""
+    """The readings of each class, oldest first."""
     readings: dict[str, list[Reading]] = {}
-    attributes: dict[tuple[str, str], dict[str, Any]] = {}
     for data in snapshots():
         for owner, read in data["classes"].items():
-            path = owner.partition(":")[0]
-            entries: dict[str, Entry] = {}
-            for name, stated in read["fields"].items():
-                known = attributes.get((owner, name), {})
-                if any(limit in stated for limit in LIMITS):
-                    known = {key: value for key, value in known.items() if key not in LIMITS}
-                attributes[owner, name] = known | stated
-                full = name if owner == OPTIONS else f"{path}.{name}".lstrip(".")
-                make: Any = Option if owner == OPTIONS else Field
-                entries[name] = _typed(make, attributes[owner, name], path=full)
-            reading = Reading(
-                Version(data["release"]),
-                read["whole"],
-                entries,
-                frozenset(read.get("refuses", ())),
-                frozenset(read.get("unknown", ())),
-            )
+            entries = {name: _entry(owner, name, facts) for name, facts in read["fields"].items()}
+            refuses, unknown = (frozenset(read.get(key, ())) for key in ("refuses", "unknown"))
+            reading = Reading(Version(data["release"]), read["whole"], entries, refuses, unknown)
             readings.setdefault(owner, []).append(reading)
     return {owner: tuple(listed) for owner, listed in readings.items()}
 
@@ -450,20 +397,11 @@ def _flags() -> dict[str, str]:
     }
 
 
-def _typed(make: Callable[..., T], entry: Mapping[str, Any], **name: str) -> T:
-    """An object of the class; what the files say about an entry, such as its source, is not among its fields."""
-    known = _field_names(make)
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) and key != "default" else value
-        for key, value in entry.items()
-        if key in known
-    }
-    return make(**name, **values)
-
-
-@functools.cache
-def _field_names(kind: Any) -> frozenset[str]:
-    return frozenset(each.name for each in fields(kind))
+def _entry(owner: str, name: str, facts: Mapping[str, Any]) -> Entry:
+    make: Any = Option if owner == OPTIONS else Field
+    parent = owner.partition(":")[0].removeprefix(OPTIONS)
+    lists = {key: tuple(facts[key]) for key in ("allowed", "choices", "flags") if key in facts}
+    return make(path=f"{parent}.{name}".lstrip("."), **{**facts, **lists})
 
 
 def parse_version(text: str) -> Version:
@@ -478,28 +416,16 @@ def parse_version(text: str) -> Version:
             f"write it as the package does, for example {default_release()}",
         ) from None
     version = Version(version.public)
-    if version < known[0]:
-        message = f"TensorRT-LLM {text} is too old: {known[0]} to {known[-1]} are known"
-        raise UsageError(
-            message, f"use {known[0]} or later, for example `trtllm_version` {default_release()}"
-        )
-    is_line = len(version.release) < len(known[0].release)
+    is_line = len(version.release) < 3  # such as 1.3
     if is_line or (version not in known and version < known[-1]):
-        near = [str(release) for release in _nearest(version, known)]
+        below = [str(release) for release in known if release <= version]
+        above = [str(release) for release in known if release > version]
+        near = " or ".join([*below[-1:], *above[:1]])
         raise UsageError(
-            f"TensorRT-LLM has no release {text}", f"use {' or '.join(near)}, the nearest known"
+            f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
+            f"use {near}, the nearest, or `trtllm_version` {default_release()}",
         )
     return version
-
-
-def _nearest(version: Version, known: tuple[Version, ...]) -> list[Version]:
-    """The newest release of the line that a version stands for, else its neighbours."""
-    line = [one for one in known if one.release[:2] == version.release[:2]]
-    if not version.is_prerelease and not version.is_postrelease and line:
-        return [line[-1]]
-    below = [one for one in known if one < version]
-    above = [one for one in known if one > version]
-    return [*below[-1:], *above[:1]]
 
 
 @functools.cache
@@ -511,7 +437,8 @@ def releases() -> tuple[Version, ...]:
 
 def default_release() -> str:
     """The release that everything is written and judged for unless another one is asked for."""
-    return str(read_beside("releases.yaml")["default"])
+    default: str = read_beside("releases.yaml")["default"]
+    return default
 
 
 def newest_known() -> Version:
@@ -519,44 +446,23 @@ def newest_known() -> Version:
 
 
 @functools.cache
+def known_names(part: str) -> dict[str, dict[str, Any]]:
+    """What names of keys stand for: `to` a dotted path, `same_value` unless the value means something else there.
+    `part`: `renamed` for names of other releases, `foreign` for those of vLLM and other tools."""
+    rows = read_beside("keys.yaml")[part].items()
+    stated = {path: row if isinstance(row, dict) else {"to": row} for path, row in rows}
+    return {path: {"same_value": True, "note": "", **row} for path, row in stated.items()}
+
+
 def renames() -> dict[str, dict[str, Any]]:
-    """What keys became: `to` a dotted path, `same_value` unless the value means something else there."""
-    renamed: dict[str, Any] = read_beside("keys.yaml")["renamed"]
-    return {path: {"to": to} if isinstance(to, str) else to for path, to in renamed.items()}
+    return known_names("renamed")
 
 
 @functools.cache
 def _files() -> dict[str, dict[str, Any]]:
-    """Every file of behaviours and rules, parsed and its rules checked. Like bytecode, what was parsed once is kept
-    beside the files until one changes: reading it back takes a twentieth of the time, and every torch-free command
-    needs it."""
-    files = {path.stem: path for path in sorted(SCHEMAS.glob("*.yaml"), key=_line)}
-    stamp = {
-        line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()
-    }
-    try:
-        kept = json.loads(PARSED.read_text(encoding="utf-8"))
-        if kept["stamp"] == stamp:
-            return kept["lines"]
-    except (OSError, ValueError, KeyError):
-        pass
-    from pydantic import TypeAdapter
-
-    lines = {line: load_yaml(path) for line, path in files.items()}
-    rules = TypeAdapter(dict[str, Rule | None])
-    for data in lines.values():
-        rules.validate_python(data.get("rules", {}))
-    if not sys.dont_write_bytecode:
-        with contextlib.suppress(
-            OSError, TrtspecError
-        ):  # an installation that may not be written is only slower
-            PARSED.parent.mkdir(exist_ok=True)
-            write_atomic(PARSED, json.dumps({"stamp": stamp, "lines": lines}))
-    return lines
-
-
-def _line(path: Path) -> Version:
-    return Version(path.stem)
+    """The files of behaviours and rules, oldest line first."""
+    lines = sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version)
+    return {line: load_yaml(SCHEMAS / f"{line}.yaml") for line in lines}
 
 
 @functools.cache

@@ -16,12 +16,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from packaging.version import Version
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Finding, Fix
-from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
-from trtspec.trtllm.schema import DISCRIMINATORS, Field, Schema, Word, read_beside, renames
+from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, set_value
+from trtspec.trtllm.schema import (
+    DISCRIMINATORS,
+    Field,
+    Schema,
+    Word,
+    known_names,
+    read_beside,
+    renames,
+)
 
 Verdict = tuple[Literal["type", "value", "range", "lax"], str]
 
@@ -205,7 +214,7 @@ VALUE_CODES = {
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
 OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
-MAX_NAMED = 200  # unknown keys that are reported one by one
+MAX_UNKNOWN = 200  # keys, after which the rest of a file is not judged
 MAX_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
@@ -215,7 +224,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
         severity: Severity = "warning" if same(entry.value, document.get(entry.path)) else "error"
         yield Finding("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
     yield from _missing(document, schema)
-    unknown, doubtful, named = set[str](), set[str](), 0
+    unknown, doubtful = set[str](), set[str]()
     for path, entry in document.entries.items():
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
@@ -231,15 +240,12 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
             doubtful.add(path)
         else:
             unknown.add(path)
-            named += 1
-        told = word.taken and entry.parent in doubtful  # by the parent's finding
-        if not told and named <= MAX_NAMED:
+        if not (word.taken and entry.parent in doubtful):  # else the parent's finding covers it
             yield _unknown(document, schema, entry, word)
-    if named > MAX_NAMED:
-        message = f"{named - MAX_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
-        yield Finding(
-            "TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file"
-        )
+        if len(unknown) > MAX_UNKNOWN:
+            message = f"more than {MAX_UNKNOWN} keys are not known to TensorRT-LLM {schema.version}"
+            yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message)
+            return
 
 
 def kind_of(document: Document, parent: str) -> Any:
@@ -249,22 +255,22 @@ def kind_of(document: Document, parent: str) -> Any:
 
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
     """Keys without which the engine refuses the object that they belong to."""
-    meant = set(targets(document, schema).values())
+    meant = targets(document, schema).values()
     for path, field in schema.fields.items():
         parent, _, name = path.rpartition(".")
-        written = isinstance(document.get(parent), dict) and not document.has(path)
-        if not field.required or not parent or not written or path in meant:
+        absent = isinstance(document.get(parent), dict) and not document.has(path)
+        if not field.required or not absent or path in meant:
             continue
         kind = kind_of(document, parent)
-        if field.variants and kind not in field.variants:
-            continue
         word = schema.word(parent, name, kind)
-        if not word.takes or not all(entry.required for entry in word.taken):
-            continue
-        severity: Severity = "error" if word.settled else "warning"
-        message = f"{parent} needs {name}"
-        message += f" with {DISCRIMINATORS[parent]} {kind}" if kind is not None else ""
-        yield Finding("TS-LINT-MISSING-KEY", severity, path, message, f"write {_example(field)}")
+        if word.takes and (not field.variants or kind in field.variants):
+            message = f"{parent} needs {name}"
+            yield Finding("TS-LINT-MISSING-KEY", _severity(word), path, message)
+
+
+def _severity(word: Word) -> Severity:
+    """Of what every source around a release refuses."""
+    return "error" if word.settled else "warning"
 
 
 def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Finding]:
@@ -272,60 +278,34 @@ def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iter
     path, field = entry.path, word.taken[0]
     if field.status == "deprecated" and path != schema.sampling_key:
         # where speculation needs the sampling key, another rule asks for it
-        why = field.note.removeprefix("deprecated, ")
-        message = f"{path} is deprecated{f': {why}' if why else ''}"
+        message = f"{path} is deprecated: {field.note or 'it will go'}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message)
     verdicts = [check_value(each, entry.value) for each in word.taken]
-    refusals = [verdict for verdict in verdicts if verdict is not None and verdict[0] != "lax"]
-    if refusals and len(refusals) < len(word.said):
-        sides = [
-            f"{release} {'refuses' if verdict else 'takes'} {shown(entry.value)}"
-            for (release, taken), verdict in zip(word.said, verdicts, strict=False)
-            if taken is not None
-        ]
-        message = f"{path}: {', '.join(sides)}; {schema.version} lies between"
+    refused = [verdict is not None and verdict[0] != "lax" for verdict in verdicts]
+    if any(refused) and not all(refused):
+        sides = ["refuses" if each else "takes" for each in refused]
+        message = f"{path}: {word.said[0][0]} {sides[0]} and {word.said[1][0]} {sides[1]} "
+        message += f"{shown(entry.value)}; {schema.version} lies between"
         yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
-    elif refusals or verdicts[0] is not None:
-        verdict = refusals[-1] if refusals else verdicts[0]
-        assert verdict is not None
-        yield _bad_value(schema, entry, field, verdict, word)
+    elif verdicts[-1] is not None:
+        yield _bad_value(entry, field, verdicts[-1], word)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
         yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
-def _bad_value(
-    schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str], word: Word
-) -> Finding:
+def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Finding:
     kind, message = verdict
     if kind == "lax":
         return Finding(VALUE_CODES[kind], "info", entry.path, message, on_value=True)
-    remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
-    if kind == "value":
-        near, certain = _nearest_value(entry.value, field)
-        if near is not None:
-            remedy = f"write {near}" if certain else f"did you mean {near}?"
-            fix = partial(set_value, path=entry.path, value=near) if certain else None
-    severity: Severity = "error" if word.settled else "warning"
-    if not word.settled:
-        message += f", by the source of {word.said[0][0]}; what {schema.version} takes was not read"
-    return Finding(VALUE_CODES[kind], severity, entry.path, message, remedy, fix, on_value=True)
-
-
-def _example(field: Field) -> str:
-    if field.allowed:
-        return f"`{field.path.rpartition('.')[2]}: {field.allowed[0]}`"
-    samples: dict[str, Any] = {
-        "int": 8,
-        "float": 0.5,
-        "bool": True,
-        "str": "text",
-        "object": {},
-        "list[int]": [1, 2],
-        "list[float]": [0.25, 0.75],
-    }
-    sample = next((samples[kind] for kind in field.types if kind in samples), None)
-    return f"`{field.path.rpartition('.')[2]}: {scalar(sample)}`"
+    near, certain = _nearest_value(entry.value, field)
+    remedy, fix = "", None
+    if near is not None:
+        remedy = f"write {near}" if certain else f"did you mean {near}?"
+        fix = partial(set_value, path=entry.path, value=near) if certain else None
+    message += "" if word.settled else f" at {word.said[0][0]}, the last source read"
+    code, severity = VALUE_CODES[kind], _severity(word)
+    return Finding(code, severity, entry.path, message, remedy, fix, on_value=True)
 
 
 def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
@@ -341,22 +321,24 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
 def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
     """A key that some source around the release refuses, or that none shows."""
     parent = entry.parent or "the top level"
-    remedy, fix = _remedy(document, schema, entry)
+    target, last = meaning(schema, entry.parent, entry.name), schema.last_source_with(entry.path)
     gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
-    renamed = renames().get(entry.path, {})
-    note = gone.get("note") or renamed.get("note")
-    told = f" ({note})" if note else ""
+    renamed = renames().get(entry.path, gone)
+    told = f" ({renamed['note']})" if renamed.get("note") else ""
     if word.taken:
         message = f"{entry.path} in {schema.version}: {word.releases}{told}"
-        remedy = remedy if renamed else ""
+        remedy = f"write {target.path}" if target is not None and "to" in renamed else ""
         return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
+    remedy, fix = _remedy(schema, entry, target, last)
     code = "TS-LINT-UNKNOWN-KEY" if word.settled else "TS-LINT-KEY-UNCERTAIN"
-    severity: Severity = "error" if word.settled else "warning"
-    message = (
-        f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key {entry.name}"
-    )
+    severity = _severity(word)
+    source = word.said[0][0] if word.said else "no release"
+    unread = f"{parent} was not read whole for {schema.version}, its last source is {source}"
+    message = f"{unread}, which has no key {entry.name}"
+    if word.settled:
+        message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key "
+        message += entry.name
     kinds = schema.kinds_with(entry.parent, entry.name) if entry.parent in DISCRIMINATORS else ()
-    to, others = renamed.get("to"), schema.taken_by(entry.path)
     if "." in entry.name:
         code, severity = "TS-LINT-DOTTED-KEY", "error"
         message = f"the engine takes {entry.name} for the name of one key, which {parent} lacks"
@@ -364,22 +346,17 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
         code = "TS-LINT-WRONG-VARIANT"
         kind, key = kind_of(document, entry.parent), DISCRIMINATORS[entry.parent]
         message = f"{key} {kind} has no key {entry.name} (only {', '.join(kinds)})"
-        remedy, fix = f"leave it out, or use {key} {kinds[0]}", None
-    elif to is not None and to in schema.fields:
-        code, message = (
-            "TS-LINT-RENAMED-KEY",
-            f"{entry.path} is called {to} in {schema.version}{told}",
-        )
-    elif gone or others:
+        remedy, fix = "", None
+    elif renamed.get("to") in schema.fields:
+        code = "TS-LINT-RENAMED-KEY"
+        message = f"{entry.path} is called {renamed['to']} in {schema.version}{told}"
+    elif gone or last is not None:
         code = "TS-LINT-REMOVED-KEY"
         message = f"{entry.path} does not exist in {schema.version}{told}"
-        message += f"; the source of {others[-1]} has it" if others else ""
         if entry.value in gone.get("tolerated", ()):
             severity = "warning"
-            message += "; some releases ignore it with a warning, others refuse it"
-    if not word.settled:
-        last = f"the last source is {word.said[0][0]}" if word.said else "no source shows it"
-        message += f"; what {parent} takes was not read for this release ({last})"
+    if not word.settled and code != "TS-LINT-KEY-UNCERTAIN":
+        message += f"; {unread}"
     return Finding(code, severity, entry.path, message, remedy, fix)
 
 
@@ -388,30 +365,36 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
         if schema.is_class(entry.parent) and path not in schema.fields:
-            target = meaning(schema, entry)
+            target = meaning(schema, entry.parent, entry.name)
             if target is not None:
                 meant[path] = target.path
     return meant
 
 
-def _remedy(document: Document, schema: Schema, entry: Entry) -> tuple[str, Fix | None]:
-    """What to write in place of a key: from what is known of it, else from its spelling."""
-    target = meaning(schema, entry)
+def _remedy(
+    schema: Schema, entry: Entry, target: Target | None, last: Version | None
+) -> tuple[str, Fix | None]:
+    """What to write in place of a key. `last`: the last source that has it."""
+    if target is not None and not target.certain:
+        return f"did you mean {target.path}?", None
     if target is not None:
-        fix = _moving(schema, entry, target.path) if target.same_value else None
-        if not target.certain:
-            return f"did you mean {target.path}?", None
         note = f" ({target.note})" if target.note else ""
+        fix = _moving(schema, entry, target.path) if target.same_value else None
         return f"write {target.path}{note}", fix
     name = entry.name.replace("-", "_")
     option = read_beside("keys.yaml")["foreign_options"].get(name, name)
     if options := schema.option(f"--{option}").taken:
         return f"pass {options[0].flags[0]} to trtllm-serve", None
-    others = schema.taken_by(entry.path)
-    known = bool(others) or entry.path in read_beside("keys.yaml")["gone"]
-    remedy = f"leave it out, or use {others[-1]}" if others else f"remove {entry.name}"
+    remedy = (
+        f"remove {entry.name}"
+        if last is None
+        else f"leave it out, or use {str(last).partition('.dev')[0]}"
+    )
     if isinstance(entry.value, dict):  # what it holds may be wanted under other names
-        return f"{remedy}, and write its keys where they belong", None
+        inner = [meaning(schema, "", str(key)) for key in entry.value]
+        paths = [target.path for target in inner if target is not None]
+        return remedy + (f" and write its keys as {', '.join(paths)}" if paths else ""), None
+    known = last is not None or entry.path in read_beside("keys.yaml")["gone"]
     return remedy, partial(delete_key, path=entry.path) if known else None
 
 
@@ -425,40 +408,38 @@ class Target:
     note: str = ""
 
 
-def meaning(schema: Schema, entry: Entry) -> Target | None:
+def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     """The key of this release that a refused key stands for: an old or a later name, a name of vLLM or of a flag, a
     leaf that only one mapping has; spelling last."""
-    words = read_beside("keys.yaml")
-    name = entry.name.replace("-", "_").strip()
-    path = f"{entry.parent}.{name}".lstrip(".")
-    for known in (renames(), words["foreign"]):
-        for written in (path, name):
-            to = known.get(written)
-            stated: dict[str, Any] = to if isinstance(to, dict) else {"to": to}
-            if stated["to"] in schema.fields and stated["to"] != entry.path:
-                same_value = stated.get("same_value", True)
-                return Target(stated["to"], True, same_value, stated.get("note", ""))
-    reverse = (old for old, stated in renames().items() if stated["to"] == path)
-    if (old := next((old for old in reverse if old in schema.fields), None)) is not None:
-        return Target(old, True, renames()[old].get("same_value", True))
-    if path in schema.fields and path != entry.path:
-        return Target(path, True)
-    option = schema.option(f"--{name}").taken
-    if option and option[0].key in schema.fields:
-        return Target(option[0].key, True)
-    if (target := _by_structure(schema, entry, name)) is not None:
-        return target
-    known = entry.path in words["gone"] or schema.taken_by(entry.path)
-    return None if known else _by_spelling(schema, entry, name)
+    name = written.replace("-", "_").strip()
+    path = f"{parent}.{name}".lstrip(".")
+    itself = f"{parent}.{written}".lstrip(".")
+    rows = [
+        known[each]
+        for known in (renames(), known_names("foreign"))
+        for each in (path, name)
+        if each in known
+    ]
+    rows += [{**row, "to": old} for old, row in renames().items() if row["to"] == path]
+    rows += [{"to": path, "same_value": True, "note": ""}]
+    rows += [{**rows[-1], "to": option.key} for option in schema.option(f"--{name}").taken]
+    for row in rows:
+        if row["to"] in schema.fields and row["to"] != itself:
+            return Target(row["to"], True, row["same_value"], row["note"])
+    target = _by_structure(schema, itself, name)
+    gone = itself in read_beside("keys.yaml")["gone"]
+    if target is None and not gone and schema.last_source_with(itself) is None:
+        return _by_spelling(schema, parent, name)
+    return target
 
 
-def _by_structure(schema: Schema, entry: Entry, name: str) -> Target | None:
+def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
     """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
     leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
     joined = _joined(schema).get(name, [])
     top = [path for path in leaves if "." not in path]
     candidates = top or joined or leaves
-    if len(candidates) == 1 and candidates[0] != entry.path:
+    if len(candidates) == 1 and candidates[0] != itself:
         return Target(candidates[0], True)
     return None
 
@@ -469,20 +450,17 @@ def _joined(schema: Schema) -> dict[str, list[str]]:
     joined: dict[str, list[str]] = {}
     for path in schema.fields:
         parent, _, leaf = path.rpartition(".")
-        if parent and "." not in parent:
-            owner = parent.removesuffix("_config")
-            for words in (f"{owner}_{leaf}", f"{parent}_{leaf}", f"{parent}.{leaf}"):
-                joined.setdefault(words, []).append(path)
+        joined.setdefault(f"{parent.removesuffix('_config')}_{leaf}", []).append(path)
+        if parent:
+            joined.setdefault(path, []).append(path)
     return joined
 
 
-def _by_spelling(schema: Schema, entry: Entry, name: str) -> Target | None:
-    siblings = {child.lower(): child for child in schema.children(entry.parent)}
+def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
+    paths = [path for path in schema.fields if path.rpartition(".")[0] == parent]
+    siblings = {path.rpartition(".")[2].lower(): path for path in paths}
     near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)
-    if near:
-        return Target(f"{entry.parent}.{siblings[near[0]]}".lstrip("."), False)
-    near = difflib.get_close_matches(name.lower(), _joined(schema), n=1, cutoff=0.85)
-    return Target(_joined(schema)[near[0]][0], False) if near else None
+    return Target(siblings[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

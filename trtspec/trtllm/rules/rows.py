@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from packaging.version import Version
-
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -63,36 +61,30 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
             _holds(document, deployment, known, path, wanted) for path, wanted in conditions.items()
         )
 
+    def written(rule: Rule) -> list[str]:
+        return [path for path in rule.when if document.has(path) or path in deployment.argv]
+
     def applies(rule: Rule) -> bool:
-        written = [path for path in rule.when if document.has(path) or path in deployment.argv]
-        if any(schema.current(path) not in schema.fields for path in written):
+        if any(schema.current(path) not in schema.fields for path in written(rule)):
             return False  # the key itself is refused
-        if rule.only is not None and Version(rule.only) != schema.version:
-            return False
         return holds(rule.when) and not (rule.unless and holds(rule.unless))
 
+    def finding(rule: Rule) -> Finding:
+        key = next(iter(rule.when)) if rule.at is None else rule.at
+        message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
+        beside = tuple(written(rule))
+        return Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=beside)
+
     for name, states in schema.rules.items():
-        spoken = [
-            _finding(document, deployment, rule)
-            for rule in states
-            if rule is not None and applies(rule)
-        ]
+        spoken = [finding(rule) for rule in states if rule is not None and applies(rule)]
         if not spoken:
             continue
-        mild = min(spoken, key=lambda each: SEVERITIES.index(each.severity))
-        finding = replace(spoken[-1], severity=mild.severity)
+        said = min(spoken, key=lambda each: SEVERITIES.index(each.severity))
         if len(spoken) < len(states):  # in doubt for this release
-            severity: Severity = "info" if mild.severity == "info" else "warning"
-            message = f"{finding.message} (changed {schema.intervals[name]})"
-            finding = replace(finding, severity=severity, message=message)
-        yield finding
-
-
-def _finding(document: Document, deployment: Deployment, rule: Rule) -> Finding:
-    written = [path for path in rule.when if document.has(path) or path in deployment.argv]
-    key = next(iter(rule.when)) if rule.at is None else rule.at
-    message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
-    return Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written))
+            severity: Severity = "info" if said.severity == "info" else "warning"
+            message = f"{said.message} (changed {schema.intervals[name]})"
+            said = replace(said, severity=severity, message=message)
+        yield said
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:

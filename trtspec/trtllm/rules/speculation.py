@@ -73,14 +73,12 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
             "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
         )
     for meaning in meanings:
-        smallest = meaning["first"] == "smallest"
-        wanted = "the smallest key" if smallest else f"key {meaning['first']}"
-        first = schedule.get(min(schedule) if smallest else meaning["first"])
-        if isinstance(longest, int) and first != longest:
+        key = min(schedule) if meaning["first"] == "smallest" else meaning["first"]
+        if isinstance(longest, int) and schedule.get(key) != longest:
             severity: Severity = "error" if len(meanings) == 1 else "warning"
-            message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
+            message = f"key {key} must have the value of max_draft_len, {longest}"
             yield Finding(
-                "TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message, f"write {wanted}: {longest}"
+                "TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message, f"write {key}: {longest}"
             )
 
 
