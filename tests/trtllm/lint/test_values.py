@@ -97,7 +97,6 @@ REMEDIES = [  # (release, key as it is written, what the remedy says)
     ("1.2.1", "moe_backend: TRTLLM", "write moe_config.backend"),
     ("1.4.0rc1", "moe_backend: TRTLLM", "write moe_config.backend"),
     ("1.3.0rc20", "tp_size: 8", "write tensor_parallel_size"),
-    ("1.3.0rc20", "ep_size: 8", "write moe_expert_parallel_size"),
     (
         "1.3.0rc20",
         "kv_cache_free_gpu_memory_fraction: 0.8",
@@ -107,9 +106,7 @@ REMEDIES = [  # (release, key as it is written, what the remedy says)
     ("1.3.0rc20", "cuda_graph_padding_enabled: true", "write cuda_graph_config.enable_padding"),
     ("1.3.0rc20", "num_speculative_tokens: 3", "write speculative_config.max_draft_len"),
     ("1.3.0rc20", "enable_prefix_caching: true", "write kv_cache_config.enable_block_reuse"),
-    ("1.3.0rc20", "tool_parser: kimi_k2", "pass --tool_parser to trtllm-serve"),
     ("1.3.0rc20", "tool_call_parser: kimi_k2", "pass --tool_parser to trtllm-serve"),
-    ("1.3.0rc20", "spec_config: {}", "write speculative_config"),
     (
         "1.3.0rc20",
         "speculative_config: {decoding_type: Eagle, model: /h}",
@@ -126,7 +123,6 @@ REMEDIES = [  # (release, key as it is written, what the remedy says)
         "kv_cache_config: {block_reuse_config: {policy: per_request}}",
         "leave it out, or use 1.3.0rc27",
     ),
-    ("1.3.0rc20", "max_draft_len: 3", "write speculative_config.max_draft_len"),
     ("1.3.0rc20", "max_batch_sise: 3", "did you mean max_batch_size?"),
     (
         "1.3.0rc20",
