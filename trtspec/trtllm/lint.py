@@ -81,7 +81,7 @@ def _judged(document: Document, deployment: Deployment) -> list[Finding]:
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
     """With every value as the engine converts it. One that it refuses stays as it is written, but for one of another
     type, with which no rule could compute. A key that a release renamed is there under its old name too, which is the
-    one that rules know, and a refused key under the one that it stands for."""
+    one that rules know, and a refused key under the one that it means."""
 
     def convert(path: str, value: Any) -> Any:
         field = schema.fields.get(path)

@@ -447,7 +447,7 @@ def newest_known() -> Version:
 
 @functools.cache
 def known_names(part: str) -> dict[str, dict[str, Any]]:
-    """What names of keys stand for: `to` a dotted path, `same_value` unless the value means something else there.
+    """What names of keys mean: `to` a dotted path, `same_value` unless the value means something else there.
     `part`: `renamed` for names of other releases, `foreign` for those of vLLM and other tools."""
     rows = read_beside("keys.yaml")[part].items()
     stated = {path: row if isinstance(row, dict) else {"to": row} for path, row in rows}

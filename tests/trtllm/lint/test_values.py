@@ -94,7 +94,6 @@ kv_cache_config: {dtype: 3}
 
 
 REMEDIES = [  # (release, key as it is written, what the remedy says)
-    ("1.2.1", "moe_backend: TRTLLM", "write moe_config.backend"),
     ("1.4.0rc1", "moe_backend: TRTLLM", "write moe_config.backend"),
     ("1.3.0rc20", "tp_size: 8", "write tensor_parallel_size"),
     (

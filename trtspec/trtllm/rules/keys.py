@@ -361,7 +361,7 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
 
 
 def targets(document: Document, schema: Schema) -> dict[str, str]:
-    """The key that each key of a file which the release refuses stands for, where one is meant."""
+    """The key that each key of a file which the release refuses means."""
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
         if schema.is_class(entry.parent) and path not in schema.fields:
@@ -400,7 +400,7 @@ def _remedy(
 
 @dataclass(frozen=True)
 class Target:
-    """The key that another one stands for. `certain`: by knowledge, not by spelling."""
+    """The key that another one means. `certain`: by knowledge, not by spelling."""
 
     path: str
     certain: bool
@@ -409,7 +409,7 @@ class Target:
 
 
 def meaning(schema: Schema, parent: str, written: str) -> Target | None:
-    """The key of this release that a refused key stands for: an old or a later name, a name of vLLM or of a flag, a
+    """The key of this release that a refused key means: an old or a later name, a name of vLLM or of a flag, a
     leaf that only one mapping has; spelling last."""
     name = written.replace("-", "_").strip()
     path = f"{parent}.{name}".lstrip(".")
