@@ -96,7 +96,11 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
             for name, facts in read["fields"].items():
                 read["fields"][name] = with_earlier(owner, name, facts, Version(release))
         source = [f"documentation of {release}, class pages"]
-        yield {"release": release, "source": source, "classes": dict(sorted(classes.items()))}
+        yield {
+            "release": release,
+            "source": source,
+            "classes": classes,
+        }
 
 
 def with_earlier(owner: str, name: str, facts: Facts, release: Version) -> Facts:
@@ -223,7 +227,7 @@ def installed(package: str) -> dict[str, Any]:
     return {
         "release": release,
         "source": [f"the classes of tensorrt_llm {release}, read where it is installed"],
-        "classes": dict(sorted(classes.items())),
+        "classes": classes,
     }
 
 
@@ -420,7 +424,8 @@ def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
 def text_of(snapshot: dict[str, Any]) -> str:
     """One line for each field."""
     classes = []
-    for owner, read in snapshot["classes"].items():
+    parents_first = sorted(snapshot["classes"].items(), key=lambda item: item[0].split(":"))
+    for owner, read in parents_first:
         rest = {key: value for key, value in read.items() if key != "fields"}
         head = json.dumps(rest)[:-1]
         rows = [

@@ -83,7 +83,7 @@ def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(
 
 
 COMMANDS = {  # what a script of someone else carries, and the errors in it
-    "docker run release:1.3.0rc20 trtllm-serve M --max-batch-size 8 --trust_remote_code": "TS-SERVE-UNKNOWN-OPTION",
+    "docker run tensorrt-llm:1.3.0rc20 trtllm-serve M --max-batch-size 8": "TS-SERVE-UNKNOWN-OPTION",
     "docker run tensorrt-llm:1.2.1 dynamo.trtllm --max-batch-size 8 --dyn-reasoning-parser kimi_k25": "",
     'trtllm-serve serve "${EXTRA[@]}" nvidia/Kimi-K2.6-NVFP4': "",
     "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --trust_remote_code $MORE": "",

@@ -26,10 +26,10 @@ from trtspec.trtllm.schema import Schema, newest_known, renames
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
-UNKNOWN_KEY = "TS-LINT-UNKNOWN-KEY"
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
-    UNKNOWN_KEY,
+    "TS-LINT-UNKNOWN-KEY",
+    "TS-LINT-KEY-UNCERTAIN",
     "TS-LINT-RENAMED-KEY",
     "TS-LINT-REMOVED-KEY",
     "TS-LINT-DOTTED-KEY",

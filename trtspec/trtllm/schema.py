@@ -221,7 +221,7 @@ class Schema:
     def fields(self) -> dict[str, Field]:
         """Every key that some source around the release takes, by path."""
         known: dict[str, Field] = {}
-        for owner in sorted(_classes()):  # a mapping before what it holds
+        for owner in _classes():  # a mapping before what it holds
             parent, _, kind = owner.partition(":")
             exists = parent in ("", *known) and (not kind or kind in self.kinds(parent))
             for name in _names(owner) if exists else ():

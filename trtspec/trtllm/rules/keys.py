@@ -332,9 +332,8 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
     remedy, fix = _remedy(schema, entry, target, last)
     code = "TS-LINT-UNKNOWN-KEY" if word.settled else "TS-LINT-KEY-UNCERTAIN"
     severity = _severity(word)
-    source = word.said[0][0] if word.said else "no release"
-    unread = f"{parent} was not read whole for {schema.version}, its last source is {source}"
-    message = f"{unread}, which has no key {entry.name}"
+    unread = f"{parent} was not read whole for {schema.version} ({word.releases or 'no source'})"
+    message = f"whether there is a key {entry.name} is not known: {unread}"
     if word.settled:
         message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key "
         message += entry.name
@@ -424,7 +423,7 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     rows += [{"to": path, "same_value": True, "note": ""}]
     rows += [{**rows[-1], "to": option.key} for option in schema.option(f"--{name}").taken]
     for row in rows:
-        if row["to"] in schema.fields and row["to"] != itself:
+        if row["to"] in schema.fields and (row["to"] != itself or "." in written):
             return Target(row["to"], True, row["same_value"], row["note"])
     target = _by_structure(schema, itself, name)
     gone = itself in read_beside("keys.yaml")["gone"]
