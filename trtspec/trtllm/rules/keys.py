@@ -407,6 +407,7 @@ class Target:
     note: str = ""
 
 
+@functools.cache
 def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     """The key of this release that a refused key means: an old or a later name, a name of vLLM or of a flag, a
     leaf that only one mapping has; spelling last."""
