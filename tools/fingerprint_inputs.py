@@ -206,12 +206,13 @@ def engine_files(root: Path, mutations: int) -> None:
 
 
 def known_keys() -> list[str]:
-    files = sorted((HERE / "trtspec").rglob("schemas/1.*.yaml"))
+    files = sorted((HERE / "trtspec").rglob("snapshots/1.*.json"))
     found = [
-        key
+        f"{owner.partition(':')[0]}.{key}".lstrip(".")
         for file in files
-        for part in ("fields", "removed")
-        for key in yaml.safe_load(file.read_text()).get(part, {})
+        for owner, read in json.loads(file.read_text())["classes"].items()
+        for key in read["fields"]
+        if owner != "--"
     ]
     if not found:
         sys.exit("fingerprint: no schema files; say where they are in tools/fingerprint_inputs.py")

@@ -330,17 +330,22 @@ def chart_values() -> str:
 
 def engine_keys() -> str:
     """Every key of an engine file in any known release, and whether those below it are known too, for the chart."""
-    from trtspec.trtllm.schema import LINES, entries_of
+    from trtspec.trtllm.schema import paths_ever, read_whole
 
-    fields: dict[str, Any] = {}
-    for line in LINES:
-        fields |= entries_of(line)["fields"]
-    parents = {path.rpartition(".")[0] for path in fields}
-    known = {
-        path: path in parents and not field.get("open", False)
-        for path, field in sorted(fields.items())
-    }
+    known = {path: read_whole(path) for path in sorted({path for path, _ in paths_ever()})}
     return json_text(known).replace(", ", ",\n") + "\n"
+
+
+def schema_differences() -> str:
+    """What each source says other than the sources before it."""
+    from tools.snapshots import compare
+
+    lines = [
+        "# What the sources say differently\n",
+        "Each line: the source's release, the class of the engine, and what a key has other than in the sources "
+        "before it. `1.3.0rc27.dev0` is a commit between 1.3.0rc26 and 1.3.0rc27.\n",
+    ]
+    return "\n".join([*lines, *(f"- {line}" for line in compare())]) + "\n"
 
 
 def value_rows(
@@ -399,6 +404,7 @@ def main() -> None:
         "cli-reference.md": cli_reference(),
         "problems.md": problems(),
         "support-matrix.md": support_matrix(),
+        "schema-differences.md": schema_differences(),
         "chart-values.md": chart_values(),
     }
     wanted_texts = {DOCS / name: NOTE + text for name, text in documents.items()}

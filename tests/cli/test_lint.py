@@ -15,7 +15,7 @@ import pytest
 
 from tests.command_line import Done, trtspec
 
-VERSION = ("--trtllm-version", "1.4.0rc1")
+VERSION = ("--trtllm-version", "1.3.0rc20")
 CLEAN = "stream_interval: 2\n"
 WARNS = "gms_config: {tag: weights}\n"
 RENAMED = "kv_cache_dtype: fp8  # as measured\n"

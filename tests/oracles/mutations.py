@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, Schema, line_fields
+from trtspec.trtllm.schema import DISCRIMINATORS, Field, Schema, paths_ever, renames
 
 ROOT = Path(__file__).parents[2]
 ODD: list[Any] = [
@@ -135,9 +135,7 @@ class Mutator:
         self.rng = random.Random(seed)
         self.bases = bases()
         self.paths = sorted(schema.fields)
-        self.everywhere = sorted(
-            {path for line in LINES for path in line_fields(line)} | set(schema.removed)
-        )
+        self.everywhere = sorted({path for path, _ in paths_ever()} | set(renames()))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Endless pairs of what was changed and the text."""
@@ -221,10 +219,7 @@ class Mutator:
 
     def _other_lines_key(self, value: dict[str, Any]) -> str:
         path = self.rng.choice(self.everywhere)
-        type_ = next(
-            (line_fields(line, path, "type") for line in LINES if line_fields(line, path, "type")),
-            "int",
-        )
+        type_ = next((field.type for known, field in paths_ever() if known == path), "int")
         _set(value, path, self.rng.choice(SAMPLES.get(type_.partition("|")[0], [1])))
         return path
 

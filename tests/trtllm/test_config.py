@@ -188,13 +188,13 @@ def test_own_settings_are_written_and_judged() -> None:
     assert config.values["kv_cache_config"] == {"dtype": "fp8"}
     assert config.values["moe_config"] == {"backend": "CUTLASS"}
     with pytest.raises(CheckFailed, match="TS-LINT-UNKNOWN-KEY"):
-        built(an_intent(target, "1.4.0rc1", settings=("kv_cache_config.dtyp=fp8",)))
+        built(an_intent(target, "1.3.0rc20", settings=("kv_cache_config.dtyp=fp8",)))
     for text in ("[" * 50_000, "!!float y", "&a [*a]", "\0"):
         with pytest.raises(UsageError, match="is not YAML"):
             built(an_intent(target, "1.4.0rc1", settings=(f"stream_interval={text}",)))
     for bad in ("max_batch_size=8", "nothing", "a b=1", "x=[1", "moe_config=1"):
         with pytest.raises((UsageError, CheckFailed)):
-            built(an_intent(target, "1.4.0rc1", settings=(bad,)))
+            built(an_intent(target, "1.3.0rc20", settings=(bad,)))
 
 
 def test_helm_values_carry_the_same_file() -> None:

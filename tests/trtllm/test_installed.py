@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.trtllm.lint.test_values import SAMPLES
 from trtspec.trtllm.rules.keys import check_value
-from trtspec.trtllm.schema import Field, line_fields
+from trtspec.trtllm.schema import Field
 
 ENGINE = Path(__file__).parent / "standin_engine"
 GOOD = """\
@@ -71,10 +70,13 @@ def test_another_version_than_the_installed_one_is_a_usage_error(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("schema") / "new.yaml"
-    done = run("tools.schema_tools", "from-installed", "-o", str(path))
+    """The classes of the snapshot that is read from the stand-in."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    done = run("tools.snapshots", "installed", "-o", str(folder))
     assert done.returncode == 0, done.stderr
-    return yaml.safe_load(path.read_text())
+    snapshot = json.loads((folder / "1.4.0rc1.json").read_text())
+    assert all(each["whole"] for each in snapshot["classes"].values())
+    return {owner: each["fields"] for owner, each in snapshot["classes"].items()}
 
 
 def test_a_schema_read_from_the_classes_judges_as_they_do(
@@ -84,19 +86,14 @@ def test_a_schema_read_from_the_classes_judges_as_they_do(
     monkeypatch.syspath_prepend(str(ENGINE))
     from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 
-    def takes(path: str, value: Any) -> bool:
+    def takes(path: str, kind: str, value: Any) -> bool:
         *parents, name = path.split(".")
         values: dict[str, Any] = {"model": "m"}
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
-        if parents[:1] == ["speculative_config"]:
-            variant = read["fields"][path].get("variants", ["Eagle"])[0]
-            place |= (
-                {"decoding_type": variant, "speculative_model": "h"}
-                if name != "speculative_model_dir"
-                else {"decoding_type": variant}
-            )
+        if kind:
+            place |= {"decoding_type": kind, "speculative_model": "h"}
         place[name] = value
         try:
             TorchLlmArgs(**values)
@@ -105,80 +102,45 @@ def test_a_schema_read_from_the_classes_judges_as_they_do(
         return True
 
     judged = 0
-    for path, entry in read["fields"].items():
-        if path in (
-            "load_format",
-            "speculative_config.speculative_model",
-            "speculative_config.speculative_model_dir",
-        ):
-            continue  # decided by a validator
-        if "object" in entry["type"] or path == "speculative_config.decoding_type":
-            continue  # what is inside decides
-        field = Field(
-            path=path,
-            **{
-                k: tuple(v) if isinstance(v, list) and k != "default" else v
-                for k, v in entry.items()
-            },
-        )
-        for value in SAMPLES:
-            verdict = check_value(field, value)
-            judged += 1
-            assert (verdict is None or verdict[0] == "lax") == takes(path, value), (
-                path,
-                value,
-                verdict,
-            )
+    by_a_validator = ("load_format", "speculative_model", "speculative_model_dir", "decoding_type")
+    for owner, fields in read.items():
+        parent, _, kind = owner.partition(":")
+        for name, facts in fields.items():
+            if owner == "--" or name in by_a_validator or "object" in facts["type"]:
+                continue
+            path = f"{parent}.{name}".lstrip(".")
+            lists = {
+                k: tuple(v) for k, v in facts.items() if isinstance(v, list) and k != "default"
+            }
+            field = Field(path=path, **{**facts, **lists})
+            for value in SAMPLES:
+                verdict = check_value(field, value)
+                judged += 1
+                ours = verdict is None or verdict[0] == "lax"
+                assert ours == takes(path, kind, value), (path, value, verdict)
     assert judged > 200
 
 
-def test_options_and_status_are_read_too(read: dict[str, Any]) -> None:
-    assert read["fields"]["brand_new_key"] == {
-        "type": "bool",
-        "default": False,
-        "status": "prototype",
-    }
-    assert read["fields"]["speculative_config.max_matching_ngram_size"]["variants"] == ["NGram"]
-    assert read["options"]["tensor_parallel_size"]["flags"] == [
-        "--tensor_parallel_size",
-        "--tp_size",
-    ]
-    assert read["options"]["telemetry"]["flags"] == ["--no-telemetry", "--telemetry"]
-    assert read["options"]["reasoning_parser"]["choices"] == ["kimi_k2", "kimi_k25"]
+def test_options_status_and_kinds_are_read_too(read: dict[str, Any]) -> None:
+    assert read[""]["brand_new_key"] == {"type": "bool", "default": False, "status": "prototype"}
+    assert "max_matching_ngram_size" in read["speculative_config:NGram"]
+    assert "max_matching_ngram_size" not in read["speculative_config:Eagle"]
+    assert read["speculative_config"]["decoding_type"]["allowed"] == ["Eagle", "NGram"]
+    options = read["--"]
+    assert options["tensor_parallel_size"]["flags"] == ["--tensor_parallel_size", "--tp_size"]
+    assert options["telemetry"]["flags"] == ["--no-telemetry", "--telemetry"]
+    assert options["reasoning_parser"]["choices"] == ["kimi_k2", "kimi_k25"]
 
 
-def test_a_new_line_states_only_what_differs(tmp_path: Path) -> None:
-    path = tmp_path / "1.5.yaml"
-    words = ("from-installed", "--inherits", "1.4", "--line", "1.5", "-o", str(path))
-    assert run("tools.schema_tools", *words).returncode == 0
-    data = yaml.safe_load(path.read_text())
-    assert data["versions"]["begins"] == {
-        "after": "1.4.0rc1",
-        "by": data["versions"]["from"],
-    }  # dates every entry
-    assert data["fields"]["brand_new_key"]["type"] == "bool"
-    assert "tensor_parallel_size" not in data["fields"]
-    assert "allowed" not in data["fields"].get(
-        "kv_cache_config.dtype", {}
-    )  # a validator's list is not forgotten
-    assert "moe_config" in data["removed"] and "host" in data["removed_options"]
-    done = run("tools.schema_tools", "diff", "1.4", str(path))
+def test_differences_are_named_with_their_source() -> None:
+    done = run("tools.snapshots", "compare", engine=False)
     lines = done.stdout.splitlines()
-    assert any(line.startswith("+ brand_new_key: {type: bool") for line in lines)
-    assert any(line == "- moe_config" for line in lines)
-    assert any(line.startswith("~ backend: allowed") for line in lines)
-
-
-def test_diff_names_what_changed_between_two_releases() -> None:
-    done = run("tools.schema_tools", "diff", "1.3.0rc20", "1.4.0rc1")
-    lines = done.stdout.splitlines()
-    renamed = "- speculative_config.acceptance_window (now speculative_config.acceptance_rate_window_size)"
-    assert done.returncode == 0 and renamed in lines
-    assert {line[0] for line in lines} == {"+", "-", "~"}
-    gone = [line for line in lines if line.startswith("- ") and not line.startswith("- --")]
-    assert len(gone) == len(set(line_fields("1.3")) - set(line_fields("1.4")))
-    assert run("tools.schema_tools", "diff", "1.4", "nowhere.yaml").returncode == 2
-    assert run("tools.schema_tools", "from-installed", engine=False).returncode == 4
+    start = "1.4.0rc1 cache_transceiver_config transceiver_runtime: default 'auto' -> 'PYTHON' (documentation"
+    assert any(line.startswith(start) for line in lines)
+    assert any(
+        line.startswith("1.4.0rc1 speculative_config:Eagle3 eagle_choices: gone") for line in lines
+    )
+    assert run("tools.snapshots", "installed", engine=False).returncode == 4
 
 
 def test_a_file_that_is_not_yaml_is_not_given_to_the_engine(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ speculative_config:
   speculative_model_dir: nvidia/Kimi-K2.6-Eagle3
 moe_config: {backend: TRTLLM}
 """
-NEW = "1.4.0rc1"
+NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 
 
 def k26() -> ModelSpec:

@@ -43,7 +43,7 @@ def severity(group: dict[str, Any], text: str, words: list[str], file: Path) -> 
     """The worst that lint says of one mistake."""
     file.write_text(text)
     served = {
-        "trtllm_version": group.get("release", "1.4.0rc1"),
+        "trtllm_version": group.get("release", "1.3.0rc27.dev0"),
         "target": group.get("target", TARGET),
     }
     served = {} if "text" in group else served  # a whole file says it itself

@@ -10,23 +10,18 @@ import yaml
 from tests.package_copy import PACKAGE, copy_package, run_copy, touched
 
 CONFIGS = PACKAGE.parent / "configs"
+RELEASE, BASE = "1.5.0rc0", "1.3.0rc27.dev0"
+RENAMED = {
+    "stream_interval": "response_interval",
+    "speculative_config.max_draft_len": "speculative_config.draft_tokens",
+}
 NEW_LINE = """\
-line: "1.5"
-label: "1.5, invented for a test"
-versions: {from: 1.5.0rc0, begins: {after: 1.4.0rc1, by: 1.5.0rc0}, seen: 1.5.0rc0, newest: 1.5.0rc0}
-sources: [invented]
-fields:
-  response_interval: {type: int, min: 1, default: 1}
-  speculative_config.draft_tokens: {type: int|null, min: 0, default: null}
-removed:
-  stream_interval: {evidence: verified, renamed_to: response_interval}
-  speculative_config.max_draft_len: {evidence: verified, renamed_to: speculative_config.draft_tokens}
+versions: {begins: {after: 1.4.0rc4, by: 1.5.0rc0}}
 behaviours:
   draft_len_schedule: {bounds: lower, first: 1, beyond: last, evidence: verified, source: invented}
 rules:
   chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, message: enable_chunked_prefill and
     sleep_config exclude each other, remedy: keep one of the two, evidence: verified, source: invented}
-options: {}
 """
 NEW_METHOD = """\
   weaver:
@@ -61,6 +56,25 @@ def copy(tmp_path: Path) -> Path:
     return copy_package(tmp_path)
 
 
+def add_release(copy: Path) -> list[str]:
+    """The newest commit's classes with two keys under new names, what they were called, and what the release does."""
+    folder = copy / "trtllm"
+    snapshot = json.loads((folder / "snapshots" / f"{BASE}.json").read_text()) | {
+        "release": RELEASE
+    }
+    for old, new in RENAMED.items():
+        parent, _, name = old.rpartition(".")
+        for owner, read in snapshot["classes"].items():
+            if owner.partition(":")[0] == parent and name in read["fields"]:
+                read["fields"][new.rpartition(".")[2]] = read["fields"].pop(name)
+    (folder / "snapshots" / f"{RELEASE}.json").write_text(json.dumps(snapshot))
+    (folder / "schemas" / "1.5.yaml").write_text(NEW_LINE)
+    rows = "".join(f"  {old}: {new}\n" for old, new in RENAMED.items())
+    keys = folder / "keys.yaml"
+    keys.write_text(keys.read_text().replace("renamed:\n", f"renamed:\n{rows}", 1))
+    return touched(copy)
+
+
 def judged(copy: Path, asked: list[tuple[str, str]]) -> list[list[list[str]]]:
     return json.loads(run_copy(copy, "-c", JUDGE, given=json.dumps(asked)))
 
@@ -84,9 +98,9 @@ def in_new_words(text: str, names: dict[str, str]) -> str:
     return text
 
 
-def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
-    (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
-    assert touched(copy) == ["trtllm/schemas/1.5.yaml"]  # of three data files that it may take
+def test_a_release_is_data_and_its_findings_follow(copy: Path) -> None:
+    data = ["trtllm/keys.yaml", "trtllm/schemas/1.5.yaml", f"trtllm/snapshots/{RELEASE}.json"]
+    assert add_release(copy) == data
     recipes = [path.read_text() for path in sorted(CONFIGS.glob("*.yml"))]
     schedules = [
         yaml.safe_dump({"speculative_config": eagle(draft_len_schedule=s)})
@@ -100,13 +114,11 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
         *schedules,
         "enable_chunked_prefill: true\nsleep_config: {}\n",
     ]
-    asked = [(text, "1.4.0rc1") for text in changed + recipes + bad]
+    asked = [(text, BASE) for text in changed + recipes + bad]
     new_names = {"max_draft_len": "draft_tokens", "stream_interval": "response_interval"}
-    asked += [
-        (in_new_words(text, {"max_draft_len": "draft_tokens"}), "1.5.0rc0") for text in changed
-    ]
-    asked += [(in_new_words(text, new_names), "1.5.0rc0") for text in recipes + bad]
-    found = judged(copy, [*asked, (recipes[0], "1.5.0rc0")])
+    asked += [(in_new_words(text, {"max_draft_len": "draft_tokens"}), RELEASE) for text in changed]
+    asked += [(in_new_words(text, new_names), RELEASE) for text in recipes + bad]
+    found = judged(copy, [*asked, (recipes[0], RELEASE)])
     before, after = found[: len(asked) // 2], found[len(asked) // 2 : -1]
     ends, wrong = "TS-LINT-SCHEDULE-ENDS-AT-ZERO", "TS-LINT-BAD-SCHEDULE"
     for at, gone, new in (
@@ -132,13 +144,13 @@ def test_a_line_is_one_file_and_its_findings_follow(copy: Path) -> None:
 
 
 def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
-    (copy / "trtllm" / "schemas" / "1.5.yaml").write_text(NEW_LINE)
+    add_release(copy)
     words = [
         "nvidia/Kimi-K2.6-NVFP4",
         "--head",
         "nvidia/Kimi-K2.6-Eagle3",
         "--trtllm-version",
-        "1.5.0rc0",
+        RELEASE,
     ]
     words += ["--tp-size", "8", "--role", "generation", "--goal", "throughput"]
     text = run_copy(copy, "-m", "trtspec", "build-config", *words)
@@ -148,20 +160,21 @@ def test_build_config_writes_the_names_of_the_new_line(copy: Path) -> None:
     )
     assert "max_draft_len" not in written["speculative_config"] and "stream_interval" not in written
     assert [
-        finding for finding in judged(copy, [(text, "1.5.0rc0")])[0] if finding[1] == "error"
+        finding for finding in judged(copy, [(text, RELEASE)])[0] if finding[1] == "error"
     ] == []
 
 
 def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> None:
-    rows, schema = copy / "trtllm" / "speculation.yaml", copy / "trtllm" / "schemas" / "1.4.yaml"
+    rows = copy / "trtllm" / "speculation.yaml"
+    newest = copy / "trtllm" / "snapshots" / f"{BASE}.json"
     rows.write_text(rows.read_text() + NEW_METHOD)
-    schema.write_text(
-        schema.read_text().replace("AUTO, DFlash, DSpark,", "AUTO, Weaver, DFlash, DSpark,")
-    )
-    assert touched(copy) == [
-        "trtllm/schemas/1.4.yaml",
-        "trtllm/speculation.yaml",
-    ]  # data, and no code at all
+    snapshot = json.loads(newest.read_text())
+    classes = snapshot["classes"]
+    classes["speculative_config"]["fields"]["decoding_type"]["allowed"].append("Weaver")
+    classes["speculative_config:Weaver"] = classes["speculative_config:Draft_Target"]
+    newest.write_text(json.dumps(snapshot))
+    data = [f"trtllm/snapshots/{BASE}.json", "trtllm/speculation.yaml"]
+    assert touched(copy) == data  # and no code at all
     whole = {
         "speculative_config": eagle(decoding_type="Weaver"),
         "max_batch_size": 8,
@@ -171,7 +184,7 @@ def test_a_way_to_speculate_is_a_row_and_its_name_in_the_schema(copy: Path) -> N
         "use_kv_cache_manager_v2": False
     }  # the manager in which a reused prefix is hidden
     nothing = {"speculative_config": {"decoding_type": "Weaver"}}
-    good, empty = judged(copy, [(yaml.safe_dump(text), "1.4.0rc1") for text in (whole, nothing)])
+    good, empty = judged(copy, [(yaml.safe_dump(text), BASE) for text in (whole, nothing)])
     assert not {
         "TS-LINT-BAD-VALUE",
         "TS-LINT-NO-DRAFT-MODEL",

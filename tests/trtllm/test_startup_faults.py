@@ -31,7 +31,7 @@ def errors(row: dict[str, Any], rng: random.Random) -> tuple[set[str], str]:
         place[name] = rng.choice(choices)
         if place[name] is None:
             del place[name]
-    version = rng.choice(row.get("releases", ["1.3.0rc20", "1.4.0rc1"]))
+    version = rng.choice(row.get("releases", ["1.3.0rc20", "1.3.0rc27.dev0"]))
     deployment = Deployment(
         schema_for(version),
         load_target(TARGET).spec,

@@ -16,7 +16,7 @@ from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, d
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
-NEW = "1.4.0rc1"
+NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 CLEAN = """\
 speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 moe_config: {backend: TRTLLM}

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from trtspec.trtllm.deployment import Deployment, parse_passed
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.keys import check_value
-from trtspec.trtllm.schema import DISCRIMINATORS, LINES, Field, line_fields, schema_for
+from trtspec.trtllm.schema import DISCRIMINATORS, Field, paths_ever, schema_for
 
-NEWEST, OLDER = "1.4.0rc1", "1.3.0rc20"
+NEWEST, OLDER = "1.3.0rc27.dev0", "1.3.0rc20"  # the first is the commit of the manifest
 OPTION_LISTS = [("main", NEWEST), ("older", OLDER)]
 SAMPLES: list[Any] = [
     None, 0, 1, -1, 2, 7.0, 0.5, 1e6, True, False, "abc", "5", "-5", "true", "1.5", "",
@@ -96,7 +96,6 @@ def test_every_leaf_is_known_to_the_newest_line(manifests: Path) -> None:
     schema = schema_for(NEWEST)
     missing = [leaf["path"] for leaf in leaves(manifests) if leaf["path"] not in schema.fields]
     assert len(leaves(manifests)) > 300 and not missing
-    assert schema.agreed(lambda one: one.fields) == schema.fields  # none is in doubt
 
 
 def test_values_are_judged_as_pydantic_judges_them(manifests: Path) -> None:
@@ -183,16 +182,14 @@ def test_keys_and_values_of_other_lines_are_judged_as_the_manifest_judges_them(
         (manifests / "recipes" / "trtllm-curated-kimi-k2-thinking.yaml").read_text()
     )
     asked: list[tuple[str, Any]] = []
-    for line in LINES:
-        for path in sorted(line_fields(line)):
-            kind, top = line_fields(line, path, "type"), path.partition(".")[0]
-            if not_listed(path) or DISCRIMINATORS.get(top) == path.partition(".")[2]:
-                continue
-            asked += [
-                (path, value) for value in line_fields(line, path, "allowed") if path in judges
-            ]
-            if kind in LISTED_TYPES and path not in judges:
-                asked.append((path, True if "bool" in kind else 1))
+    for path, field in paths_ever():
+        top = path.partition(".")[0]
+        if not_listed(path) or DISCRIMINATORS.get(top) == path.partition(".")[2]:
+            continue
+        asked += [(path, value) for value in field.allowed if path in judges]
+        if field.type in LISTED_TYPES and path not in judges:
+            asked.append((path, True if "bool" in field.type else 1))
+    asked = list(dict.fromkeys(asked))  # sources repeat each other
     wrong = []
     for path, value in asked:
         theirs = path in judges and accepts(judges[path], value)
@@ -204,7 +201,7 @@ def test_keys_and_values_of_other_lines_are_judged_as_the_manifest_judges_them(
         if taken(recipe | own, path) != theirs:
             wrong.append((path, value, theirs))
     print(f"\n{len(asked)} keys and values of other lines, {len(wrong)} judged otherwise")
-    assert len(asked) > 300 and len(wrong) <= len(asked) // 100, wrong
+    assert len(asked) > 200 and len(wrong) <= len(asked) // 100, wrong
 
 
 def not_listed(path: str) -> bool:
@@ -287,16 +284,15 @@ def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
             assert not found, found
 
 
-def test_the_list_of_differences_is_up_to_date(manifests: Path) -> None:
-    import importlib.util
+@pytest.mark.parametrize(("left_out", "passed"), [(None, 0), ("1.3.0rc27", 3), ("1.4.0rc1", 0)])
+def test_documented_classes_are_judged_as_their_pages_list_them(
+    manifests: Path, left_out: str | None, passed: int
+) -> None:
+    """By all sources, and by all but the release's own. The three of 1.3.0rc27 are Eagle's, which has no later page."""
+    from tools import snapshots
 
-    root = Path(__file__).parents[2]
-    found = importlib.util.spec_from_file_location(
-        "schema_differences", root / "tools" / "schema_differences.py"
-    )
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    assert (root / "docs" / "schema-differences.md").read_text(encoding="utf-8") == module.page(
-        manifests
-    )
+    pages = json.loads((manifests / "documented" / "class_pages.json").read_text())
+    with snapshots.without(left_out):
+        *_, sums = snapshots.judged(pages, left_out)
+    print(f"\n{left_out or 'nothing'} left out: {sums}")
+    assert " 0 refused" in sums and f"{passed} passed" in sums

@@ -353,14 +353,14 @@ def _facts(
         "attention_dp": intent.attention_dp,
         "head": intent.head is not None,
         "other_layers": intent.head is not None and sorted(layers) != sorted(default),
-        "greedy": any(one.sampling_key in schema.fields for one in schema.possibilities),
+        "greedy": schema.sampling_key is not None,
         "wide": intent.tp_size > WIDE,
         "trays": intent.nodes > 1
         and intent.gpu is not None
         and gpu_spec(intent.gpu).nvlink_joins_nodes,
         "fp4": target.quant.format.is_fp4,
-        "cutedsl": bool(schema.agreed(lambda one: one.behaviour("cutedsl_experts"))),
-        "blind": any(reuse_blinds_draft(one) for one in schema.possibilities),
+        "cutedsl": all(schema.behaviours["cutedsl_experts"]),
+        "blind": bool(reuse_blinds_draft(schema)),
         "rounded": buffer > intent.seq_len,
         "long": intent.seq_len > intent.tokens,
     }

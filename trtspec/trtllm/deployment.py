@@ -23,7 +23,7 @@ from trtspec.foreign import parse_hub_id
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Schema, newest_known, read_beside, schema_for
+from trtspec.trtllm.schema import Option, Schema, default_release, read_beside, schema_for
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
@@ -57,13 +57,13 @@ def installed_version() -> str | None:
 
 
 def choose_version(asked: str | None) -> tuple[str, str]:
-    """The version to write or judge for, and why: asked for, installed, or the newest one known."""
+    """The version to write or judge for, and why: asked for, installed, or the default release."""
     if asked:
         return asked, "asked for"
     installed = installed_version()
     if installed:
         return installed, "installed here"
-    return str(newest_known()), "assumed: the newest release whose sources were read"
+    return default_release(), "assumed: the newest release on the package index"
 
 
 @dataclass(frozen=True)
@@ -145,55 +145,39 @@ def deployment_of(
     return deployment, reason, problems
 
 
-def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Options after `--` by the schema, name and value: `--flag value`, `--flag=value` and flags without a value. What
-    only one of the version's possibilities refuses is a warning."""
-    options: dict[str, Any] = {}
-    read = [_parsed(one, words) for one in schema.possibilities]
-    for found, _ in read:
-        options |= found
-    before, after = read[0][1], read[-1][1]
-    problems = [problem for problem in after if problem in before]
-    for problem in (
-        problem for problem in [*before, *after] if (problem in before) != (problem in after)
-    ):
-
-        def refused(one: Schema, problem: Problem = problem) -> bool:
-            return problem in _parsed(one, words)[1]
-
-        when = schema.decided_by(refused).interval
-        message = f"not known for TensorRT-LLM {schema.version}: {problem.message} (changed {when})"
-        remedy = "try `trtllm-serve --help`"
-        problems.append(
-            Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", problem.where, message, remedy)
-        )
-    return options, problems
-
-
 VALUE = "TS-SERVE-OPTION-VALUE"
 
 
-def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """By one possibility."""
-    found: dict[str, Any] = {}
+def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Options after `--` by the sources of the release, name and value: `--flag value`, `--flag=value` and flags
+    without a value. What only one source refuses, or none has read, is a warning."""
+    options: dict[str, Any] = {}
     problems: list[Problem] = []
     rest = list(words)
 
-    def refuse(code: str, message: str, remedy: str = "") -> None:
-        problems.append(Problem(code, "error", flag, message, remedy))
+    def refuse(code: str, message: str, remedy: str = "", sure: bool = True) -> None:
+        if sure:
+            problems.append(Problem(code, "error", flag, message, remedy))
+            return
+        message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
+        remedy = "try `trtllm-serve --help`"
+        problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, remedy))
 
     while rest:
         word = rest.pop(0)
         flag, has_value, text = word.partition("=")
-        option = schema.option(flag) if flag.startswith("-") else None
-        if option is None:
+        known = schema.option(flag)
+        if not known.takes:
             message = f"trtllm-serve {schema.version} has no option {flag}"
-            refuse("TS-SERVE-UNKNOWN-OPTION", message, _nearest_flag(schema, flag))
+            sure = known.settled and not known.taken
+            refuse("TS-SERVE-UNKNOWN-OPTION", message, _nearest_flag(schema, flag), sure)
+        if not known.taken:
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
             continue
+        option: Option = known.taken[0]
         value: Any = not flag.startswith("--no-")
-        if option.name in found and not option.multiple:
+        if option.path in options and not option.multiple:
             refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
         if option.is_flag and has_value:
             refuse(
@@ -206,16 +190,15 @@ def _parsed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[
             try:
                 value = {"int": int, "float": float}.get(option.type, str)(value)
             except ValueError:
-                refuse(
-                    VALUE,
-                    f"{flag} takes {option.type}, not {value!r}",
-                    f"write {flag} and a number",
-                )
-            if option.choices and value not in option.choices:
-                listed = ", ".join(option.choices)
-                refuse(VALUE, f"{flag} takes one of {listed}, not {value!r}", "choose one of them")
-        found[option.name] = value
-    return found, problems
+                message = f"{flag} takes {option.type}, not {value!r}"
+                refuse(VALUE, message, f"write {flag} and a number")
+            lacking = [each for each in known.taken if each.choices and value not in each.choices]
+            if lacking:
+                sure = known.settled and len(lacking) == len(known.taken)
+                message = f"{flag} takes one of {', '.join(lacking[-1].choices)}, not {value!r}"
+                refuse(VALUE, message, "choose one of them", sure)
+        options[option.path] = value
+    return options, problems
 
 
 def _nearest_flag(schema: Schema, flag: str) -> str:

@@ -3,13 +3,11 @@ verdict: its pydantic classes, run in a process of their own."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,36 +15,31 @@ from typing import Any
 
 from pydantic_core import ValidationError
 
-from trtspec.errors import MissingDependency, Problem, Severity, TrtspecError
+from trtspec.errors import MissingDependency, Problem, TrtspecError
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine, model, speculation
-from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value
+from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
 from trtspec.trtllm.rules.rows import check_rows
-from trtspec.trtllm.schema import Change, Schema, newest_known
+from trtspec.trtllm.schema import Schema, newest_known, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
-UNKNOWN_KEY = "TS-LINT-UNKNOWN-KEY"
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
-    UNKNOWN_KEY,
+    "TS-LINT-UNKNOWN-KEY",
+    "TS-LINT-KEY-UNCERTAIN",
     "TS-LINT-RENAMED-KEY",
     "TS-LINT-REMOVED-KEY",
     "TS-LINT-DOTTED-KEY",
 }
-MISSING = "TS-LINT-MISSING-KEY"
 REFUSED_VALUE = {VALUE_CODES["type"], VALUE_CODES["value"], VALUE_CODES["range"]}
-ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), MISSING, "TS-LINT-WRONG-VARIANT"}
-MEANING = (
-    "TS-LINT-SCHEDULE-MEANING"  # what a value means: reported only where two possibilities differ
-)
+ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
-    """Every finding about a file, errors first, then by line. A version that is in doubt is judged by both of its
-    possibilities: what both say is said as it is, and what only one says is a warning that names both."""
+    """Every finding about a file, errors first, then by line."""
     if isinstance(document, str):
         document = Document.parse(document)
     if document.error:
@@ -61,130 +54,34 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
-    placed = [finding.placed(document) for finding in Doubt(document, deployment).findings()]
+    placed = [finding.placed(document) for finding in _judged(document, deployment)]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 
 
-def _judged(document: Document, deployment: Deployment, schema: Schema) -> list[Finding]:
-    """By one possibility. Keys and values are judged as they are written; all other rules see the values that the
-    engine makes of them, and say nothing about a key whose value it refuses."""
-    one = replace(deployment, schema=schema)
+def _judged(document: Document, deployment: Deployment) -> list[Finding]:
+    """Keys and values are judged as they are written; all other rules see the values that the engine makes of them, and
+    say nothing about a key whose value it refuses."""
+    schema = deployment.schema
     seen = as_the_engine_sees_it(document, schema)
-    found = [*check_keys(document, schema)]
+    findings = [*check_keys(document, schema)]
     if schema.version > newest_known():
         message = f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest_known()}"
-        found.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
-    refused = {finding.key for finding in found if finding.code in REFUSED_VALUE}
-    judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, one))
-    found += [finding for finding in judged if refused.isdisjoint(finding.keys)]
-    if one.setting(document, "backend") != "_autodeploy":
-        return found
+        findings.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
+    refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
+    refused.update(targets(document, schema).values())
+    judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, deployment))
+    findings += [finding for finding in judged if refused.isdisjoint(finding.keys)]
+    if deployment.setting(document, "backend") != "_autodeploy":
+        return findings
     message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
     autodeploy = Finding("TS-LINT-AUTODEPLOY", "info", "backend", message)
-    return [autodeploy, *(finding for finding in found if finding.code not in ABOUT_KEYS)]
-
-
-class Doubt:
-    """The findings about a file before and after the changes that are in doubt for its version."""
-
-    def __init__(self, document: Document, deployment: Deployment) -> None:
-        self.schema = deployment.schema
-        self.judged = functools.cache(partial(_judged, document, deployment))
-        self.before, self.after = (self.judged(self.schema.possibilities[at]) for at in (0, -1))
-
-    def findings(self) -> Iterator[Finding]:
-        both = {_signature(f) for f in self.before} & {_signature(f) for f in self.after}
-        yield from (f for f in self.after if _signature(f) in both and f.code != MEANING)
-        old, new = (
-            [f for f in side if _signature(f) not in both] for side in (self.before, self.after)
-        )
-        for finding in [*new]:
-            other = next((f for f in old if (f.code, f.key) == (finding.code, finding.key)), None)
-            if other is not None:
-                old.remove(other)
-                new.remove(finding)
-                yield self._in_doubt(other, finding)
-        certain = [f for f in new if self._either_way(f, old, new=True)]
-        certain += [f for f in old if self._either_way(f, new, new=False)]
-        yield from (self._in_doubt(None, f) for f in new if f not in certain)
-        yield from (self._in_doubt(f, None) for f in old if f not in certain)
-        reported = {
-            f.key for f in certain if f.code not in UNSETTLED
-        }  # one error for a key that both refuse
-        yield from (f for f in certain if f.code not in UNSETTLED or f.key not in reported)
-
-    def _either_way(self, finding: Finding, others: list[Finding], *, new: bool) -> bool:
-        """Whether the other possibility refuses a key that this finding is about, or one that it is below, and the one
-        change that decides this leaves the finding as it is."""
-        if (
-            finding.code == MISSING
-            and not new
-            and finding.key not in self.schema.possibilities[-1].fields
-        ):
-            return True  # earlier releases refuse the file without the key, later ones with it
-        for other in others:
-            if other.severity == "error" and any(
-                _touches(finding, key, other.key) for key in finding.keys
-            ):
-                change = self._change(*((other, None) if new else (None, other)))
-                done = [change] if new else self.schema.doubts - {change}
-                found = {(f.code, f.key) for f in self.judged(self.schema.assuming(*done))}
-                return (finding.code, finding.key) in found
-        return False
-
-    def _in_doubt(self, old: Finding | None, new: Finding | None) -> Finding:
-        """One finding where the two possibilities differ, naming the change of the release that decides."""
-        change, version = self._change(old, new), self.schema.version
-        ends = {change.after or "an earlier release": old, change.by or "a later release": new}
-        said = [
-            f"{finding.message}, if {version} is like {end}"
-            for end, finding in ends.items()
-            if finding
-        ]
-        message = "; ".join(said)
-        message += "" if change.interval in message else f" (changed {change.interval})"
-        finding = new or old
-        assert finding is not None
-        if old is not None and new is not None and finding.code != MEANING:
-            return replace(
-                finding,
-                message=message,
-                severity=min(old.severity, new.severity, key=ORDER.__getitem__),
-            )
-        severity: Severity = "info" if finding.severity == "info" else "warning"
-        if finding.code not in ABOUT_KEYS or finding.severity != "error":
-            return replace(finding, message=message, severity=severity)
-        # the key is right for one of the two: nothing that could be written or removed suits both
-        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", finding.key, message)
-
-    def _change(self, old: Finding | None, new: Finding | None) -> Change:
-        """What brings `new` and takes `old` away."""
-
-        def says(schema: Schema) -> tuple[bool, bool]:
-            found = {_signature(finding) for finding in self.judged(schema)}
-            return old is not None and _signature(old) in found, new is not None and _signature(
-                new
-            ) in found
-
-        return self.schema.decided_by(says)
-
-
-def _touches(finding: Finding, key: str, refused: str) -> bool:
-    """Whether a key is refused, or one above it; of a rule's finding, also one below it."""
-    if key == refused or key.startswith(f"{refused}."):
-        return bool(refused)
-    return bool(key) and finding.code not in ABOUT_KEYS and refused.startswith(f"{key}.")
-
-
-def _signature(finding: Finding) -> tuple[str, str, str]:
-    """What makes two findings the same."""
-    return finding.code, finding.key, finding.message
+    return [autodeploy, *(finding for finding in findings if finding.code not in ABOUT_KEYS)]
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
     """With every value as the engine converts it. One that it refuses stays as it is written, but for one of another
     type, with which no rule could compute. A key that a release renamed is there under its old name too, which is the
-    one that rules know."""
+    one that rules know, and a refused key under the one that it means."""
 
     def convert(path: str, value: Any) -> Any:
         field = schema.fields.get(path)
@@ -197,16 +94,13 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
             return None if kind == "type" else value
 
     seen = document.converted(convert)
-    names = {
-        path: gone.renamed_to
-        for path, gone in schema.removed.items()
-        if schema.current(path) != path
-    }
+    names = {old: schema.current(old) for old in renames()}
+    names |= {path: written for written, path in targets(document, schema).items()}
     old = {
         f"{path}{written[len(name) :]}": entry
         for path, name in names.items()
         for written, entry in seen.entries.items()
-        if name is not None and (written == name or written.startswith(f"{name}."))
+        if written == name or written.startswith(f"{name}.")
     }
     return replace(seen, entries={**old, **seen.entries})
 

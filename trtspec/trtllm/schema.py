@@ -1,36 +1,35 @@
-"""What one version of TensorRT-LLM accepts and what it means by it: YAML fields by dotted path, the options of
-`trtllm-serve`, behaviours that code asks for by name, and rules about settings beside each other.
+"""What a release of TensorRT-LLM accepts, by what was read of it, and what it does with it.
 
-`schemas/*.yaml` hold one file per version line, in the order of `packaging.version`; each states what its line changed.
-Every change has a date: `since` (a field, option, behaviour or rule came, or became what the entry says) or
-`until` (it went). A date names the last source read without the change (`after`) and the first one read with it (`by`);
-either may be missing. An entry without a date came with its line (`begins`). A version up to `after` is before the
-change, one from `by` on is past it. For a version between the two there are two possible schemas: in one none of the
-changes in doubt has happened, in the other all have. `schema_for` returns the latter; `possibilities` has both.
+`snapshots/*.json` hold what sources say: each file is a release, its source, and classes of the engine (a mapping of
+the YAML by its dotted path; `path:kind` where the mapping's discriminator chooses among several classes; `--` for the
+options of `trtllm-serve`). A class that was read whole refuses every key that it does not list, except those in
+`unknown`; a class that was read in part says something about the keys that it lists alone. Written by
+tools/snapshots.py, never by hand.
+
+A `Word` is what the sources around a release say of one key: the last one at or before it, and the first one after it.
+What both say holds. What only one says is in doubt, and what neither shows is not known.
+
+`schemas/*.yaml` hold behaviours and rules with the dates of their changes, and keys.yaml what keys were called.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar
 
 from packaging.version import InvalidVersion, Version
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import Severity, TrtspecError, UsageError
-from trtspec.report import write_atomic
+from trtspec.errors import Severity, UsageError
 
-T = TypeVar("T")
 SCHEMAS = Path(__file__).parent / "schemas"
-PARSED = SCHEMAS / "__pycache__" / "lines.json"
-LINES = tuple(sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version))  # oldest first
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 UNKNOWN = object()  # a default that no source states
+OPTIONS = "--"  # the class of the options of trtllm-serve
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
     "speculative_config": "decoding_type",
@@ -53,8 +52,7 @@ class Change:
 
     @property
     def interval(self) -> str:
-        words = [f"{word} {end}" for word, end in (("after", self.after), ("by", self.by)) if end]
-        return ", ".join(words) if self.by else f"{words[0]}, in a release that is not known"
+        return f"after {self.after}, by {self.by or 'a release that is not known'}"
 
     def happened(self, version: Version) -> bool | None:
         """None between the two sources."""
@@ -70,8 +68,7 @@ _release = functools.cache(Version)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
     and, like `allowed`, hold for every item of a list, `items` for all of them together. Of a `strict` one the engine
-    makes no integer from text or 8.0, and no text from a number. `required` holds where the key's object is written,
-    for the `variants` alone where they are named."""
+    makes no integer from text or 8.0, and no text from a number. `variants`: the kinds of its object that have it."""
 
     path: str
     type: str
@@ -80,15 +77,14 @@ class Field:
     above: float | None = None
     below: float | None = None
     not_empty: bool = False
-    items: Literal["", "increasing", "shares"] = ""
+    items: str = ""
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
     strict: bool = False
     default: Any = UNKNOWN
-    required: bool | tuple[str, ...] = False
+    required: bool = False
     variants: tuple[str, ...] = ()
     status: str = "stable"
-    open: bool = False
     note: str = ""
 
     @property
@@ -99,31 +95,12 @@ class Field:
     def is_object(self) -> bool:
         return "object" in self.types
 
-    def required_of(self, kind: Any) -> bool:
-        """Whether the engine refuses the object without this field; `kind` is the object's discriminator."""
-        if isinstance(self.required, tuple):
-            return kind in self.required
-        return self.required and (not self.variants or kind in self.variants)
-
-
-@dataclass(frozen=True)
-class Removed:
-    """A key that earlier releases had, or that documents invent (no `until`). `renamed_to` is a dotted path, and
-    `same_value` says whether the value carries over; the engine ignores the values in `tolerated` with a warning."""
-
-    path: str
-    until: Change | None = None
-    renamed_to: str | None = None
-    same_value: bool = True
-    tolerated: tuple[Any, ...] = ()
-    note: str = ""
-
 
 @dataclass(frozen=True)
 class Option:
-    """One option of `trtllm-serve`. `key` is the YAML path that means the same."""
+    """One option of `trtllm-serve`: `path` is its name, and `key` the YAML path that means the same."""
 
-    name: str
+    path: str
     flags: tuple[str, ...]
     type: str
     choices: tuple[str, ...] = ()
@@ -132,6 +109,9 @@ class Option:
     multiple: bool = False
     status: str = "stable"
     key: str | None = None
+
+
+Entry = Field | Option
 
 
 @dataclass(frozen=True)
@@ -143,8 +123,7 @@ class Rule:
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
     {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another}. A setting that is
-    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py. `only`:
-    one release, as reported.
+    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -161,249 +140,329 @@ class Rule:
     severity: Severity = "error"
     at: str | None = None
     fix: dict[str, Any] = field(default_factory=dict)
-    only: str | None = None
 
 
-Entries = dict[str, dict[str, dict[str, Any]]]
-PARTS = ("fields", "removed", "options", "behaviours", "rules")
+@dataclass(frozen=True)
+class Reading:
+    """What one source says of one class: `entries` it takes, `refuses` it does not; all others if it was read whole,
+    except `unknown`."""
+
+    release: Version
+    whole: bool
+    entries: Mapping[str, Entry]
+    refuses: frozenset[str]
+    unknown: frozenset[str]
+
+    def entry(self, name: str) -> Any:
+        """None if the source refuses the key, UNKNOWN if it does not say."""
+        if name in self.entries:
+            return self.entries[name]
+        refused = name in self.refuses or (self.whole and name not in self.unknown)
+        return None if refused else UNKNOWN
+
+
+@dataclass(frozen=True)
+class Word:
+    """What the sources around a release say of a key: (release, entry) of the last one at or before it and of the first
+    one after it, the entry None where it refuses the key. `settled`: a source of the release itself, or both sides."""
+
+    said: tuple[tuple[Version, Entry | None], ...]
+    settled: bool
+    earlier: bool  # whether a source at or before the release says something
+
+    @property
+    def taken(self) -> tuple[Any, ...]:
+        return tuple(entry for _, entry in self.said if entry is not None)
+
+    @property
+    def takes(self) -> bool:
+        """Whether no source refuses the key and an earlier one has it."""
+        return self.earlier and len(self.taken) == len(self.said)
+
+    @property
+    def releases(self) -> str:
+        """The sources, and what each says."""
+        words = [
+            f"{release} {'refuses' if entry is None else 'takes'} it"
+            for release, entry in self.said
+        ]
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """The accepted surface of `version` as one possibility has it: of the changes in doubt, those in `done` happened.
-    A behaviour is a mapping of its own words, empty where the release does nothing of the kind."""
+    """What is known of `version`. A behaviour is a mapping of its own words, empty where the release does nothing of
+    the kind. `behaviours` and `rules` hold the states that are possible for the release by name: several where a change
+    is in doubt for it, with the interval of that change."""
 
     version: Version
-    line: str
-    done: frozenset[Change]
-    fields: dict[str, Field]
-    removed: dict[str, Removed]
-    options: dict[str, Option]
-    behaviours: dict[str, dict[str, Any]]
-    rules: dict[str, Rule]
+    behaviours: Mapping[str, tuple[Mapping[str, Any], ...]]
+    rules: Mapping[str, tuple[Rule | None, ...]]
+    intervals: Mapping[str, str]
 
-    @property
-    def possibilities(self) -> tuple[Schema, ...]:
-        """The schema before and past the changes that are in doubt for this version; one where none is."""
-        return _possibilities(self.version)
+    def word(self, parent: str, name: str, kind: Any = None) -> Word:
+        """What the sources say of a key; with an unknown `kind`, the class that says most for it."""
+        if parent not in DISCRIMINATORS or name == DISCRIMINATORS[parent]:
+            return _word(parent, name, self.version)
+        chosen = [kind] if kind in _kinds(parent) else self.kinds(parent)
+        words = [_word(f"{parent}:{each}", name, self.version) for each in chosen]
+        return max(words, key=lambda word: (word.takes, len(word.taken), not word.settled))
 
-    @property
-    def doubts(self) -> frozenset[Change]:
-        return self.possibilities[-1].done
+    def is_class(self, path: str) -> bool:
+        """Whether some source says what a mapping may hold; other mappings are free."""
+        return path in _classes()
 
-    def assuming(self, *done: Change) -> Schema:
-        """As if of the changes in doubt exactly these had happened."""
-        return _schema(self.version, frozenset(done))
+    def kinds_with(self, parent: str, name: str) -> tuple[str, ...]:
+        """The kinds of an object that have a key."""
+        kinds = self.kinds(parent)
+        return tuple(each for each in kinds if self.word(parent, name, each).taken)
 
-    def agreed(self, ask: Callable[[Schema], T]) -> T | None:
-        """The answer that every possibility gives; None where they differ."""
-        answers = [ask(schema) for schema in self.possibilities]
-        return answers[0] if all(answer == answers[0] for answer in answers) else None
+    @functools.cached_property
+    def fields(self) -> dict[str, Field]:
+        """Every key that some source around the release takes, by path."""
+        known: dict[str, Field] = {}
+        for owner in _classes():  # a mapping before what it holds
+            parent, _, kind = owner.partition(":")
+            exists = parent in ("", *known) and (not kind or kind in self.kinds(parent))
+            for name in _names(owner) if exists else ():
+                path = f"{parent}.{name}".lstrip(".")
+                word = _word(owner, name, self.version)
+                if word.taken and path not in known:
+                    variants = self.kinds_with(parent, name) if kind else ()
+                    known[path] = replace(word.taken[0], variants=variants)
+        return known
+
+    def kinds(self, parent: str) -> tuple[str, ...]:
+        """The values of an object's discriminator that some source around the release takes."""
+        word = _word(parent, DISCRIMINATORS[parent], self.version)
+        listed = dict.fromkeys(kind for entry in word.taken for kind in entry.allowed)
+        return tuple(kind for kind in _kinds(parent) if kind in listed or not listed)
+
+    @functools.cached_property
+    def options(self) -> dict[str, Option]:
+        words = {name: _word(OPTIONS, name, self.version) for name in _names(OPTIONS)}
+        return {name: word.taken[0] for name, word in words.items() if word.taken}
 
     def behaviour(self, name: str) -> Mapping[str, Any]:
-        return self.behaviours.get(name, {})
+        """The latest that is possible for the release."""
+        return self.behaviours.get(name, ({},))[-1]
 
     @property
     def sampling_key(self) -> str | None:
-        """The key without which speculation decodes greedily here; None where sampling is found per request."""
-        key = f"speculative_config.{self.behaviour('sampled_speculation').get('asked_by')}"
-        return key if key in self.fields else None
+        """The key without which speculation may decode greedily here; None where sampling is found per request."""
+        names = [each.get("asked_by") for each in self.behaviours["sampled_speculation"]]
+        keys = [f"speculative_config.{name}" for name in names if name]
+        return next((key for key in keys if key in self.fields), None)
 
     def current(self, path: str) -> str:
         """What a key is called in this release, by the name that it had when a rule was written."""
-        gone = self.removed.get(path)
-        if gone is not None and gone.renamed_to is not None and gone.same_value:
-            return gone.renamed_to
+        renamed = renames().get(path)
+        if renamed is not None and path not in self.fields and renamed["same_value"]:
+            return self.current(renamed["to"])
         parent, dot, name = path.rpartition(".")
         return f"{self.current(parent)}.{name}" if dot else path
 
-    def children(self, path: str) -> list[str]:
-        """Keys known directly below `path` ("" for the top level)."""
-        prefix = f"{path}." if path else ""
-        return [
-            p[len(prefix) :]
-            for p in self.fields
-            if p.startswith(prefix) and "." not in p[len(prefix) :]
-        ]
+    def option(self, flag: str) -> Word:
+        """What the sources say of the option with this flag."""
+        name = _flags().get(flag, "")
+        return _word(OPTIONS, name, self.version)
 
-    def option(self, flag: str) -> Option | None:
-        return next((option for option in self.options.values() if flag in option.flags), None)
+    def last_source_with(self, path: str) -> Version | None:
+        """The newest source of any release that has a key."""
+        parent, _, name = path.rpartition(".")
+        owners = [owner for owner in _classes() if owner.partition(":")[0] == parent]
+        readings = [reading for owner in owners for reading in _classes()[owner]]
+        return max((each.release for each in readings if name in each.entries), default=None)
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options of trtllm-serve set, by YAML path."""
-        known = {
-            self.options[name].key: value for name, value in options.items() if name in self.options
-        }
-        return {key: value for key, value in known.items() if key is not None}
-
-    def decided_by(self, ask: Callable[[Schema], Any]) -> Change:
-        """The change in doubt that alone brings the later answer; all as one where only several together do."""
-        answer, doubts = (
-            ask(self.possibilities[-1]),
-            sorted(self.doubts, key=lambda change: change.interval),
-        )
-        for change in doubts:
-            if ask(self.assuming(change)) == answer:
-                return change
-        after = max((change.after for change in doubts if change.after), key=Version, default=None)
-        return Change(
-            after, min((change.by for change in doubts if change.by), key=Version, default=None)
-        )
+        known = {name: option.key for name, option in self.options.items() if option.key}
+        return {known[name]: value for name, value in options.items() if name in known}
 
 
 def schema_for(text: str) -> Schema:
-    """The schema of exactly one version, past every change that is in doubt for it."""
-    return _possibilities(parse_version(text))[-1]
-
-
-@functools.cache
-def _possibilities(version: Version) -> tuple[Schema, ...]:
-    doubts = frozenset(change for change in _changes() if change.happened(version) is None)
-    return tuple(_schema(version, done) for done in dict.fromkeys((frozenset[Change](), doubts)))
+    """What is known of exactly one release."""
+    return _schema(parse_version(text))
 
 
 @functools.lru_cache(maxsize=64)
-def _schema(version: Version, done: frozenset[Change]) -> Schema:
-    def happened(change: Change) -> bool:
-        known = change.happened(version)
-        return change in done if known is None else known
-
-    found = merged(_files().values(), happened)
-    return Schema(
-        version=version,
-        line=line_of(str(version)),
-        done=done,
-        fields={path: _typed(Field, entry, path=path) for path, entry in found["fields"].items()},
-        removed={
-            path: _typed(Removed, entry, path=path) for path, entry in found["removed"].items()
-        },
-        options={
-            name: _typed(Option, entry, name=name) for name, entry in found["options"].items()
-        },
-        behaviours=found["behaviours"],
-        rules={name: Rule(**entry) for name, entry in found["rules"].items()},
-    )
+def _schema(version: Version) -> Schema:
+    intervals: dict[str, str] = {}
+    behaviours: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
+    for name, changes in _histories("behaviours").items():
+        states, intervals[name] = _states(changes, version)
+        behaviours[name] = tuple(state or {} for state in states)
+    for name, changes in _histories("rules").items():
+        states, intervals[name] = _states(changes, version)
+        rules[name] = tuple(state and Rule(**state) for state in states)
+    return Schema(version, behaviours, rules, intervals)
 
 
-def merged(
-    files: Iterable[Mapping[str, Any]], happened: Callable[[Change], bool] = lambda change: True
-) -> Entries:
-    """The entries of schema files laid over each other, oldest first; by default what holds in the end."""
-    found: Entries = {part: {} for part in PARTS}
-    for data in files:
-        begun = "begins" not in data["versions"] or happened(Change(**data["versions"]["begins"]))
-
-        def dated(entry: Mapping[str, Any] | None, name: str, begun: bool = begun) -> bool:
-            date = (entry or {}).get(name)
-            return begun if date is None else happened(Change(**date))
-
-        for part in ("fields", "options"):
-            for name, entry in data.get(part, {}).items():
-                if dated(entry, "since") and (
-                    name in found[part] or "type" in entry
-                ):  # else what it refines is absent
-                    found[part][name] = {**found[part].get(name, {}), **entry}
-                    found["removed"].pop(name, None)
-        for path, entry in data.get("removed", {}).items():
-            if dated(entry, "until"):
-                found["fields"].pop(path, None)
-                found["removed"][path] = entry
-        for name in data.get("removed_options", ()) if begun else ():
-            found["options"].pop(name, None)
-        for part in ("behaviours", "rules"):
-            for name, entry in data.get(part, {}).items():
-                if dated(entry, "since"):
-                    found[part].pop(name, None)
-                    if entry and not ("until" in entry and dated(entry, "until")):
-                        found[part][name] = entry
-    return found
+State = dict[str, Any] | None
 
 
-def _typed(kind: Callable[..., T], entry: Mapping[str, Any], **name: str) -> T:
-    """An object of the class; what the files say about an entry, such as its source, is not among its fields."""
-    known = _field_names(kind)
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) and key != "default" else value
-        for key, value in entry.items()
-        if key in known
-    }
-    if "until" in values:
-        values["until"] = Change(**values["until"])
-    return kind(**name, **values)
+def _states(
+    changes: list[tuple[Change | None, State]], version: Version
+) -> tuple[tuple[State, ...], str]:
+    """The states that are possible for a release, oldest first, and the interval of the last change in doubt."""
+    states: list[State] = [None]
+    interval = ""
+    for change, state in changes:
+        happened = True if change is None else change.happened(version)
+        if happened:
+            states = [state]
+        elif happened is None and change is not None:
+            states.append(state)
+            interval = change.interval
+    return tuple(states), interval
 
 
 @functools.cache
-def _field_names(kind: Any) -> frozenset[str]:
-    return frozenset(each.name for each in fields(kind))
+def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
+    """What each behaviour or rule became with each change, in order; None: nothing."""
+    histories: dict[str, list[tuple[Change | None, State]]] = {}
+    for data in _files().values():
+        begins = data["versions"].get("begins")
+        for name, state in data.get(part, {}).items():
+            dates = state or {}
+            since = dates.get("since", begins)
+            history = histories.setdefault(name, [])
+            history.append((Change(**since) if since else None, state))
+            if "until" in dates:
+                history.append((Change(**dates["until"]), None))
+    return histories
+
+
+@functools.lru_cache(maxsize=65536)
+def _word(owner: str, name: str, version: Version) -> Word:
+    """What the readings of one class say around a release."""
+    before: tuple[Version, Any] | None = None
+    after: tuple[Version, Any] | None = None
+    for reading in _classes().get(owner, ()):
+        entry = reading.entry(name)
+        if entry is UNKNOWN:
+            continue
+        if reading.release <= version:
+            before = (reading.release, entry)
+        elif after is None:
+            after = (reading.release, entry)
+    if before is not None and before[0] == version:
+        return Word((before,), True, True)
+    said = tuple(side for side in (before, after) if side is not None)
+    return Word(said, len(said) == 2, before is not None)
+
+
+@functools.cache
+def _classes() -> dict[str, tuple[Reading, ...]]:
+    """The readings of each class, oldest first."""
+    readings: dict[str, list[Reading]] = {}
+    for data in snapshots():
+        for owner, read in data["classes"].items():
+            entries = {name: _entry(owner, name, facts) for name, facts in read["fields"].items()}
+            refuses, unknown = (frozenset(read.get(key, ())) for key in ("refuses", "unknown"))
+            reading = Reading(Version(data["release"]), read["whole"], entries, refuses, unknown)
+            readings.setdefault(owner, []).append(reading)
+    return {owner: tuple(listed) for owner, listed in readings.items()}
+
+
+@functools.cache
+def snapshots() -> tuple[dict[str, Any], ...]:
+    """What was read, oldest release first."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in SNAPSHOTS.glob("*.json")]
+    return tuple(sorted(files, key=lambda data: Version(data["release"])))
+
+
+@functools.cache
+def _names(owner: str) -> tuple[str, ...]:
+    """Every key that some reading of a class has."""
+    readings = _classes().get(owner, ())
+    return tuple(dict.fromkeys(name for reading in readings for name in reading.entries))
+
+
+@functools.cache
+def _kinds(parent: str) -> tuple[str, ...]:
+    return tuple(owner.partition(":")[2] for owner in _classes() if owner.startswith(f"{parent}:"))
+
+
+@functools.cache
+def _flags() -> dict[str, str]:
+    """The names of options by flag, in any release."""
+    readings = _classes()[OPTIONS]
+    return {
+        flag: name
+        for reading in readings
+        for name, option in reading.entries.items()
+        for flag in option.flags  # type: ignore[union-attr]
+    }
+
+
+def _entry(owner: str, name: str, facts: Mapping[str, Any]) -> Entry:
+    make: Any = Option if owner == OPTIONS else Field
+    parent = owner.partition(":")[0].removeprefix(OPTIONS)
+    lists = {key: tuple(facts[key]) for key in ("allowed", "choices", "flags") if key in facts}
+    return make(path=f"{parent}.{name}".lstrip("."), **{**facts, **lists})
 
 
 def parse_version(text: str) -> Version:
-    """Raises UsageError for text that is not a version, or a release older than the oldest known one."""
+    """Raises UsageError for text that is not a release, and names the nearest ones. A release newer than all known ones
+    is taken: nobody has read it."""
+    known = releases()
     try:
         version = Version(text)
     except InvalidVersion:
         raise UsageError(
             f"{text!r} is not a TensorRT-LLM version",
-            f"write it as the package does, for example {newest_known()}",
+            f"write it as the package does, for example {default_release()}",
         ) from None
-    oldest = _files()[LINES[0]]["versions"]["from"]
-    if version < Version(oldest):
-        message = f"TensorRT-LLM {text} is too old: {oldest} to {newest_known()} are known"
+    version = Version(version.public)
+    is_line = len(version.release) < 3  # such as 1.3
+    if is_line or (version not in known and version < known[-1]):
+        below = [str(release) for release in known if release <= version]
+        above = [str(release) for release in known if release > version]
+        near = " or ".join([*below[-1:], *above[:1]])
         raise UsageError(
-            message, f"use {oldest} or later, for example `trtllm_version` {newest_known()}"
+            f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
+            f"use {near}, the nearest, or `trtllm_version` {default_release()}",
         )
     return version
 
 
-def line_of(text: str) -> str:
-    """The line that a version belongs to; raises UsageError as parse_version does."""
-    version = parse_version(text)
-    return next(
-        line for line in reversed(LINES) if version >= Version(_files()[line]["versions"]["from"])
-    )
+@functools.cache
+def releases() -> tuple[Version, ...]:
+    """Every release that is known, oldest first, and the states of the source that were read between them."""
+    listed = [Version(text) for text in read_beside("releases.yaml")["releases"]]
+    return tuple(sorted({*listed, *(Version(data["release"]) for data in snapshots())}))
+
+
+def default_release() -> str:
+    """The release that everything is written and judged for unless another one is asked for."""
+    default: str = read_beside("releases.yaml")["default"]
+    return default
 
 
 def newest_known() -> Version:
-    return max(
-        Version(data["versions"]["newest"])
-        for data in _files().values()
-        if "newest" in data["versions"]
-    )
+    return releases()[-1]
 
 
-def newest_read() -> Version:
-    """The last release whose classes were read whole; what later ones lack or add is not known."""
-    stated = [data["versions"] for data in _files().values()]
-    return max(Version(versions.get("read", versions["from"])) for versions in stated)
+@functools.cache
+def known_names(part: str) -> dict[str, dict[str, Any]]:
+    """What names of keys mean: `to` a dotted path, `same_value` unless the value means something else there.
+    `part`: `renamed` for names of other releases, `foreign` for those of vLLM and other tools."""
+    rows = read_beside("keys.yaml")[part].items()
+    stated = {path: row if isinstance(row, dict) else {"to": row} for path, row in rows}
+    return {path: {"same_value": True, "note": "", **row} for path, row in stated.items()}
+
+
+def renames() -> dict[str, dict[str, Any]]:
+    return known_names("renamed")
 
 
 @functools.cache
 def _files() -> dict[str, dict[str, Any]]:
-    """Every schema file, parsed and its rules checked. Like bytecode, what was parsed once is kept beside the files
-    until one changes: reading it back takes a twentieth of the time, and every torch-free command needs it."""
-    files = {line: SCHEMAS / f"{line}.yaml" for line in LINES}
-    stamp = {
-        line: [(found := path.stat()).st_mtime_ns, found.st_size] for line, path in files.items()
-    }
-    try:
-        kept = json.loads(PARSED.read_text(encoding="utf-8"))
-        if kept["stamp"] == stamp:
-            return kept["lines"]
-    except (OSError, ValueError, KeyError):
-        pass
-    from pydantic import TypeAdapter
-
-    lines = {line: load_yaml(path) for line, path in files.items()}
-    rules = TypeAdapter(dict[str, Rule | None])
-    for data in lines.values():
-        rules.validate_python(data.get("rules", {}))
-    if not sys.dont_write_bytecode:
-        with contextlib.suppress(
-            OSError, TrtspecError
-        ):  # an installation that may not be written is only slower
-            PARSED.parent.mkdir(exist_ok=True)
-            write_atomic(PARSED, json.dumps({"stamp": stamp, "lines": lines}))
-    return lines
+    """The files of behaviours and rules, oldest line first."""
+    lines = sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version)
+    return {line: load_yaml(SCHEMAS / f"{line}.yaml") for line in lines}
 
 
 @functools.cache
@@ -412,41 +471,15 @@ def read_beside(name: str) -> Any:
     return load_yaml(Path(__file__).with_name(name))
 
 
-@functools.cache
-def _changes() -> frozenset[Change]:
-    return frozenset(Change(**date) for date in _dates(list(_files().values())))
+def paths_ever() -> Iterator[tuple[str, Field]]:
+    """Every key of any release with what a source says of it, several times where sources or kinds differ."""
+    for owner, readings in _classes().items():
+        if owner != OPTIONS:
+            for reading in readings:
+                yield from ((entry.path, entry) for entry in reading.entries.values())  # type: ignore[misc]
 
 
-def _dates(entry: Any) -> Iterator[dict[str, Any]]:
-    """Every date in a parsed file."""
-    for name, value in (
-        entry.items() if isinstance(entry, dict) else ((None, value) for value in entry)
-    ):
-        if name in ("since", "until", "begins"):
-            yield value
-        elif isinstance(value, (dict, list)):
-            yield from _dates(value)
-
-
-@functools.cache
-def entries_of(line: str) -> Entries:
-    """What holds in a line in the end."""
-    return merged(files_up_to(line))
-
-
-def files_up_to(line: str) -> list[dict[str, Any]]:
-    return [data for name, data in _files().items() if Version(name) <= Version(line)]
-
-
-def line_fields(line: str, path: str = "", key: str = "") -> Any:
-    """Paths known in a line in the end; with `path` and `key`, one attribute of a field there (empty when absent)."""
-    known = entries_of(line)["fields"]
-    return known.get(path, {}).get(key, ()) if path else known.keys()
-
-
-def removed_in(line: str) -> list[Removed]:
-    """What exactly this line took away."""
-    return [
-        _typed(Removed, entry, path=path)
-        for path, entry in _files()[line].get("removed", {}).items()
-    ]
+def read_whole(path: str) -> bool:
+    """Whether some source lists every key below a path."""
+    owners = [owner for owner in _classes() if owner.partition(":")[0] == path]
+    return any(reading.whole for owner in owners for reading in _classes()[owner])

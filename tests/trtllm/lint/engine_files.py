@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtspec.trtllm.document import scalar
-from trtspec.trtllm.schema import Field, Schema
+from trtspec.trtllm.schema import Field, Schema, renames
 
 WRONG: list[Any] = [
     None,
@@ -59,9 +59,9 @@ def written(schema: Schema, rng: random.Random) -> tuple[str, list[str]]:
 
 def _setting(schema: Schema, rng: random.Random) -> tuple[Any, Any]:
     kind = rng.random()
-    if kind < 0.15 and schema.removed:
-        path = rng.choice(sorted(schema.removed))
-        target = schema.fields.get(schema.removed[path].renamed_to or "")
+    if kind < 0.15:
+        path = rng.choice(sorted(set(renames()) - set(schema.fields)))
+        target = schema.fields.get(renames()[path]["to"])
         return path, _value(target, rng) if target else rng.choice(WRONG)
     path = rng.choice(sorted(schema.fields))
     value = _value(schema.fields[path], rng)

@@ -171,7 +171,9 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
     def in_blocks(tokens: int) -> int:
         return -(-tokens // block) * block
 
-    if buffer % block and document.get(unless) != other:
+    default = getattr(deployment.schema.fields.get(unless), "default", None)
+    runtime = document.get(unless, default)
+    if buffer % block and runtime != other:
         message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks['source']})"
         fix = partial(set_value, path=key, value=in_blocks(buffer))
         yield Finding("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)

@@ -12,22 +12,24 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from packaging.version import Version
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
 from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Finding, Fix
-from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, scalar, set_value
+from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, set_value
 from trtspec.trtllm.schema import (
     DISCRIMINATORS,
-    LINES,
     Field,
-    Removed,
     Schema,
-    line_fields,
-    removed_in,
+    Word,
+    known_names,
+    read_beside,
+    renames,
 )
 
 Verdict = tuple[Literal["type", "value", "range", "lax"], str]
@@ -100,6 +102,8 @@ def _validator(
             return core_schema.int_schema(strict=strict, **whole)  # type: ignore[arg-type]
         if kind == "float":
             return core_schema.float_schema(**bounds)  # type: ignore[arg-type]
+        if kind == "any":
+            return core_schema.any_schema()
         if kind == "bool":
             return core_schema.bool_schema()
         if kind == "str":
@@ -210,8 +214,8 @@ VALUE_CODES = {
     "lax": "TS-LINT-CONVERTED-VALUE",
 }
 OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
-MOST_NAMED = 200  # unknown keys that are reported one by one
-MOST_COMPARED = 100  # characters of a value that is compared with the allowed ones
+MAX_UNKNOWN = 200  # keys, after which the rest of a file is not judged
+MAX_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
 def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
@@ -220,107 +224,93 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
         severity: Severity = "warning" if same(entry.value, document.get(entry.path)) else "error"
         yield Finding("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
     yield from _missing(document, schema)
-    unknown, named = set[str](), 0
-    children = functools.cache(schema.children)
+    unknown, doubtful = set[str](), set[str]()
     for path, entry in document.entries.items():
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
             continue
-        field = schema.fields.get(path)
-        if field is not None:
-            yield from _known(document, schema, entry, field)
+        if not schema.is_class(entry.parent):
+            continue  # a free mapping
+        word = schema.word(entry.parent, entry.name, kind_of(document, entry.parent))
+        if word.taken and word.earlier:
+            yield from _known(document, schema, entry, word)
+        if word.takes:
             continue
-        unknown.add(path)
-        named += 1
-        if (
-            named <= MOST_NAMED
-            and (finding := _unknown(schema, entry, children(entry.parent))) is not None
-        ):
-            yield finding
-    if named > MOST_NAMED:
-        message = f"{named - MOST_NAMED} more keys are not known to TensorRT-LLM {schema.version}"
-        yield Finding(
-            "TS-LINT-UNKNOWN-KEY", "error", "", message, "check that this is an engine file"
-        )
+        if word.taken:
+            doubtful.add(path)
+        else:
+            unknown.add(path)
+        if not (word.taken and entry.parent in doubtful):  # else the parent's finding covers it
+            yield _unknown(document, schema, entry, word)
+        if len(unknown) > MAX_UNKNOWN:
+            message = f"more than {MAX_UNKNOWN} keys are not known to TensorRT-LLM {schema.version}"
+            yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message)
+            return
+
+
+def kind_of(document: Document, parent: str) -> Any:
+    """The value that says which class a mapping is; None for a mapping of one class."""
+    return document.get(f"{parent}.{DISCRIMINATORS[parent]}") if parent in DISCRIMINATORS else None
 
 
 def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
     """Keys without which the engine refuses the object that they belong to."""
+    meant = targets(document, schema).values()
     for path, field in schema.fields.items():
         parent, _, name = path.rpartition(".")
-        if (
-            not field.required
-            or not parent
-            or not isinstance(document.get(parent), dict)
-            or document.has(path)
-        ):
+        absent = isinstance(document.get(parent), dict) and not document.has(path)
+        if not field.required or not absent or path in meant:
             continue
-        telling = DISCRIMINATORS.get(parent)
-        kind = document.get(f"{parent}.{telling}") if telling else None
-        if field.required_of(kind):
-            message = f"{parent} needs {name}" + (
-                f" with {telling} {kind}" if kind is not None else ""
-            )
-            yield Finding("TS-LINT-MISSING-KEY", "error", path, message, f"write {_example(field)}")
+        kind = kind_of(document, parent)
+        word = schema.word(parent, name, kind)
+        if word.takes and (not field.variants or kind in field.variants):
+            message = f"{parent} needs {name}"
+            yield Finding("TS-LINT-MISSING-KEY", _severity(word), path, message)
 
 
-def _known(document: Document, schema: Schema, entry: Entry, field: Field) -> Iterator[Finding]:
-    path = entry.path
-    if field.status == "deprecated" and all(
-        path != one.sampling_key for one in schema.possibilities
-    ):
+def _severity(word: Word) -> Severity:
+    """Of what every source around a release refuses."""
+    return "error" if word.settled else "warning"
+
+
+def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Finding]:
+    """What is wrong with the value of a key, and whether the key goes."""
+    path, field = entry.path, word.taken[0]
+    if field.status == "deprecated" and path != schema.sampling_key:
         # where speculation needs the sampling key, another rule asks for it
-        why = field.note.removeprefix("deprecated, ")
-        message = f"{path} is deprecated{f': {why}' if why else ''}"
+        message = f"{path} is deprecated: {field.note or 'it will go'}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message)
-    top = path.partition(".")[0]
-    kind = document.get(f"{top}.{DISCRIMINATORS.get(top)}")
-    if field.variants and isinstance(kind, str) and kind not in field.variants:
-        message = f"{DISCRIMINATORS[top]} {kind} has no key {entry.name} (only {', '.join(field.variants)})"
-        yield Finding("TS-LINT-WRONG-VARIANT", "error", path, message)
-    verdict = check_value(field, entry.value)
-    if verdict is not None:
-        yield _bad_value(schema, entry, field, verdict)
+    verdicts = [check_value(each, entry.value) for each in word.taken]
+    refused = [verdict is not None and verdict[0] != "lax" for verdict in verdicts]
+    if any(refused) and not all(refused):
+        sides = ["refuses" if each else "takes" for each in refused]
+        message = f"{path}: {word.said[0][0]} {sides[0]} and {word.said[1][0]} {sides[1]} "
+        message += f"{shown(entry.value)}; {schema.version} lies between"
+        yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
+    elif verdicts[-1] is not None:
+        yield _bad_value(entry, field, verdicts[-1], word)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
         yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
-def _bad_value(schema: Schema, entry: Entry, field: Field, verdict: tuple[str, str]) -> Finding:
+def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Finding:
     kind, message = verdict
     if kind == "lax":
         return Finding(VALUE_CODES[kind], "info", entry.path, message, on_value=True)
-    remedy, fix = f"{field.path} takes a value as in {_example(field)}", None
-    if kind == "value":
-        lines = [line for line in LINES if entry.value in line_fields(line, entry.path, "allowed")]
-        if lines:
-            message += f" in {schema.version}; the lines {', '.join(lines)} have it"
-        near, certain = _nearest_value(entry.value, field)
-        if near is not None:
-            remedy = f"write {near}" if certain else f"did you mean {near}?"
-            fix = partial(set_value, path=entry.path, value=near) if certain else None
-    return Finding(VALUE_CODES[kind], "error", entry.path, message, remedy, fix, on_value=True)
-
-
-def _example(field: Field) -> str:
-    if field.allowed:
-        return f"`{field.path.rpartition('.')[2]}: {field.allowed[0]}`"
-    samples: dict[str, Any] = {
-        "int": 8,
-        "float": 0.5,
-        "bool": True,
-        "str": "text",
-        "object": {},
-        "list[int]": [1, 2],
-        "list[float]": [0.25, 0.75],
-    }
-    sample = next((samples[kind] for kind in field.types if kind in samples), None)
-    return f"`{field.path.rpartition('.')[2]}: {scalar(sample)}`"
+    near, certain = _nearest_value(entry.value, field)
+    remedy, fix = "", None
+    if near is not None:
+        remedy = f"write {near}" if certain else f"did you mean {near}?"
+        fix = partial(set_value, path=entry.path, value=near) if certain else None
+    message += "" if word.settled else f" at {word.said[0][0]}, the last source read"
+    code, severity = VALUE_CODES[kind], _severity(word)
+    return Finding(code, severity, entry.path, message, remedy, fix, on_value=True)
 
 
 def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     """The allowed value that was probably meant, and whether only its case or underscores differ."""
-    if not isinstance(value, str) or len(value) > MOST_COMPARED:
+    if not isinstance(value, str) or len(value) > MAX_COMPARED:
         return None, False
     by_plain = {str(item).lower().replace("_", ""): item for item in field.allowed}
     plain = value.lower().replace("_", "")
@@ -328,97 +318,149 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(schema: Schema, entry: Entry, siblings: list[str]) -> Finding | None:
-    """`siblings`: the keys that are known in the same mapping."""
-    parent, name = entry.parent, entry.name
-    owner = schema.fields.get(parent) if parent else None
-    if owner is not None and not owner.is_object:
-        return None  # a free mapping, or a wrong type that is already reported
-    if entry.path in schema.removed:
-        return _removed(schema, entry, schema.removed[entry.path])
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
-    dated = any(entry.path in one.fields for one in schema.possibilities)  # known to come later
-    if owner is not None and owner.open and not near and not dated:
-        if not siblings:
-            return None
-        message = f"the keys of {parent} are not all known for {schema.version}; {name} is not among those that are"
-        return Finding(
-            "TS-LINT-KEY-UNCERTAIN", "warning", entry.path, message, "check it on the engine"
-        )
-    if "." in name:
-        return _dotted(schema, entry)
-    return _refused(schema, entry, near[0] if near else "")
+def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
+    """A key that some source around the release refuses, or that none shows."""
+    parent = entry.parent or "the top level"
+    target, last = meaning(schema, entry.parent, entry.name), schema.last_source_with(entry.path)
+    gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
+    renamed = renames().get(entry.path, gone)
+    told = f" ({renamed['note']})" if renamed.get("note") else ""
+    if word.taken:
+        message = f"{entry.path} in {schema.version}: {word.releases}{told}"
+        remedy = f"write {target.path}" if target is not None and "to" in renamed else ""
+        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
+    remedy, fix = _remedy(schema, entry, target, last)
+    code = "TS-LINT-UNKNOWN-KEY" if word.settled else "TS-LINT-KEY-UNCERTAIN"
+    severity = _severity(word)
+    unread = f"{parent} was not read whole for {schema.version} ({word.releases or 'no source'})"
+    message = f"whether there is a key {entry.name} is not known: {unread}"
+    if word.settled:
+        message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key "
+        message += entry.name
+    kinds = schema.kinds_with(entry.parent, entry.name) if entry.parent in DISCRIMINATORS else ()
+    if "." in entry.name:
+        code, severity = "TS-LINT-DOTTED-KEY", "error"
+        message = f"the engine takes {entry.name} for the name of one key, which {parent} lacks"
+    elif kinds:
+        code = "TS-LINT-WRONG-VARIANT"
+        kind, key = kind_of(document, entry.parent), DISCRIMINATORS[entry.parent]
+        message = f"{key} {kind} has no key {entry.name} (only {', '.join(kinds)})"
+        remedy, fix = "", None
+    elif renamed.get("to") in schema.fields:
+        code = "TS-LINT-RENAMED-KEY"
+        message = f"{entry.path} is called {renamed['to']} in {schema.version}{told}"
+    elif gone or last is not None:
+        code = "TS-LINT-REMOVED-KEY"
+        message = f"{entry.path} does not exist in {schema.version}{told}"
+        if entry.value in gone.get("tolerated", ()):
+            severity = "warning"
+    if not word.settled and code != "TS-LINT-KEY-UNCERTAIN":
+        message += f"; {unread}"
+    return Finding(code, severity, entry.path, message, remedy, fix)
 
 
-def _dotted(schema: Schema, entry: Entry) -> Finding:
-    """A key such as `moe_config.backend`, which many tools take for a path and the engine for a name."""
-    to = f"{entry.parent}.{entry.name}".lstrip(".")
-    message = f"the engine takes {entry.name} for the name of one key, which {entry.parent or 'the top level'} lacks"
-    first, _, rest = entry.name.partition(".")
+def targets(document: Document, schema: Schema) -> dict[str, str]:
+    """The key that each key of a file which the release refuses means."""
+    meant: dict[str, str] = {}
+    for path, entry in document.entries.items():
+        if schema.is_class(entry.parent) and path not in schema.fields:
+            target = meaning(schema, entry.parent, entry.name)
+            if target is not None:
+                meant[path] = target.path
+    return meant
+
+
+def _remedy(
+    schema: Schema, entry: Entry, target: Target | None, last: Version | None
+) -> tuple[str, Fix | None]:
+    """What to write in place of a key. `last`: the last source that has it."""
+    if target is not None and not target.certain:
+        return f"did you mean {target.path}?", None
+    if target is not None:
+        note = f" ({target.note})" if target.note else ""
+        fix = _moving(schema, entry, target.path) if target.same_value else None
+        return f"write {target.path}{note}", fix
+    name = entry.name.replace("-", "_")
+    option = read_beside("keys.yaml")["foreign_options"].get(name, name)
+    if options := schema.option(f"--{option}").taken:
+        return f"pass {options[0].flags[0]} to trtllm-serve", None
     remedy = (
-        f"nest it: `{first}: {{{rest}: ...}}`" if to in schema.fields else f"remove {entry.name}"
+        f"remove {entry.name}"
+        if last is None
+        else f"leave it out, or use {str(last).partition('.dev')[0]}"
     )
-    fix = _moving(schema, entry, to)
-    return Finding("TS-LINT-DOTTED-KEY", "error", entry.path, message, remedy, fix)
+    if isinstance(entry.value, dict):  # what it holds may be wanted under other names
+        inner = [meaning(schema, "", str(key)) for key in entry.value]
+        paths = [target.path for target in inner if target is not None]
+        return remedy + (f" and write its keys as {', '.join(paths)}" if paths else ""), None
+    known = last is not None or entry.path in read_beside("keys.yaml")["gone"]
+    return remedy, partial(delete_key, path=entry.path) if known else None
 
 
-def _refused(schema: Schema, entry: Entry, near: str) -> Finding:
-    place = entry.parent or "the top level"
-    message = (
-        f"TensorRT-LLM {schema.version} refuses unknown keys, and {place} has no key {entry.name}"
-    )
-    later = [line for line in LINES if entry.path in line_fields(line)]
-    earlier = _names_before(schema.line).get(entry.path, ())
-    old = next((path for path in earlier if path in schema.fields), None)
-    if later:
-        message += f" (the lines {', '.join(later)} have it)"
-    elsewhere = [path for path in schema.fields if path.rpartition(".")[2] == entry.name]
-    fix: Fix | None = None
-    if old is not None:
-        remedy, fix = f"here it is called {old}", _moving(schema, entry, old)
-    elif near and not later:
-        remedy = f"did you mean {near}?"
-    elif elsewhere:
-        remedy = f"did you mean {elsewhere[0]}?"
-    else:
-        remedy = f"remove {entry.name}"
-    return Finding("TS-LINT-UNKNOWN-KEY", "error", entry.path, message, remedy, fix)
+@dataclass(frozen=True)
+class Target:
+    """The key that another one means. `certain`: by knowledge, not by spelling."""
+
+    path: str
+    certain: bool
+    same_value: bool = True
+    note: str = ""
 
 
 @functools.cache
-def _names_before(line: str) -> dict[str, list[str]]:
-    """What keys of later lines are called in this one, or in one between."""
-    names: dict[str, list[str]] = {}
-    for later in LINES[LINES.index(line) + 1 :]:
-        for gone in removed_in(later):
-            names.setdefault(gone.renamed_to or "", []).append(gone.path)
-    return names
+def meaning(schema: Schema, parent: str, written: str) -> Target | None:
+    """The key of this release that a refused key means: an old or a later name, a name of vLLM or of a flag, a
+    leaf that only one mapping has; spelling last."""
+    name = written.replace("-", "_").strip()
+    path = f"{parent}.{name}".lstrip(".")
+    itself = f"{parent}.{written}".lstrip(".")
+    rows = [
+        known[each]
+        for known in (renames(), known_names("foreign"))
+        for each in (path, name)
+        if each in known
+    ]
+    rows += [{**row, "to": old} for old, row in renames().items() if row["to"] == path]
+    rows += [{"to": path, "same_value": True, "note": ""}]
+    rows += [{**rows[-1], "to": option.key} for option in schema.option(f"--{name}").taken]
+    for row in rows:
+        if row["to"] in schema.fields and (row["to"] != itself or "." in written):
+            return Target(row["to"], True, row["same_value"], row["note"])
+    target = _by_structure(schema, itself, name)
+    gone = itself in read_beside("keys.yaml")["gone"]
+    if target is None and not gone and schema.last_source_with(itself) is None:
+        return _by_spelling(schema, parent, name)
+    return target
 
 
-def _removed(schema: Schema, entry: Entry, gone: Removed) -> Finding:
-    note = f"; {gone.note}" if gone.note else ""
-    if gone.renamed_to is None:
-        went = f" (it went {gone.until.interval})" if gone.until else ""
-        message = f"{entry.path} does not exist in {schema.version}{went}{note}"
-        severity: Severity = "error"
-        if entry.value in gone.tolerated:
-            message, severity = (
-                f"{message}; some releases ignore it with a warning, others refuse it",
-                "warning",
-            )
-        # what a mapping holds may be wanted under other names
-        fix: Fix | None = (
-            None if isinstance(entry.value, dict) else partial(delete_key, path=entry.path)
-        )
-        return Finding(
-            "TS-LINT-REMOVED-KEY", severity, entry.path, message, f"remove {entry.name}", fix
-        )
-    message = f"{entry.path} is called {gone.renamed_to} in {schema.version}{note}"
-    keeps_meaning = gone.same_value and not isinstance(entry.value, dict)
-    fix = _moving(schema, entry, gone.renamed_to) if keeps_meaning else None
-    return Finding(
-        "TS-LINT-RENAMED-KEY", "error", entry.path, message, f"write {gone.renamed_to}", fix
-    )
+def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
+    """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
+    leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
+    joined = _joined(schema).get(name, [])
+    top = [path for path in leaves if "." not in path]
+    candidates = top or joined or leaves
+    if len(candidates) == 1 and candidates[0] != itself:
+        return Target(candidates[0], True)
+    return None
+
+
+@functools.cache
+def _joined(schema: Schema) -> dict[str, list[str]]:
+    """Paths by the name of their mapping and their own: `cuda_graph_max_batch_size`."""
+    joined: dict[str, list[str]] = {}
+    for path in schema.fields:
+        parent, _, leaf = path.rpartition(".")
+        joined.setdefault(f"{parent.removesuffix('_config')}_{leaf}", []).append(path)
+        if parent:
+            joined.setdefault(path, []).append(path)
+    return joined
+
+
+def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
+    paths = [path for path in schema.fields if path.rpartition(".")[0] == parent]
+    siblings = {path.rpartition(".")[2].lower(): path for path in paths}
+    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)
+    return Target(siblings[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

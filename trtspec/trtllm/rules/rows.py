@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from packaging.version import Version
-
+from trtspec.errors import Severity
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule
 
+SEVERITIES = ("info", "warning", "error")
+
 
 def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     """What the rules of the schema's files may ask beside settings; a fact that is not known is absent."""
     target, head, method = deployment.target, deployment.head, method_of(document)
-    found: dict[str, Any] = {f"release.{name}": True for name in deployment.schema.behaviours}
+    behaviours = deployment.schema.behaviours
+    found: dict[str, Any] = {
+        f"release.{name}": True for name, states in behaviours.items() if any(states)
+    }
     found["command.known"] = deployment.options is not None
     found["schedule.reaches_zero"] = schedule_reaches_zero(document, deployment)
     if deployment.gpu is not None:
@@ -56,19 +61,30 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
             _holds(document, deployment, known, path, wanted) for path, wanted in conditions.items()
         )
 
-    for rule in schema.rules.values():
-        written = [path for path in rule.when if document.has(path) or path in deployment.argv]
-        if any(schema.current(path) not in schema.fields for path in written):
-            continue  # the key itself is refused
-        if rule.only is not None and Version(rule.only) != schema.version:
-            continue
-        if not holds(rule.when) or (rule.unless and holds(rule.unless)):
-            continue
+    def written(rule: Rule) -> list[str]:
+        return [path for path in rule.when if document.has(path) or path in deployment.argv]
+
+    def applies(rule: Rule) -> bool:
+        if any(schema.current(path) not in schema.fields for path in written(rule)):
+            return False  # the key itself is refused
+        return holds(rule.when) and not (rule.unless and holds(rule.unless))
+
+    def finding(rule: Rule) -> Finding:
         key = next(iter(rule.when)) if rule.at is None else rule.at
         message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
-        yield Finding(
-            rule.code, rule.severity, key, message, rule.remedy, fix, beside=tuple(written)
-        )
+        beside = tuple(written(rule))
+        return Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=beside)
+
+    for name, states in schema.rules.items():
+        spoken = [finding(rule) for rule in states if rule is not None and applies(rule)]
+        if not spoken:
+            continue
+        said = min(spoken, key=lambda each: SEVERITIES.index(each.severity))
+        if len(spoken) < len(states):  # in doubt for this release
+            severity: Severity = "info" if said.severity == "info" else "warning"
+            message = f"{said.message} (changed {schema.intervals[name]})"
+            said = replace(said, severity=severity, message=message)
+        yield said
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trtspec.errors import Severity
 from trtspec.trtllm.deployment import LENGTH, SPEC, Deployment, Finding, eagle3, method_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import Schema
@@ -48,11 +49,17 @@ def schedule_of(document: Document) -> dict[int, int] | None:
 
 def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """What a release wants of the values of a schedule, and on which side of a batch size its keys are."""
-    schedule, meaning = schedule_of(document), deployment.schema.behaviour("draft_len_schedule")
-    if not schedule or not meaning:
+    schedule, schema = schedule_of(document), deployment.schema
+    meanings = schema.behaviours["draft_len_schedule"]
+    if not schedule:
         return
-    message = f"the keys of the schedule are {meaning['bounds']} bounds of the batch size"
-    yield Finding("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}")
+    if len(meanings) > 1:
+        either = " or ".join(meaning["bounds"] for meaning in meanings)
+        message = f"the keys of the schedule are {either} bounds of the batch size (changed "
+        message += f"{schema.intervals['draft_len_schedule']})"
+        yield Finding(
+            "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}"
+        )
     longest, lengths = document.get(LENGTH), schedule.values()
     if (
         min(schedule) < 1
@@ -65,14 +72,14 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield Finding(
             "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
         )
-    smallest = meaning.get("first") == "smallest"
-    wanted = "the smallest key" if smallest else f"key {meaning.get('first')}"
-    first = schedule.get(min(schedule) if smallest else meaning["first"])
-    if isinstance(longest, int) and first != longest:
-        message = f"{wanted} must have the value of max_draft_len ({longest}), not {first}"
-        yield Finding(
-            "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, f"write {wanted}: {longest}"
-        )
+    for meaning in meanings:
+        key = min(schedule) if meaning["first"] == "smallest" else meaning["first"]
+        if isinstance(longest, int) and schedule.get(key) != longest:
+            severity: Severity = "error" if len(meanings) == 1 else "warning"
+            message = f"key {key} must have the value of max_draft_len, {longest}"
+            yield Finding(
+                "TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message, f"write {key}: {longest}"
+            )
 
 
 def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
@@ -93,14 +100,9 @@ TRANSFER = "cache_transceiver_config.backend"
 def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]:
     """What was measured where a reused prefix hides from the draft; empty where it does not. `manager` is the value of
     use_kv_cache_manager_v2, None or "auto" where the engine chooses."""
-    v2 = manager is True or (
-        manager in (None, "auto") and bool(schema.behaviour("cache_manager_auto"))
-    )
-    return (
-        {}
-        if v2 and schema.behaviour("draft_kv_reuse_v2")
-        else schema.behaviour("prefix_reuse_blinds_draft")
-    )
+    chosen = manager in (None, "auto") and all(schema.behaviours["cache_manager_auto"])
+    mended = (manager is True or chosen) and all(schema.behaviours["draft_kv_reuse_v2"])
+    return {} if mended else schema.behaviour("prefix_reuse_blinds_draft")
 
 
 def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -147,12 +149,16 @@ RULES = (method_for_kimi, schedule, prefix_reuse)
 def request_limits(schema: Schema, penalties: bool = False) -> dict[str, tuple[str, ...]]:
     """What a release does with request parameters under one-model speculation: those that end the engine, those it
     ignores, and those it refuses; where the release is in doubt, a parameter is in each that it may belong to."""
-    found: dict[str, tuple[str, ...]] = {"end_engine": (), "ignored": (), "refused": ()}
-    for one in schema.possibilities:
-        key = one.behaviour("penalties_need_a_key").get("parameters", ())
-        for name in found:
-            listed = one.behaviour(f"requests_{name}").get("parameters", ())
-            listed = [each for each in listed if name != "ignored" or each not in key]
-            asked = key if name == "refused" and not penalties else ()
-            found[name] = tuple(dict.fromkeys([*found[name], *listed, *asked]))
-    return found
+    needs_a_key = schema.behaviours["penalties_need_a_key"]
+    settable = needs_a_key[0].get("parameters", ()) if len(needs_a_key) == 1 else ()
+    limits: dict[str, tuple[str, ...]] = {}
+    for name in ("end_engine", "ignored", "refused"):
+        listed = [
+            parameter
+            for state in schema.behaviours[f"requests_{name}"]
+            for parameter in state.get("parameters", ())
+            if name != "ignored" or parameter not in settable
+        ]
+        asked = needs_a_key[-1].get("parameters", ()) if name == "refused" and not penalties else ()
+        limits[name] = tuple(dict.fromkeys([*listed, *asked]))
+    return limits

@@ -38,7 +38,7 @@ def build_command(
     def decided(name: str) -> bool:
         return name in chosen or document.has(name)
 
-    takes_revision = all("revision" in one.options for one in schema.possibilities)
+    takes_revision = schema.option("--revision").takes
     model = engine_name(intent.target) if takes_revision else engine_path(intent.target, cache)
     argv = ["trtllm-serve", model, "--host", host, "--port", str(port)]
     revision = engine_revision(intent.target)
@@ -54,9 +54,7 @@ def build_command(
             argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
     parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or bool(
-        schema.agreed(lambda one: one.behaviour("parser_of_kimi_k25"))
-    )
+    exists = parser == "kimi_k2" or all(schema.behaviours["parser_of_kimi_k25"])
     if (
         parser is not None
         and _takes(schema, "reasoning_parser", parser)
@@ -67,15 +65,15 @@ def build_command(
     if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
         argv += ["--tool_parser", "kimi_k2"]
     silenced = "telemetry" in chosen or document.has("telemetry_config.disabled")
-    if schema.agreed(lambda one: "telemetry" in one.options) and not silenced:
+    if schema.option("--telemetry").takes and not silenced:
         argv.append("--no-telemetry")
     return [*argv, *passed, "--extra_llm_api_options", config_path]
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:
-    """Whether every possibility of the release has this option with this choice."""
-    options = [one.options.get(name) for one in schema.possibilities]
-    return all(option is not None and value in option.choices for option in options)
+    """Whether every source around the release has this option with this choice."""
+    option = schema.option(f"--{name}")
+    return option.takes and all(value in each.choices for each in option.taken)
 
 
 RANK_WRAPPER = "trtllm-llmapi-launch"

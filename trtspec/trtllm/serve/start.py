@@ -21,7 +21,6 @@ from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
-    Finding,
     choose_version,
     compute_capability,
     head_in,
@@ -30,8 +29,8 @@ from trtspec.trtllm.deployment import (
 )
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import ENGINE_FILE, Intent, parse_intent
-from trtspec.trtllm.lint import UNKNOWN_KEY, engine_problems, lint
-from trtspec.trtllm.schema import Schema, newest_read, parse_version, schema_for
+from trtspec.trtllm.lint import engine_problems, lint
+from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve.command import (
     ENVIRONMENT,
     PATTERNS,
@@ -87,8 +86,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
     # check_start names the files of code that nobody trusts
-    findings = [one for one in lint(file, deployment) if one.key != "--trust_remote_code"]
-    problems += [*refused, *(_judged_as_read(one, schema).problem(file.name) for one in findings)]
+    findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
+    problems += [*refused, *(finding.problem(file.name) for finding in findings)]
     problems += learned_problems(head.resolved, target.resolved) if head else []
     models = [target.resolved, *([head.resolved] if head else [])]
     trusted = deployment.setting(file, "trust_remote_code") is True
@@ -116,14 +115,6 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         limits=options.limits,
         own_statuses=cluster.launcher != "direct",
     )
-
-
-def _judged_as_read(finding: Finding, schema: Schema) -> Finding:
-    """An unknown key of a release newer than what was read is a warning: the engine decides."""
-    if finding.code != UNKNOWN_KEY or schema.version <= newest_read():
-        return finding
-    message = f"{finding.message}; its classes were read up to {newest_read()}, so it may be new"
-    return replace(finding, severity="warning", message=message)
 
 
 def _user_file(options: ServeOptions) -> Document | None:
