@@ -63,9 +63,12 @@ def weight(text: str) -> int:
 def data_bytes() -> int:
     """Size of the files of the package that are neither code nor written by a tool."""
     files = [path for path in (ROOT / "trtspec").rglob("*") if path.is_file()]
-    written = [path for path in files if path.suffix not in (".py", ".pyc")]
-    names = {path: path.relative_to(ROOT).as_posix() for path in written}
-    return sum(path.stat().st_size for path in written if not names[path].startswith(MADE_BY_TOOLS))
+    data = [path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts]
+    return sum(
+        path.stat().st_size
+        for path in data
+        if not path.relative_to(ROOT).as_posix().startswith(MADE_BY_TOOLS)
+    )
 
 
 if __name__ == "__main__":
