@@ -331,7 +331,7 @@ UNJUDGED = {
     "bench/prove: prove", "bench/prove: write_page", "checkpoint/output: claim", "checkpoint/writer: __init__",
     "cli/synthesize: _record", "heads/convert/tensors: opened", "heads/training/processes: require_shared",
     "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
-    "quant/native: _built", "trtllm/schema: _files",
+    "quant/native: _built",
 }  # fmt: skip
 BOUNDARY = ("plain_name", "PlainName")
 

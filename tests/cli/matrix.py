@@ -228,8 +228,9 @@ def _steady(text: str, floats: bool) -> str:
     )  # free now, on a disk of others
     if floats:
         return text
-    text = re.sub(r"\d[\d,]*\.\d+(e-?\d+)?|\b\d+ %", "#", text)
-    return re.sub(r"[ \u2500\u2501]{2,}", " ", text)  # a table is as wide as its figures
+    text = re.sub(r"\d[\d,]*\.\d+(e-?\d+)?|\b\d+ %|\b\d[\d,]{2,}\b", "#", text)
+    # a table is as wide as its figures, and so are the lines below it
+    return re.sub(r"[\s\u2500\u2501]+", " ", text)
 
 
 def _digest(path: Path, floats: bool) -> str:

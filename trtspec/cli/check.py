@@ -12,6 +12,7 @@ from trtspec import report
 from trtspec.cli.options import request_limits_of
 from trtspec.client.addresses import server_url
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
+from trtspec.foreign import PlainName
 from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
 from trtspec.report import Result
 
@@ -208,7 +209,7 @@ async def _asking(
         if file is None:
             yield asker
             return
-        journal = file.with_name(f"{file.name}.part")
+        journal = file.with_name(PlainName(f"{file.name}.part"))
         remedy = f"ask the same server as before, or remove {journal} to start over"
         header = {name: getattr(options, name) for name in SIZES}
         header["tokenizer"] = target
