@@ -350,7 +350,7 @@ def compare() -> Iterator[str]:
             if before:
                 now = next(one for one in schemas._classes()[owner] if one.release == release)
                 for line in class_differences(before, now):
-                    yield f"{snapshot['release']} {owner or 'top level'} {line} ({source})"
+                    yield f"{snapshot['release']} `{owner or 'top level'}` {line} ({source})"
 
 
 def class_differences(before: list[Any], now: Any) -> Iterator[str]:
@@ -361,14 +361,14 @@ def class_differences(before: list[Any], now: Any) -> Iterator[str]:
         if not said or new is UNKNOWN or said[-1] == new:
             continue
         if new is None or said[-1] is None:
-            yield f"{name}: {'gone' if new is None else 'new'}"
+            yield f"`{name}`: {'gone' if new is None else 'new'}"
             continue
         changed = [
             f"{key} {getattr(said[-1], key)!r} -> {getattr(new, key)!r}"
             for key in vars(new)
             if getattr(said[-1], key) != getattr(new, key)
         ]
-        yield f"{name}: {', '.join(changed)}".replace(repr(UNKNOWN), "unknown")
+        yield f"`{name}`: {', '.join(changed)}".replace(repr(UNKNOWN), "unknown")
 
 
 @contextlib.contextmanager
