@@ -56,7 +56,7 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
-REMEDY = "each row has prompt, messages, conversations or turns, or is one plain-text prompt"
+REMEDY = "each row has prompt, messages, conversations or turns, or is a JSON string"
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,8 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
 
 
 def test_the_same_prompts_from_every_container(tmp_path):
-    """A directory of parquet, and the datasets library (which reads hub data sets), agree with jsonl."""
+    """A directory, and the datasets library (which reads hub data sets), agree with a file."""
     from collections import Counter
-
-    import pyarrow
-    from pyarrow import parquet
 
     from trtspec.checkpoint.conversations import conversation
     from trtspec.checkpoint.rows import hub_rows
@@ -176,7 +173,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
     want = read_prompts(write(tmp_path / "p.jsonl", source))
     folder = tmp_path / "folder"
     folder.mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
+    write(folder / "train.jsonl", source)
     assert read_prompts(folder) == want
     assert read_prompts(folder, limit=3) == want[:3]
     assert (
@@ -283,8 +280,8 @@ def test_degenerate_answers_are_counted_by_kind():
 
 def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
     url, _ = server
-    text = tmp_path / "prompts.txt"
-    text.write_text("def main\n\nimport os\n")
+    text = tmp_path / "prompts.jsonl"
+    text.write_text('"def main"\n\n"import os"\n')
     run(text, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, raw=True))
     made = rows(tmp_path / "data.jsonl")
     assert [row["prompt"] for row in made] == ["def main", "import os"]
@@ -362,8 +359,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
 def test_an_extra_body_does_not_override_what_the_provenance_names(
     tmp_path: Path, key: str, remedy: str
 ) -> None:
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
-    prompts.write_text("Why?\n")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data.jsonl"
+    prompts.write_text('"Why?"\n')
     body = json.dumps({"top_k": 5, key: None})
     done = trtspec("synthesize", prompts, "-o", output, "--extra-body", body, "--dry-run")
     assert (
