@@ -57,7 +57,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        fsync_directory(path.parent)
+        fsync(path.parent)
 
 
 @contextlib.contextmanager
@@ -97,9 +97,9 @@ def remove_folder(directory: Path, name: PlainName) -> None:
         shutil.rmtree(path)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Makes the bytes of a file, or the renames in a directory, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -19,6 +19,12 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
 from trtspec.heads.training.samples import read_samples
 
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch):
+    monkeypatch.setattr("trtspec.heads.synthesis.FIRST_DELAY_S", 0.01)
+
+
 SERVER = Path(__file__).with_name("answering_server.py")
 
 
@@ -56,7 +62,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 def run(prompts: Path, output: Path, url: str, sampling: AnswerSampling | None = None, **endpoint):
-    options = TargetEndpoint(url, first_delay=0.01, **endpoint)
+    options = TargetEndpoint(url, **endpoint)
     chosen = read_prompts(prompts)
     return synthesize(chosen, output, options, sampling or AnswerSampling(max_tokens=8))
 
@@ -328,7 +334,7 @@ def test_a_refused_prompt_is_left_out_and_named(tmp_path, server):
 def test_a_server_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])
     with pytest.raises(TrtspecError, match="TS-SYNTH-SERVER") as refused:
-        run(prompts, tmp_path / "data.jsonl", "http://127.0.0.1:9/v1", retries=1)
+        run(prompts, tmp_path / "data.jsonl", "http://127.0.0.1:9/v1")
     assert "trtspec serve" in refused.value.remedy
     assert not (tmp_path / "data.jsonl").exists()
 

@@ -241,7 +241,6 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
             else replace(rope, rope_type="yarn", factor=1.0)
         )
     return HeadSpec(
-        eagle=options.eagle,
         attention=options.attention,
         dialect=DEFAULT.name,
         hidden_size=target.hidden_size,
