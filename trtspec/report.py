@@ -61,15 +61,15 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, remedy: str = "") -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Any failure of the file system while `path` is written, as one error that names it."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         first = "free space on that disk" if full else "check that disk and its permissions"
-        remedy = remedy or f"{first}, then run the command again"
         message = f"cannot write {path}: {error.strerror or error}"
+        remedy = f"{first}, then run the command again"
         raise TrtspecError(message, remedy, "TS-ERROR-FILE") from error
 
 

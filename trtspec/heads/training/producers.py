@@ -523,7 +523,6 @@ def check_first_layers(
     return apart[layer]
 
 
-@torch.inference_mode()
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
     """Outputs [S, H] of the first layers for one sequence, float32."""
     output = stream.ends("embed.weight").embed(torch.tensor([tokens]))
