@@ -316,19 +316,6 @@ def is_online() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
 
 
-def unreachable(name: str) -> Problem | None:
-    """What a dry run says of a published checkpoint that is not here and may not be fetched; None for any other."""
-    if is_online():
-        return None
-    found = resolve(name, weights=False)
-    if found.path is not None or found.known is None:
-        return None
-    message = f"{found.name} is not here and HF_HUB_OFFLINE is set: its tensors were not looked at"
-    return Problem(
-        "TS-NAME-ABSENT", "info", found.name, message, "unset it to read the headers from the hub"
-    )
-
-
 def require_online(hub_id: HubId) -> None:
     if not is_online():
         raise MissingDependency(

@@ -76,7 +76,7 @@ def install(
     """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
 
     NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory holds the parameter and
-    the parts in work. Raises TrtspecError when a shape is not the config's.
+    the parts in work.
     """
     owner, _, leaf = source.parameter.rpartition(".")
     if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
@@ -108,13 +108,7 @@ def install(
 def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec) -> None:
     from trtspec.quant.decode import decoded
 
-    value = decoded(tensors, spec, name)
-    if value.numel() != target.numel():
-        raise TrtspecError(
-            f"{name}: shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}",
-            "config.json and weights do not belong together; download both again",
-        )
-    target.copy_(value.reshape(target.shape))
+    target.copy_(decoded(tensors, spec, name).reshape(target.shape))
 
 
 @dataclass(frozen=True)
