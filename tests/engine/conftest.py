@@ -1,7 +1,6 @@
 """A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and a server."""
 
 import contextlib
-import os
 import subprocess
 import sys
 import threading
@@ -142,11 +141,8 @@ class Running:
 
 def launch(target: Path, head: str, *options: str) -> Running:
     """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
-    command, environment = (
-        [*SERVER, str(target), head, "0", *options],
-        os.environ | {"TRTSPEC_THREADS": "1"},
-    )
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    command = [*SERVER, str(target), head, "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("trtspec: serving tiny-kimi on "):

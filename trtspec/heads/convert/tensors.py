@@ -73,11 +73,6 @@ class OutputTensor:
     def copied(checkpoint: Checkpoint, info: TensorInfo) -> OutputTensor:
         return OutputTensor(info.dtype, info.shape, checkpoint, info)
 
-    def is_same(self, other: OutputTensor) -> bool:
-        """Whether two tensors on disk are equal byte for byte."""
-        assert self.checkpoint and self.info and other.checkpoint and other.info
-        return same_bytes(self.checkpoint, self.info, other.checkpoint, other.info)
-
     @staticmethod
     def made(values: np.ndarray) -> OutputTensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))
@@ -203,7 +198,8 @@ def _embedding(
     if lent is None:
         message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
         return own, [Problem(code, "warning", where, message, "pass `target` DIR to compare them")]
-    if own.is_same(lent):
+    assert own.checkpoint and own.info and lent.checkpoint and lent.info
+    if same_bytes(own.checkpoint, own.info, lent.checkpoint, lent.info):
         return None, []
     message = (
         f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
