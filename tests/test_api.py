@@ -71,7 +71,7 @@ assert not trtspec.lint({{"max_batchsize": 8}}, trtllm_version="1.3.0rc20").ok
 
 decision = trtspec.plan("{TARGET}", head="{HEAD}", concurrency=[1, 16], acceptance="2.6@3")
 assert decision["fits"] and decision["best"]["concurrency"] in (1, 16)
-assert len(repr(decision)) < 400 and "<pre>" in decision._repr_html_()
+assert len(repr(decision)) < 400
 assert trtspec.inspect("{TARGET}")["format"] == "nvfp4"
 assert not trtspec.plan("{TARGET}", gpus=1).ok and trtspec.explain("TS-PAIR-WIDTH")["remedy"]
 for wrong in (lambda: trtspec.plan("{TARGET}", gpu="b999"), lambda: trtspec.lint("no-such-file.yml"),

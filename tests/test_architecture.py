@@ -328,7 +328,7 @@ WRITES = {
 }  # fmt: skip
 # functions with a path that the test below cannot judge: names made of numbers, and divisions of numbers
 UNJUDGED = {
-    "bench/prove: prove", "bench/prove: write_page", "checkpoint/output: claim", "checkpoint/writer: __init__",
+    "bench/prove: prove", "bench/prove: write_page", "checkpoint/writer: __init__",
     "cli/synthesize: _record", "heads/convert/tensors: opened", "heads/training/processes: require_shared",
     "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
     "quant/native: _built",

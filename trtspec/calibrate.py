@@ -49,20 +49,16 @@ from trtspec.report import (
 
 MIN_TOKENS = 2
 FORMAT_VERSION = 2  # raised when the same options would give other scales
+STATES_SHARE = 0.5  # of the free memory for hidden states; others are read back from disk
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """`states_budget` in bytes: hidden states beyond it are read back from disk instead of kept in memory.
-    `load_ahead`: see LayerStream; the scales are the same either way."""
-
     samples: int = 512
     seq_len: int = 512
     device: str = "cpu"
     dtype: torch.dtype | None = None
-    states_budget: float | None = None
-    load_ahead: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +135,7 @@ class Calibration:
 
     def states(self) -> States:
         """Hidden states of all texts, in memory up to the budget; each layer's are kept in the work directory."""
-        stated = self.options.states_budget
-        budget = machine.free_memory() / 2 if stated is None else stated
+        budget = STATES_SHARE * machine.free_memory()
         directory = OutputDirectory.beside(self.output, "calibrate").path
         size = (self.stream.spec.hidden_size, self.stream.dtype)
         return States(self.batches, *size, budget=budget, directory=directory, durable=True)
@@ -210,7 +205,6 @@ def prepare(
         dtype=options.dtype or default_dtype(options.device),
         device=options.device,
         threads=min(8, torch.get_num_threads()),
-        load_ahead=options.load_ahead,
     )
     read = (
         modules

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,19 +56,19 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        fsync_directory(path.parent)
+        fsync(path.parent)
 
 
 @contextlib.contextmanager
-def writing(path: Path, remedy: str = "") -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Any failure of the file system while `path` is written, as one error that names it."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         first = "free space on that disk" if full else "check that disk and its permissions"
-        remedy = remedy or f"{first}, then run the command again"
         message = f"cannot write {path}: {error.strerror or error}"
+        remedy = f"{first}, then run the command again"
         raise TrtspecError(message, remedy, "TS-ERROR-FILE") from error
 
 
@@ -97,9 +96,9 @@ def remove_folder(directory: Path, name: PlainName) -> None:
         shutil.rmtree(path)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Makes the bytes of a file, or the renames in a directory, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -279,14 +278,6 @@ class Result:
             f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
         )
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        lines = [*(self.text or "").splitlines(), *self.lines, *problem_lines(self.problems)]
-        return (
-            "".join(table.html() for table in self.tables)
-            + f"<pre>{escape(chr(10).join(lines))}</pre>"
-        )
-
 
 def print_result(result: Result, as_json: bool) -> None:
     """On stdout: one JSON object, or tables, lines and problems. Then raises the failure, if there is one."""
@@ -332,16 +323,6 @@ class Table:
         cells = [[printable(cell) for cell in row] for row in self.rows]
         object.__setattr__(self, "title", printable(self.title))
         object.__setattr__(self, "rows", cells)
-
-    def html(self) -> str:
-        heading = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows
-        )
-        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        note = f"<p>{escape(self.note)}</p>" if self.note else ""
-        return f"<table>{title}{f'<tr>{heading}</tr>' if heading else ''}{rows}</table>{note}"
 
 
 def value_table(values: Mapping[str, Any], title: str = "") -> Table:

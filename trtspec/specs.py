@@ -245,9 +245,6 @@ class ModelSpec:
     n_shared_experts: int
     num_experts_per_tok: int
     first_k_dense_replace: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
     routed_scaling_factor: float
     rms_norm_eps: float
     vocab_size: int
@@ -301,9 +298,6 @@ class ModelSpec:
             **sizes,
             n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
             first_k_dense_replace=text.whole("first_k_dense_replace"),
-            n_group=text.whole("n_group", 1),
-            topk_group=text.whole("topk_group", 1),
-            norm_topk_prob=bool(text.values.get("norm_topk_prob", True)),
             routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
             rms_norm_eps=text.number("rms_norm_eps"),
             rope=RopeSpec.from_config(text.values),
@@ -325,7 +319,6 @@ class HeadSpec:
     checkpoint does not say and the target's default triple applies. Widths of `fc`: n_aux * target_hidden_size.
     """
 
-    eagle: Literal["3", "3.1"]
     attention: Attention
     dialect: str
     hidden_size: int
@@ -354,6 +347,11 @@ class HeadSpec:
     has_embed_tokens: bool = False
     has_d2t: bool = False
     layer_prefix: str = "layers.0."  # or "midlayer."
+
+    @property
+    def eagle(self) -> Literal["3", "3.1"]:
+        """The version of EAGLE: 3.1 norms the captured states or the state that is fed back."""
+        return "3.1" if self.fc_norm or self.norm_output else "3"
 
     @property
     def kv_elements_per_token(self) -> int:

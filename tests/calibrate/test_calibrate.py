@@ -204,11 +204,11 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     assert max(resumed) > 0
 
 
-def test_states_on_disk_give_the_same_file(tmp_path, data):
+def test_states_on_disk_give_the_same_file(tmp_path, data, monkeypatch):
     source = make_target(tmp_path / "in", layers=3)
     calibrate_checkpoint(source, data, tmp_path / "memory.safetensors", K26, FLOAT32)
-    options = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32, states_budget=0)
-    calibrate_checkpoint(source, data, tmp_path / "disk.safetensors", K26, options)
+    monkeypatch.setattr("trtspec.calibrate.STATES_SHARE", 0)
+    calibrate_checkpoint(source, data, tmp_path / "disk.safetensors", K26, FLOAT32)
     assert (tmp_path / "memory.safetensors").read_bytes() == (
         tmp_path / "disk.safetensors"
     ).read_bytes()
@@ -292,7 +292,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, data):
 MEMORY = """
 import json, pathlib, re, sys, torch
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
-from trtspec.models.stream import LayerStream
+from trtspec.models import stream
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import load_policy
 from trtspec.report import Bar
@@ -301,13 +301,14 @@ def memory(key):
 torch.set_num_threads(1)
 source, data, output = map(pathlib.Path, sys.argv[1:4])
 InputObserver()  # imports ModelOpt
-layer = LayerStream(source).layer_bytes(1)
+layer = stream.LayerStream(source).layer_bytes(1)
+stream.ROOM = 0 if sys.argv[4] == "ahead" else float("inf")
 before = []
 def update(completed, **_):
     if completed == 0:
         before.append(memory("VmRSS"))
         open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-options = CalibrationOptions(samples=8, seq_len=32, dtype=torch.float32, load_ahead=sys.argv[4] == "ahead")
+options = CalibrationOptions(samples=8, seq_len=32, dtype=torch.float32)
 calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, bar=Bar(update))
 print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 """

@@ -116,8 +116,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         places[name].write_text(
             "".join(json.dumps(conversation) + "\n" for conversation in kept[:count])
         )
-    places["prompts"] = room / "prompts.txt"
-    places["prompts"].write_text("\n".join(rows))
+    places["prompts"] = room / "prompts.jsonl"
+    places["prompts"].write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
     places["questions"] = room / "questions.jsonl"
     places["questions"].write_text(
         "".join(json.dumps({"prompt": f"why {n}", "id": n}) + "\n" for n in range(24))

@@ -25,13 +25,13 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n, turn in enumerate(turns)
     ]
     (room / "data.jsonl").write_text("\n".join(lines) + "\n")
-    (room / "prompts.txt").write_text("\n".join(rows))
+    (room / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
     return room
 
 
 def run(room: Path, out: Path, words: str, preload: bool) -> str:
     text = words.format(
-        target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out
+        target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.jsonl", out=out
     )
     done = process(*text.split(), **(without_flock(room, "ENOLCK") if preload else {}))
     assert done.returncode == 0, done.stderr

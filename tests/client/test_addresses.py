@@ -31,7 +31,7 @@ COMMANDS = (
     ("check", "{}"),
     ("check", "http://127.0.0.1:9", "--against", "{}"),
     ("watch", "{}", "--once"),
-    ("synthesize", "prompts.txt", "-o", "out.jsonl", "--base-url", "{}"),
+    ("synthesize", "prompts.jsonl", "-o", "out.jsonl", "--base-url", "{}"),
 )
 
 
@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory with a file of prompts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "prompts.txt").write_text("Why?\n")
+    (tmp_path / "prompts.jsonl").write_text('"Why?"\n')
     return tmp_path
 
 
@@ -61,7 +61,9 @@ def test_no_command_takes_a_wrong_address_or_repeats_its_password(
         done = trtspec(*(word.format(address) for word in words))
         assert done.status == 2 and "unexpected" not in done.stderr, (address, done.stderr)
         assert SECRET not in done.stdout + done.stderr
-        assert [path.name for path in elsewhere.iterdir()] == ["prompts.txt"], "nothing is written"
+        assert [path.name for path in elsewhere.iterdir()] == ["prompts.jsonl"], (
+            "nothing is written"
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_no_command_sends_or_shows_a_key_with_a_line_break(elsewhere: Path) -> N
     for words in (
         ("check", "{}"),
         ("watch", "{}"),
-        ("synthesize", "prompts.txt", "-o", "o", "--dry-run"),
+        ("synthesize", "prompts.jsonl", "-o", "o", "--dry-run"),
     ):
         done = trtspec(*(word.format("http://127.0.0.1:9") for word in words), OPENAI_API_KEY=key)
         assert done.status == 2 and SECRET not in done.stdout + done.stderr, done.stderr

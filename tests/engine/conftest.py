@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import subprocess
 import sys
 import threading
@@ -143,11 +142,8 @@ class Running:
 
 def launch(target: Path, head: str, *options: str) -> Running:
     """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
-    command, environment = (
-        [*SERVER, str(target), head, "0", *options],
-        os.environ | {"TRTSPEC_THREADS": "1"},
-    )
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    command = [*SERVER, str(target), head, "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     atexit.register(process.kill)  # where a test fails before it ends the server
     assert process.stderr is not None
     for line in process.stderr:

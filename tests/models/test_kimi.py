@@ -142,11 +142,8 @@ def test_dispatched_experts_equal_all_experts(tmp_path: Path) -> None:
 def test_nvfp4_with_fp8_cache_runs_and_a_wrong_scale_shows(tmp_path: Path) -> None:
     directory = make_target(tmp_path, format="nvfp4", shards=1)
     tokens = prompts()
-    weight_only = load_target(
-        directory, dtype=torch.float32, activation="weight-only", kv_cache="none"
-    )
+    weight_only = load_target(directory, dtype=torch.float32, activation="weight-only")
     w4a4 = load_target(directory, dtype=torch.float32)
-    assert weight_only.new_cache(1, 8).data.dtype == torch.float32
     assert w4a4.new_cache(1, 8).data.dtype == torch.float8_e4m3fn
     assert stepwise_logits(w4a4, tokens).isfinite().all()
 
@@ -164,7 +161,8 @@ def test_nvfp4_with_fp8_cache_runs_and_a_wrong_scale_shows(tmp_path: Path) -> No
 
 @torch.no_grad()
 def test_fp8_cache_saturates_instead_of_nan(tmp_path: Path) -> None:
-    model = load_target(make_target(tmp_path), dtype=torch.float32, kv_cache="fp8")
+    model = load_target(make_target(tmp_path), dtype=torch.float32)
+    model.kv_dtype = torch.float8_e4m3fn
     model.layers[0].self_attn.kv_a_layernorm.weight.mul_(10_000)
     assert stepwise_logits(model, prompts()).isfinite().all()
 

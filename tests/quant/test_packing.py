@@ -266,13 +266,10 @@ def test_the_kernel_can_be_chosen(monkeypatch):
         assert choose_packer().name == "torch"
         monkeypatch.setenv("TRTSPEC_KERNEL", "fortran")
         native.load_kernel.cache_clear()
-        with pytest.raises(UsageError, match="fortran is not one of"):
+        with pytest.raises(UsageError, match="fortran is not torch"):
             native.load_kernel()
-        monkeypatch.setenv("TRTSPEC_KERNEL", "c")
+        monkeypatch.delenv("TRTSPEC_KERNEL")
         monkeypatch.setenv("PATH", "")
-        with pytest.raises(MissingDependency, match="cannot be built"):
-            native.load_kernel()
-        monkeypatch.setenv("TRTSPEC_KERNEL", "auto")
         native.load_kernel.cache_clear()
         assert choose_packer().name == "torch"  # no compiler on PATH: no kernel, no complaint
     finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,25 +87,15 @@ class Conversation:
         return self.messages
 
 
-def read_conversations(
-    source: Path | str, split: str | None = None, on_bad: Callable[[UsageError], None] | None = None
-) -> Iterator[Conversation]:
+def read_conversations(source: Path | str, split: str | None = None) -> Iterator[Conversation]:
     """The conversations of a file, a directory or a hub data set (see `rows.read_rows`), in order.
 
-    Raises UsageError (TS-DATA-ROW) with file and line for an invalid row; `on_bad` gets the
-    error in its place. Fields that are not read are named in one note when the reading ends.
+    Raises UsageError (TS-DATA-ROW) with file and line for an invalid row. Fields that are not read are named in one note when the reading ends.
     """
     unread: Counter[str] = Counter()
     try:
-        for row in read_rows(str(source), split, on_bad):
-            try:
-                found = conversation(row, unread)
-            except UsageError as error:
-                if on_bad is None:
-                    raise
-                on_bad(error)
-                continue
-            yield found
+        for row in read_rows(str(source), split):
+            yield conversation(row, unread)
     finally:
         note_unread(source, unread)
 

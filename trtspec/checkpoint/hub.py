@@ -188,7 +188,7 @@ def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
         return Resolved(name_or_path, local_directory(name_or_path), None, None)
     cached = cached_snapshot(hub_id, complete=weights or entry is not None)
     if cached is None and (weights or entry is None):
-        cached = _download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
+        cached = download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
     return Resolved(name_or_path, cached, hub_id, entry)
 
 
@@ -300,8 +300,8 @@ def _has_all_shards(snapshot: Path) -> bool:
     return any(snapshot.glob("*.safetensors"))
 
 
-def _download(hub_id: HubId, patterns: list[str]) -> Path:
-    """snapshot_download into the hub's own cache."""
+def download(hub_id: HubId, patterns: list[str]) -> Path:
+    """Fetches the files of these patterns into the hub's own cache. Returns the directory of the snapshot."""
     from huggingface_hub import snapshot_download
 
     require_online(hub_id)
@@ -314,19 +314,6 @@ def _download(hub_id: HubId, patterns: list[str]) -> Path:
 def is_online() -> bool:
     """Whether the hub may be asked."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
-
-
-def unreachable(name: str) -> Problem | None:
-    """What a dry run says of a published checkpoint that is not here and may not be fetched; None for any other."""
-    if is_online():
-        return None
-    found = resolve(name, weights=False)
-    if found.path is not None or found.known is None:
-        return None
-    message = f"{found.name} is not here and HF_HUB_OFFLINE is set: its tensors were not looked at"
-    return Problem(
-        "TS-NAME-ABSENT", "info", found.name, message, "unset it to read the headers from the hub"
-    )
 
 
 def require_online(hub_id: HubId) -> None:

@@ -82,11 +82,6 @@ class OutputDirectory:
         Raises UsageError if the directory contains foreign files, another run writes it or `header` differs from the
         earlier run's; TrtspecError if it cannot be written, now or when its disk is full.
         """
-        with writing(self.path, "choose another `output`"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe = self.path / f"{OWN_PREFIX}{os.getpid()}.partial"
-            probe.touch()
-            probe.unlink(missing_ok=True)  # another run that begins there may have tidied up
         resumes = self.check(again)
         with (
             writing(self.path),
@@ -143,15 +138,11 @@ class OutputDirectory:
 
     def _refuse_foreign(self, force: bool) -> None:
         """Without a journal the directory must be empty, or `force` given for what a finished run left."""
-        if not self.path.is_dir():
+        present = self._present() if self.path.is_dir() else set()
+        if present or self.path.is_file():
             refuse_overwrite(self.path, force)
+        if not present:
             return
-        present = self._present()
-        if present and not force:
-            raise UsageError(
-                f"{self.path} already exists and would be overwritten",
-                "pass `force`, or choose another `output`",
-            )
         ours = self._ours() if self._provenance() else set()
         folders = {path.name for path in self.path.iterdir() if path.is_dir()} - self.folders
         if foreign := sorted(present - ours | present & folders):

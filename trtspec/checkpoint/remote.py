@@ -15,6 +15,7 @@ from trtspec.checkpoint.hub import (
     SMALL_PATTERNS,
     cache_directory,
     cached_snapshot,
+    download,
     hub_errors,
     hub_id_and_entry,
     local_directory,
@@ -40,7 +41,7 @@ def open_headers(name_or_path: str) -> Checkpoint:
 def open_remote(hub_id: HubId) -> Checkpoint:
     """The checkpoint as `Checkpoint.open` reads it, with `remote` set; `path` is the cache's snapshot with the small
     files. Raises TrtspecError for what is not there, not public or damaged."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
 
     require_online(hub_id)
     ask = partial(
@@ -57,15 +58,13 @@ def open_remote(hub_id: HubId) -> Checkpoint:
         for name, size in sizes.items()
         if name.endswith(".safetensors") and "/" not in name
     }
-    snapshot = partial(
-        snapshot_download, hub_id.name, revision=info.sha, allow_patterns=SMALL_PATTERNS
-    )
-    path = Path(hub_errors(hub_id, snapshot))
+    commit = replace(hub_id, revision=str(info.sha))
+    path = download(commit, SMALL_PATTERNS)
     if not weights and not (path / INDEX_NAME).is_file():
         raise TrtspecError(
             f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights"
         )
-    files = HubFiles(replace(hub_id, revision=str(info.sha)), weights)
+    files = HubFiles(commit, weights)
     return replace(
         Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers), remote=files
     )

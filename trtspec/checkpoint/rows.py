@@ -1,42 +1,32 @@
-"""Rows of data that somebody else wrote: JSON lines, a JSON array, parquet, plain text, a directory of these, or a hub
-data set, each row with its file and line.
+"""Rows of data that somebody else wrote: JSON lines, a JSON array, a directory of these, or a hub data set, each row
+with its file and line.
 
 A line ends at a line feed and nowhere else: JSON strings may hold U+2028 and its like as they are. Lines are read one
-at a time, so a file may be larger than memory; `.gz` behind any of the text endings is unpacked on the way.
+at a time, so a file may be larger than memory.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from trtspec import files
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.foreign import HubId, parse_hub_id
 
-LINES, ARRAY_OR_LINES, COLUMNS, PLAIN = (
-    (".jsonl", ".ndjson"),
-    (".json",),
-    (".parquet",),
-    (".txt", ".text", ""),
-)
-SUFFIXES = (*LINES, *ARRAY_OR_LINES, *COLUMNS, *PLAIN[:-1])
+LINES, ARRAY_OR_LINES = (".jsonl", ".ndjson"), ".json"
+SUFFIXES = (*LINES, ARRAY_OR_LINES)
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
 EXTRA = "pip install 'trtspec[modelopt]'"
-BATCH = 1024  # rows of a parquet file read at a time
-CODE = "TS-DATA-ROW"
+CODE, REMEDY = "TS-DATA-ROW", "pass a data file"
 
 
 @dataclass(frozen=True)
 class DataRow:
-    """`line` counts from 1: the line of a text, the row of a JSON array, a parquet file or a hub data set."""
+    """`line` counts from 1: the line of a text, the row of a JSON array or a hub data set."""
 
     file: str
     line: int
@@ -52,58 +42,46 @@ def from_hub(source: str) -> bool:
     return not Path(source).exists() and parse_hub_id(source.partition(":")[0]) is not None
 
 
-def read_rows(
-    source: str, split: str | None = None, on_bad: Callable[[UsageError], None] | None = None
-) -> Iterator[DataRow]:
+def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
     """Every row of a file, a directory (its files in the order of their names) or a hub data set
     `org/name[@revision][:config]`.
 
-    `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data;
-    with `on_bad`, the error of a line that is no row is handed over, and reading continues behind it.
+    `split` names the hub data set's split. Raises UsageError, with the line where there is one, for what is no data.
     """
     path = Path(source)
     if from_hub(source):
         yield from hub_rows(source, split)
     elif path.is_dir():
-        found = sorted(file for file in path.iterdir() if _ending(file) in SUFFIXES)
+        found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not found:
             raise UsageError(
                 f"{path} holds none of {', '.join(SUFFIXES)}", "pass a directory of data files"
             )
         for file in found:
-            yield from _file_rows(file, on_bad)
+            yield from _file_rows(file)
+    elif path.exists():
+        yield from _file_rows(path)
     else:
-        yield from _file_rows(path, on_bad)
+        raise files.unreadable(path, "no such file or directory", REMEDY)
 
 
-def _ending(path: Path) -> str:
-    """Of the text: ".jsonl" of answers.jsonl.gz."""
-    return Path(path.stem if path.suffix == ".gz" else path).suffix
-
-
-def _file_rows(path: Path, on_bad: Callable[[UsageError], None] | None) -> Iterator[DataRow]:
-    suffix = _ending(path).lower()
-    if suffix in COLUMNS:
-        yield from _parquet_rows(path)
-    elif suffix in ARRAY_OR_LINES and _begins_with_bracket(path):
-        yield from _array_rows(path)
-    elif suffix in (*LINES, *ARRAY_OR_LINES):
-        yield from _line_rows(path, _parsed, on_bad)
-    elif suffix in PLAIN:
-        yield from _line_rows(path, _plain, on_bad)
-    else:
+def _file_rows(path: Path) -> Iterator[DataRow]:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise UsageError(
             f"{path} is data of an unknown kind: its name ends in none of {', '.join(SUFFIXES)}",
-            "rename it for what it holds (.txt: one text per line), or convert it",
+            'write JSON lines, such as {"prompt": "..."}, or pass a hub data set',
         )
+    if suffix == ARRAY_OR_LINES and _begins_with_bracket(path):
+        yield from _array_rows(path)
+    else:
+        yield from _line_rows(path)
 
 
-def _line_rows(
-    path: Path, read: Callable[[str, str], Any], on_bad: Callable[[UsageError], None] | None
-) -> Iterator[DataRow]:
+def _line_rows(path: Path) -> Iterator[DataRow]:
     """The row of each line that holds more than white space; a byte order mark is passed over."""
     number = 0
-    with _opened(path) as stream:
+    with files.open_regular(path, REMEDY) as stream:
         while line := stream.readline(MOST_LINE + 1):
             number += 1
             if len(line) > MOST_LINE:
@@ -111,24 +89,9 @@ def _line_rows(
                     f"{CODE} {path}:{number} is longer than {MOST_LINE:,} bytes", "split the row"
                 )
             where = f"{path}:{number}"
-            try:
-                text = _decoded(line, where, first=number == 1).rstrip("\r\n")
-                value = read(text, where) if text.strip() else None
-            except UsageError as error:
-                if on_bad is None:
-                    raise
-                on_bad(error)
-                continue
+            text = _decoded(line, where, first=number == 1).rstrip("\r\n")
             if text.strip():
-                yield DataRow(str(path), number, value)
-
-
-def _plain(text: str, where: str) -> str:
-    if "\0" in text:
-        raise UsageError(
-            f"{CODE} {where} holds NUL characters: it is no text", "save it as UTF-8 text"
-        )
-    return text
+                yield DataRow(str(path), number, _parsed(text, where))
 
 
 def _decoded(data: bytes, where: str, first: bool) -> str:
@@ -155,30 +118,14 @@ def _parsed(text: str, where: str) -> Any:
         raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked."""
-    try:
-        with files.open_regular(path, "pass a data file") as raw:
-            if path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield io.BufferedReader(unpacked)
-            else:
-                yield raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise files.unreadable(
-            path, getattr(error, "strerror", None) or str(error), "pass a whole data file"
-        ) from None
-
-
 def _begins_with_bracket(path: Path) -> bool:
-    with _opened(path) as stream:
+    with files.open_regular(path, REMEDY) as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 def _array_rows(path: Path) -> Iterator[DataRow]:
     """The items of a JSON array, which is read whole."""
-    with _opened(path) as stream:
+    with files.open_regular(path, REMEDY) as stream:
         data = stream.read(MOST_ARRAY + 1)
     if len(data) > MOST_ARRAY:
         raise files.unreadable(
@@ -189,29 +136,6 @@ def _array_rows(path: Path) -> Iterator[DataRow]:
     except ValueError as error:
         raise UsageError(f"{CODE} {path} is not JSON: {error}", "repair the file") from None
     yield from (DataRow(str(path), number, item) for number, item in enumerate(items, 1))
-
-
-def _parquet_rows(path: Path) -> Iterator[DataRow]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise MissingDependency(f"reading {path} needs pyarrow", EXTRA) from None
-    number = 0
-    try:
-        with files.open_regular(path, "pass a parquet file") as raw:
-            for batch in parquet.ParquetFile(raw).iter_batches(batch_size=BATCH):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield DataRow(str(path), number, _without_nulls(value))
-    except UnicodeDecodeError as error:
-        rows = f"rows {number + 1} to {number + BATCH}"
-        raise UsageError(
-            f"{CODE} {path}: one of {rows} holds text that is not UTF-8 ({error.reason})",
-            "write the text as UTF-8",
-        ) from None
-    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
-        raise UsageError(f"cannot read {path}: {error}", "pass a parquet file") from None
 
 
 def hub_rows(name: str, split: str | None, revision: str | None = None) -> Iterator[DataRow]:

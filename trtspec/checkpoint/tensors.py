@@ -62,7 +62,3 @@ class LazyTensors(ShardReader):
                 f"{info.name} in {self.checkpoint.path} has dtype {info.dtype}, which trtspec does not read",
                 "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64",
             ) from None
-
-    def chunks(self, name: str, size: int = 1 << 24) -> Iterator[memoryview]:
-        """The tensor's bytes in order, `size` at a time, through one reused buffer: for copying what is not decoded."""
-        yield from self.pieces(self.info(name), size)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from trtspec.checkpoint.headers import DTYPE_BITS, INDEX_NAME
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import first_fault, open_regular, parse_json
-from trtspec.report import CREATE, PRIVATE, announce, fsync_directory, write_json, writing
+from trtspec.report import CREATE, PRIVATE, announce, fsync, write_json, writing
 
 if TYPE_CHECKING:
     import torch
@@ -132,13 +132,9 @@ class ShardFile:
 def publish(temporary: Path, path: Path) -> None:
     """Makes a finished shard durable and gives it its name."""
     with writing(path):
-        handle = os.open(temporary, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        fsync(temporary)
         os.replace(temporary, path)
-        fsync_directory(path.parent)
+        fsync(path.parent)
 
 
 def _header(
@@ -231,7 +227,7 @@ class Journal:
         os.ftruncate(self._file, whole)
         if not whole:
             self._append({"header": header})
-            fsync_directory(self.path.parent)
+            fsync(self.path.parent)
         begun, self.servers, self.done, self._lines = _parse(self.path, self.remedy)
         refuse_changed(self.path, begun, header, self.remedy)
 
@@ -336,9 +332,9 @@ def _parse(path: Path, remedy: str = "") -> JournalContent:
     return content
 
 
-def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """`where.key was OLD, now NEW` for each value that differs, however deep; five at most, then their number."""
-    found = _differences(old, json.loads(json.dumps(new)), where)
+def differences(old: Any, new: Any) -> list[str]:
+    """`key.key was OLD, now NEW` for each value that differs, however deep; five at most, then their number."""
+    found = _differences(old, json.loads(json.dumps(new)), "")
     return found if len(found) <= 5 else [*found[:5], f"and {len(found) - 5} more"]
 
 

@@ -15,7 +15,7 @@ from trtspec.report import Result, progress_bar, value_table
 class CalibrateOptions(OutputFlags):
     source: SourceArgument
     data: Annotated[
-        Path, argument("Texts: jsonl with text, messages or prompts, or plain text lines.")
+        Path, argument("Texts: JSON lines with text, messages or prompts, or a directory of these.")
     ]
     output: Annotated[Path, option("Safetensors file for the input scales.", "-o")]
     samples: Annotated[int, option("Number of texts to run, from the start of DATA.", min=1)] = 512

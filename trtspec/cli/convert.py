@@ -49,20 +49,9 @@ def convert(options: ConvertOptions) -> Result:
 
     Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
     """
-    from trtspec.checkpoint.hub import load_head, resolve, unreachable
+    from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
 
-    # offline, the catalogue's entry says what a published head is; whether it can be converted is not checked
-    if options.dry_run and (remark := unreachable(options.head)) is not None:
-        spec = load_head(options.head).spec
-        about = {
-            "from": spec.dialect,
-            "to": options.to,
-            "attention": spec.attention,
-            "eagle": spec.eagle,
-        }
-        line = f"would write {options.output}: {spec.dialect} -> {options.to}, EAGLE-{spec.eagle} {spec.attention}"
-        return Result({"output": None, "dry_run": True, **about}, [remark], lines=[line])
     # the target's config.json is enough: it fills in what the head's does not say
     target = resolve(options.target, weights=False) if options.target is not None else None
     with progress_bar("converting") as bar:

@@ -28,7 +28,7 @@ NEEDS = {
     "serve --backend trtllm": ("trtllm-serve", GPU),
     "serve --backend vllm": ("vllm",),
     "bench": (),
-    "bench --dataset HUB_ID": ("modelopt",),  # parquet too, and wherever data sets are read
+    "bench --dataset HUB_ID": ("modelopt",),  # wherever hub data sets are read
     "prove --backend reference": ("reference",),
     "prove --backend trtllm": ("trtllm-serve", GPU),
     "prove --backend vllm": ("vllm",),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.formats import WeightFormat
 from trtspec.records import Excludes, JsonOption, fill, option
 from trtspec.report import Result, Table, progress_bar, value_table
 
@@ -69,8 +68,6 @@ def quantize(options: QuantizeOptions) -> Result:
     from trtspec.quant.plan import ConversionOptions
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
-    if options.dry_run and (estimate := _from_shapes(options)) is not None:
-        return estimate
     # of a dry run what the headers say, which are read from the hub if need be
     source = open_headers(options.source) if options.dry_run else directory_of(options.source)
     policy = policy_of(
@@ -112,28 +109,3 @@ def quantize(options: QuantizeOptions) -> Result:
         f"next: {inspect}",
     ]
     return Result(to_json(result), result.problems, [table] if rows else [], lines, failure)
-
-
-def _from_shapes(options: QuantizeOptions) -> Result | None:
-    """Sizes of a published checkpoint that is not here and cannot be asked for; None for any other source."""
-    from trtspec.checkpoint.hub import load_target, unreachable
-    from trtspec.planning.memory import checkpoint_bytes
-
-    absent = unreachable(options.source)
-    if absent is None or (spec := load_target(options.source).spec).quant.format.is_fp4:
-        return None
-    policy = policy_of(options.policy, options.source, Path(options.source))
-    quant = replace(
-        spec.quant,
-        format=WeightFormat.NVFP4,
-        group_size=16,
-        exclude=tuple(policy.exclude_patterns(spec)),
-    )
-    sizes = {
-        "bytes_in": checkpoint_bytes(spec),
-        "bytes_out": checkpoint_bytes(replace(spec, quant=quant)),
-    }
-    line = f"would write {options.output} with policy {policy.name}; by its shapes "
-    line += f"{sizes['bytes_in']:,} bytes in, {sizes['bytes_out']:,} out"
-    about = {"output": str(options.output), "policy": policy.name, "dry_run": True}
-    return Result(about | sizes, [absent], (), [line])

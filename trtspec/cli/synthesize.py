@@ -23,7 +23,7 @@ class SynthesizeOptions(OutputFlags):
     prompts: Annotated[
         str,
         argument(
-            "Prompts: jsonl, json, parquet or text, a directory of these, or a hub data set org/name[@commit][:config]."
+            "Prompts: JSON lines or a JSON array, a directory of these, or a hub data set org/name[@commit][:config]."
         ),
     ]
     output: Annotated[Path, option("Data set to write (jsonl).", "-o")]

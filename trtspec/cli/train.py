@@ -19,11 +19,9 @@ from trtspec.heads.training.options import (
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
-    dump_directory,
     feature_source,
 )
 from trtspec.records import (
-    Excludes,
     JsonOption,
     Mode,
     Modes,
@@ -70,7 +68,7 @@ class TrainCommand(TrainOptions, OutputFlags):
     )
     data: Annotated[
         tuple[str, ...],
-        argument("Conversations answered by the target: files, or a directory of dumps."),
+        argument("Conversations answered by the target: files, or directories of these."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
     aux_layers: Annotated[  # the text; TrainOptions has its numbers
@@ -85,7 +83,6 @@ class TrainCommand(TrainOptions, OutputFlags):
         option(
             "Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
         ),
-        Excludes("dumps"),
     ] = "auto"
     config: Annotated[
         Path | None,
@@ -111,11 +108,6 @@ class TrainCommand(TrainOptions, OutputFlags):
         Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)
     ] = "b200"
     json_: JsonOption = False
-
-    @property
-    def dumps(self) -> Path | None:
-        """a directory of dumps"""
-        return dump_directory(self.data)
 
 
 NOT_IN_FILES = (

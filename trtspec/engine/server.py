@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import os
 import resource
 import signal
 import socket
@@ -138,14 +137,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def thread_count(hidden_size: int) -> int:
-    """TRTSPEC_THREADS, else the physical cores this process may use; one for a small model."""
-    wanted = os.environ.get("TRTSPEC_THREADS", "")
-    if wanted:
-        if not wanted.isdigit() or int(wanted) < 1:
-            raise UsageError(
-                f"TRTSPEC_THREADS is {wanted!r}", "set it to a positive number or unset it"
-            )
-        return int(wanted)
+    """The physical cores this process may use; one for a small model."""
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
     return machine.physical_cores()

@@ -44,6 +44,8 @@ RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 THINKING = re.compile(
     r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL
 )  # up to the end of the reasoning
+RETRIES = 6  # of one request, with exponential backoff and jitter
+FIRST_DELAY_S = 0.5
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 # keys of a request that options or the prompts set, and the provenance states
 SYNTHESIS_OWNED = {
@@ -56,7 +58,7 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
-REMEDY = "each row has prompt, messages, conversations or turns, or is one plain-text prompt"
+REMEDY = "each row has prompt, messages, conversations or turns, or is a JSON string"
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,12 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """`base_url` with or without /v1; UsageError for one that is no URL, or a key that no header can carry. `retries`
-    are of one request, with exponential backoff and jitter."""
+    """`base_url` with or without /v1; UsageError for one that is no URL, or a key that no header can carry."""
 
     base_url: str
     api_key: str = field(default="none", repr=False)
     concurrency: int = 16
     timeout: float = 600.0
-    retries: int = 6
-    first_delay: float = 0.5
 
     def __post_init__(self) -> None:
         server_url(self.base_url, "`base_url`")
@@ -406,9 +405,9 @@ async def _with_retries(send: Callable[[], Awaitable[T]], target: TargetEndpoint
             if failure.status in (401, 403, 404):
                 remedy = "check `base_url`, `model` and `api_key`"
                 raise UsageError(f"{target.base_url}: {failure.message}", remedy) from None
-            if attempt == target.retries or failure.status not in (None, *RETRY_STATUS):
+            if attempt == RETRIES or failure.status not in (None, *RETRY_STATUS):
                 raise
-        await asyncio.sleep(target.first_delay * 2**attempt * random.uniform(0.5, 1.0))
+        await asyncio.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.0))
         attempt += 1
 
 

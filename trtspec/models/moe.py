@@ -19,7 +19,10 @@ DENSE_EXPERT_TOKENS = 32
 
 
 class Router(nn.Module):
-    """Scores every expert and picks `num_experts_per_tok` of them, in float32."""
+    """Scores every expert and picks `num_experts_per_tok` of them, in float32.
+
+    Every Kimi has one group of experts and weights that sum to 1; `target_config` refuses other values.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -34,22 +37,10 @@ class Router(nn.Module):
         spec = self.spec
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
         choice = scores + self.e_score_correction_bias
-        if spec.n_group > 1:
-            choice = self.keep_best_groups(choice)
         ids = choice.topk(spec.num_experts_per_tok, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
-        if spec.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return ids, weights * spec.routed_scaling_factor
-
-    def keep_best_groups(self, choice: Tensor) -> Tensor:
-        """Zeroes all but the `topk_group` groups whose two best experts sum highest."""
-        groups = choice.unflatten(-1, (self.spec.n_group, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(self.spec.topk_group, dim=-1).indices
-        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(
-            -1, best, True
-        )
-        return groups.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(-2)
 
 
 class Experts(nn.Module):

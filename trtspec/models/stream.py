@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec import machine
@@ -27,7 +26,7 @@ from trtspec.errors import TrtspecError
 from trtspec.models.kimi import DecoderLayer, KimiModel
 from trtspec.models.layers import AttentionStep, RopeTables
 from trtspec.models.weights import Activation, install, layer_layout, layout
-from trtspec.report import create, file_sha256, fsync_directory, writing
+from trtspec.report import create, file_sha256, fsync, writing
 
 ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
 ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
@@ -38,8 +37,8 @@ class LayerStream:
     """The layers of a checkpoint in any published format, loaded on demand, run over batches of token ids.
 
     `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
-    `threads` decode the parts of a layer side by side. `load_ahead` decodes the next layer while one computes, in the
-    memory of both; None: where ROOM layers fit into the free memory. Raises TrtspecError for a checkpoint in which
+    `threads` decode the parts of a layer side by side. `load_ahead`: the next layer is decoded while one computes, in
+    the memory of both, where ROOM layers fit into the free memory. Raises TrtspecError for a checkpoint in which
     `trtspec inspect` finds an error.
     """
 
@@ -51,15 +50,12 @@ class LayerStream:
         device: str = "cpu",
         activation: Activation = "w4a4",
         threads: int = 1,
-        load_ahead: bool | None = None,
     ) -> None:
         target = require_target(path)
         self.checkpoint, self.spec = target.checkpoint, target.spec
         self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
         self._tensors = LazyTensors(self.checkpoint)
-        if load_ahead is None:
-            load_ahead = machine.free_memory() > ROOM * self.layer_bytes(self.num_layers - 1)
-        self.load_ahead = load_ahead
+        self.load_ahead = machine.free_memory() > ROOM * self.layer_bytes(self.num_layers - 1)
         self._rope = RopeTables(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
         self._step: tuple[tuple[int, ...], AttentionStep] | None = None
 
@@ -121,10 +117,10 @@ class LayerStream:
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
         """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
-        weight = self.ends("embed.weight").embed.weight
+        embed = self.ends("embed.weight").embed
         states.begin(0)
         for number, tokens in enumerate(batches):
-            states.put(number, F.embedding(tokens.to(self.device), weight))
+            states.put(number, embed(tokens.to(self.device)))
         states.seal()
 
     def run(
@@ -155,7 +151,7 @@ class LayerStream:
                     for number, tokens in enumerate(batches):
                         output = layer(
                             states.get(number).to(self.device),
-                            self._attention_step(tuple(tokens.shape)),
+                            self.attention_step(tuple(tokens.shape)),
                         )
                         states.put(number, output)
                         on_output(index, number, output)
@@ -163,7 +159,7 @@ class LayerStream:
                 del layer  # before another one is loaded
                 after_layer(index)
 
-    def _attention_step(self, shape: tuple[int, ...]) -> AttentionStep:
+    def attention_step(self, shape: tuple[int, ...]) -> AttentionStep:
         """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
         if self._step is None or self._step[0] != shape:
             batch, length = shape
@@ -262,7 +258,7 @@ class States:
             "sha256": self._sha256.hexdigest(),
         }
         if self.durable:
-            fsync_directory(path.parent)
+            fsync(path.parent)
         else:
             self.drop_older()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError
 from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import LatentAttention, Linear, RMSNorm, by_input
@@ -37,20 +37,16 @@ def load_target(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     activation: Activation = "w4a4",
-    kv_cache: Literal["auto", "none", "fp8"] = "auto",
 ) -> KimiModel:
     """Builds the model of a checkpoint in any format (bf16, int4, fp8-block: decoded; nvfp4: computed as NVFP4).
 
-    `dtype` is the compute type. `kv_cache="auto"` keeps latents as FP8 when the checkpoint asks for it.
+    `dtype` is the compute type. Latents are kept as FP8 when the checkpoint asks for it.
     Raises TrtspecError for a checkpoint in which `trtspec inspect` finds an error.
     """
     target = require_target(path)
     checkpoint, spec = target.checkpoint, target.spec
-    if kv_cache not in ("auto", "none", "fp8"):
-        raise UsageError(f"kv_cache {kv_cache!r} is not one of auto, none, fp8")
-    fp8_kv = kv_cache == "fp8" or (kv_cache == "auto" and spec.quant.kv_cache == "fp8")
     with torch.device("meta"):
-        model = KimiModel(spec, kv_dtype=torch.float8_e4m3fn if fp8_kv else None)
+        model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache == "fp8" else None)
     with LazyTensors(checkpoint) as tensors:
         for source in layout(spec):
             install(model, source, tensors, spec, dtype=dtype, device=device, activation=activation)
@@ -76,7 +72,7 @@ def install(
     """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
 
     NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory holds the parameter and
-    the parts in work. Raises TrtspecError when a shape is not the config's.
+    the parts in work.
     """
     owner, _, leaf = source.parameter.rpartition(".")
     if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
@@ -108,13 +104,7 @@ def install(
 def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec) -> None:
     from trtspec.quant.decode import decoded
 
-    value = decoded(tensors, spec, name)
-    if value.numel() != target.numel():
-        raise TrtspecError(
-            f"{name}: shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}",
-            "config.json and weights do not belong together; download both again",
-        )
-    target.copy_(value.reshape(target.shape))
+    target.copy_(decoded(tensors, spec, name).reshape(target.shape))
 
 
 @dataclass(frozen=True)

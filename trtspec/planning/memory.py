@@ -74,24 +74,20 @@ def memory(
     layout: Layout,
     *,
     fraction: float | None = None,
-    reserve: float | None = None,
     max_num_tokens: int = RESERVE_TOKENS,
 ) -> Memory:
     """`fraction` is TensorRT-LLM's free_gpu_memory_fraction: of what is free after the weights, not of the whole. None:
     what `trtspec build-config` writes for the layout."""
     if fraction is None:
         fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
-    if reserve is None:
-        reserve = (
-            RESERVE + max(0, max_num_tokens - RESERVE_TOKENS) * model.hidden_size * ACTIVATION_BYTES
-        )
+    tokens_beyond = max(0, max_num_tokens - RESERVE_TOKENS)
     dtype = model.quant.kv_cache or "bf16"
     return Memory(
         layout=layout,
         capacity=float(gpu.memory_bytes),
         weights=weights_per_gpu(model, layout),
         head=2 * head_parameters(head) / layout.attention_tp if head else 0.0,
-        reserve=reserve,
+        reserve=RESERVE + tokens_beyond * model.hidden_size * ACTIVATION_BYTES,
         fraction=fraction,
         kv_dtype=dtype,
         kv_bytes_per_token=kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[dtype],

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -38,7 +38,6 @@ SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
          "-shared", "-fPIC")  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
-CHOICES = ("auto", "c", "torch")
 
 POINTER, SIZE, FLOAT, UINT32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint32
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -142,20 +141,15 @@ def prepared(rows: Rows, packer: Packer) -> Rows:
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where there is no compiler; TRTSPEC_KERNEL=c makes its absence an error."""
-    wanted = os.environ.get("TRTSPEC_KERNEL", "auto")
-    if wanted not in CHOICES:
-        raise UsageError(f"TRTSPEC_KERNEL={wanted} is not one of {', '.join(CHOICES)}", "unset it")
+    """The compiled kernel, or None where there is no compiler, and with TRTSPEC_KERNEL=torch."""
+    wanted = os.environ.get("TRTSPEC_KERNEL", "")
+    if wanted not in ("", "torch"):
+        raise UsageError(f"TRTSPEC_KERNEL={wanted} is not torch", "unset it")
     if wanted == "torch":
         return None
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return _open(_built())
-    except (OSError, subprocess.SubprocessError) as error:
-        if wanted == "c":
-            raise MissingDependency(
-                f"the C kernel cannot be built: {error}", "install a C compiler (gcc)"
-            ) from None
-        return None
+    return None
 
 
 def _open(path: Path) -> ctypes.CDLL:

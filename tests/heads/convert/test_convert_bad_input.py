@@ -437,35 +437,3 @@ def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
     )  # quoted, since the path has a space
     shown = trtspec("convert", path, "-o", output, "--to", "vllm", "--force").stdout
     assert shown.count("repaired: ") == 3
-
-
-@pytest.mark.parametrize("scales", ["weight_scale", "weight_scale_inv"])
-def test_fp8_heads_are_read_as_bf16_and_said_so(room: Path, target_dir: Path, scales: str) -> None:
-    """One scale for each row, as compressed-tensors writes them, or for each block of 128."""
-    wanted: dict[str, torch.Tensor] = {}
-
-    def to_fp8(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        leaked_quantization(config, tensors)
-        for name in [name for name in tensors if name.endswith("_proj.weight")]:
-            weight = tensors[name].float()
-            rows, columns = weight.shape
-            scale = weight.abs().amax(1, keepdim=True) / 448
-            if scales == "weight_scale_inv":
-                scale = torch.full(
-                    (-(-rows // 128), -(-columns // 128)), float(weight.abs().max()) / 448
-                )
-            full = scale if scales == "weight_scale" else scale[0, 0]
-            tensors[name] = (weight / full).to(torch.float8_e4m3fn)
-            tensors[name.replace("weight", scales)] = scale
-            wanted[name] = (tensors[name].float() * full).to(torch.bfloat16)
-
-    path, output = (
-        changed_head(room / f"fp8-{scales}", target_dir, "vllm", to_fp8),
-        room / f"bf16-{scales}",
-    )
-    assert "`trtspec convert` decodes FP8" in trtspec("inspect", path).stdout
-    done = trtspec("convert", path, "-o", output, "--to", "trtllm", "--json")
-    assert done.status == 0 and "FP8" in json.loads(done.stdout)["repairs"][0]["message"]
-    found = load_file(output / "model.safetensors")
-    assert wanted and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-    assert "TS-HEAD-DTYPE" not in codes(trtspec("inspect", output, "--json"))

@@ -18,6 +18,12 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
 from trtspec.heads.training.samples import read_samples
 
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch):
+    monkeypatch.setattr("trtspec.heads.synthesis.FIRST_DELAY_S", 0.01)
+
+
 SERVER = Path(__file__).with_name("answering_server.py")
 
 
@@ -45,7 +51,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 def run(prompts: Path, output: Path, url: str, sampling: AnswerSampling | None = None, **endpoint):
-    options = TargetEndpoint(url, first_delay=0.01, **endpoint)
+    options = TargetEndpoint(url, **endpoint)
     chosen = read_prompts(prompts)
     return synthesize(chosen, output, options, sampling or AnswerSampling(max_tokens=8))
 
@@ -148,11 +154,8 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
 
 
 def test_the_same_prompts_from_every_container(tmp_path):
-    """A directory of parquet, and the datasets library (which reads hub data sets), agree with jsonl."""
+    """A directory, and the datasets library (which reads hub data sets), agree with a file."""
     from collections import Counter
-
-    import pyarrow
-    from pyarrow import parquet
 
     from trtspec.checkpoint.conversations import conversation
     from trtspec.checkpoint.rows import hub_rows
@@ -165,7 +168,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
     want = read_prompts(write(tmp_path / "p.jsonl", source))
     folder = tmp_path / "folder"
     folder.mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(source), folder / "train.parquet")
+    write(folder / "train.jsonl", source)
     assert read_prompts(folder) == want
     assert read_prompts(folder, limit=3) == want[:3]
     assert (
@@ -272,8 +275,8 @@ def test_degenerate_answers_are_counted_by_kind():
 
 def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
     url, _ = server
-    text = tmp_path / "prompts.txt"
-    text.write_text("def main\n\nimport os\n")
+    text = tmp_path / "prompts.jsonl"
+    text.write_text('"def main"\n\n"import os"\n')
     run(text, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, raw=True))
     made = rows(tmp_path / "data.jsonl")
     assert [row["prompt"] for row in made] == ["def main", "import os"]
@@ -319,7 +322,7 @@ def test_a_refused_prompt_is_left_out_and_named(tmp_path, server):
 def test_a_server_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "hello"}])
     with pytest.raises(TrtspecError, match="TS-SYNTH-SERVER") as refused:
-        run(prompts, tmp_path / "data.jsonl", "http://127.0.0.1:9/v1", retries=1)
+        run(prompts, tmp_path / "data.jsonl", "http://127.0.0.1:9/v1")
     assert "trtspec serve" in refused.value.remedy
     assert not (tmp_path / "data.jsonl").exists()
 
@@ -350,8 +353,8 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
 def test_an_extra_body_does_not_override_what_the_provenance_names(
     tmp_path: Path, key: str, remedy: str
 ) -> None:
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "data.jsonl"
-    prompts.write_text("Why?\n")
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data.jsonl"
+    prompts.write_text('"Why?"\n')
     body = json.dumps({"top_k": 5, key: None})
     done = trtspec("synthesize", prompts, "-o", output, "--extra-body", body, "--dry-run")
     assert (

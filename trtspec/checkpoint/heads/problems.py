@@ -12,7 +12,7 @@ import numpy as np
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
-from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, fp8_weights, required_names
+from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
@@ -58,18 +58,13 @@ def _layout(
 ) -> Iterator[Problem]:
     if any(name.startswith("model.") for name in checkpoint.tensors):
         yield finding("TS-HEAD-MODEL-PREFIX", "tensor names")
-    config, fp8 = (
-        flat_config(checkpoint.config),
-        tuple(name.removesuffix("weight") for name in fp8_weights(tensors)),
-    )
+    config = flat_config(checkpoint.config)
     read = {
         *required_names(spec.attention),
         *OPTIONAL,
         *(f"fc_norm.{index}.weight" for index in range(spec.num_aux)),
     }
-    unread = [
-        name for name in tensors if name not in read and not name.startswith(("layers.", *fp8))
-    ]
+    unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
     more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if more or config.get("num_hidden_layers", 1) != 1:
         message = (
@@ -91,10 +86,7 @@ def _layout(
     ]
     if quantized:
         message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
-        remedy = (
-            "`trtspec convert` decodes FP8 with scales to BF16" if fp8 else "store the head in BF16"
-        )
-        yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, remedy)
+        yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, "store the head in BF16")
 
 
 def _other_functions(

@@ -79,7 +79,6 @@ def read_head(
     if problems := unreadable(tensors, declared, attention):
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
-    spec = replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
     problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
@@ -100,7 +99,6 @@ def head_spec_from_config(
     mla = bool(flat.get("kv_lora_rank"))
     aux = dialect.capture(config)[0]
     spec = HeadSpec(
-        eagle="3",
         attention="mla" if mla else "mha",
         dialect=dialect.name,
         hidden_size=hidden,
@@ -128,7 +126,7 @@ def head_spec_from_config(
         spec = replace(
             spec, **sizes, num_key_value_heads=heads
         )  # latent attention shares one; engines read no number
-    return replace(spec, eagle="3.1" if spec.fc_norm or spec.norm_output else "3")
+    return spec
 
 
 def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:

@@ -30,7 +30,6 @@ ATTENTION = {
 }
 MAPS = ("d2t", "t2d")
 OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS, "input_norm.weight")
-FP8_SCALES = ("weight_scale", "weight_scale_inv")
 FLAGS = ("fc_norm", "norm_before_fc")
 Shapes = dict[str, tuple[int, ...]]
 
@@ -45,27 +44,6 @@ def canonical_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
                 plain = "layer." + plain.removeprefix(prefix)
         renamed[plain] = info
     return renamed
-
-
-def fp8_scale(tensors: dict[str, TensorInfo], name: str) -> str | None:
-    """The tensor with the scales of an FP8 weight."""
-    return next(
-        (
-            side
-            for part in FP8_SCALES
-            if (side := f"{name.removesuffix('weight')}{part}") in tensors
-        ),
-        None,
-    )
-
-
-def fp8_weights(tensors: dict[str, TensorInfo]) -> list[str]:
-    """Weights in FP8 with scales beside them, as compressed-tensors, ModelOpt and DeepSeek write them."""
-    return [
-        name
-        for name, info in tensors.items()
-        if info.dtype == "F8_E4M3" and fp8_scale(tensors, name)
-    ]
 
 
 def layer_prefix(tensors: dict[str, TensorInfo]) -> str:

@@ -129,12 +129,11 @@ def convert_head(
         options.dry_run, restart=True, force=options.force
     )  # a killed conversion starts over
     directory.check(again)
-    with opened(path, output.parent if output.parent.is_dir() else None) as (checkpoint, decoded):
+    with opened(path, output.parent if output.parent.is_dir() else None) as checkpoint:
         wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
         if wrong is not None:
             raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
         found, entries = _plan(checkpoint, output, options, target)
-        found = replace(found, repairs=decoded + found.repairs)
         directory = replace(directory, size=found.bytes_out)
         if not has_errors(found.problems):
             directory.check(again)

@@ -28,19 +28,14 @@ from trtspec.checkpoint.headers import (
 )
 from trtspec.checkpoint.heads.dialects import Dialect
 from trtspec.checkpoint.heads.shapes import (
-    FP8_SCALES,
     MAPS,
     OPTIONAL,
     canonical_names,
-    fp8_scale,
-    fp8_weights,
     required_names,
 )
-from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile, write_shard
 from trtspec.errors import CheckFailed, Problem, TrtspecError
-from trtspec.formats import FP8_BLOCK_SIZE
 from trtspec.report import Bar, write_json
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -77,11 +72,6 @@ class OutputTensor:
     @staticmethod
     def copied(checkpoint: Checkpoint, info: TensorInfo) -> OutputTensor:
         return OutputTensor(info.dtype, info.shape, checkpoint, info)
-
-    def is_same(self, other: OutputTensor) -> bool:
-        """Whether two tensors on disk are equal byte for byte."""
-        assert self.checkpoint and self.info and other.checkpoint and other.info
-        return same_bytes(self.checkpoint, self.info, other.checkpoint, other.info)
 
     @staticmethod
     def made(values: np.ndarray) -> OutputTensor:
@@ -208,7 +198,8 @@ def _embedding(
     if lent is None:
         message = f"{dialect.title} drafts with the target's embedding; whether the head's is the same is not known"
         return own, [Problem(code, "warning", where, message, "pass `target` DIR to compare them")]
-    if own.is_same(lent):
+    assert own.checkpoint and own.info and lent.checkpoint and lent.info
+    if same_bytes(own.checkpoint, own.info, lent.checkpoint, lent.info):
         return None, []
     message = (
         f"the head's embedding is not the target's, and {dialect.title} drafts with the target's"
@@ -262,66 +253,18 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
 
 
 @contextmanager
-def opened(path: Path, scratch: Path | None = None) -> Iterator[tuple[Checkpoint, list[Problem]]]:
-    """The head's checkpoint, and what was done to read it. Pickled and FP8 weights are rewritten as plain safetensors
-    below `scratch` for as long as it is open."""
-    stored = Checkpoint.open(path) if any(path.glob("*.safetensors")) else None
-    quantized = fp8_weights(stored.tensors) if stored else []
-    pickles = [] if stored else _pickles(path)
-    if not quantized and not pickles:
-        yield stored or Checkpoint.open(path), []
+def opened(path: Path, scratch: Path | None = None) -> Iterator[Checkpoint]:
+    """The head's checkpoint. Pickled weights are rewritten as safetensors below `scratch` for as long as it is open."""
+    pickles = [] if any(path.glob("*.safetensors")) else _pickles(path)
+    if not pickles:
+        yield Checkpoint.open(path)
         return
-    config, repairs = read_config(path / "config.json"), list[Problem]()
+    config = read_config(path / "config.json")
     with TemporaryDirectory(prefix="trtspec-head-", dir=scratch) as directory:
         for number, file in enumerate(pickles):
             write_shard(Path(directory) / f"model-{number:05d}.safetensors", load_tensors(file))
-        if stored and quantized:
-            write_shard(Path(directory) / "model.safetensors", _plain(stored, quantized))
-            message = f"{len(quantized)} weights are FP8; they are read as BF16, with the rounding that FP8 had"
-            repairs = [
-                Problem(
-                    "TS-HEAD-DTYPE",
-                    "warning",
-                    quantized[0],
-                    message,
-                    "use the head's BF16 source, if any",
-                )
-            ]
-            config = {
-                key: value
-                for key, value in config.items()
-                if key not in ("quantization_config", "torch_dtype")
-            }
-            config["torch_dtype"] = "bfloat16"
         write_json(Path(directory) / "config.json", config)
-        yield Checkpoint.open(directory), repairs
-
-
-def _plain(stored: Checkpoint, quantized: list[str]) -> dict[str, torch.Tensor]:
-    """The tensors in BF16 where they were FP8: with one scale, one for each row, or one for each block of 128 x 128."""
-    block = (stored.config.get("quantization_config") or {}).get(
-        "weight_block_size"
-    ) or FP8_BLOCK_SIZE
-    with LazyTensors(stored) as tensors:
-        sides = {
-            f"{name.removesuffix('weight')}{side}"
-            for name in quantized
-            for side in ("input_scale", *FP8_SCALES)
-        }
-        found = {name: tensors[name] for name in tensors.names() if name not in sides}
-        for name in quantized:
-            scale, (rows, columns) = (
-                tensors[fp8_scale(stored.tensors, name) or ""].float(),
-                found[name].shape,
-            )
-            if scale.dim() == 2 and scale.shape[1] > 1:
-                scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
-                    :, :columns
-                ]
-            else:
-                scale = scale.reshape(-1, 1)
-            found[name] = (found[name].float() * scale).to(torch.bfloat16)
-    return found
+        yield Checkpoint.open(directory)
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -332,10 +275,7 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the pickle's protocol
-            try:
-                value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # the format before torch 1.6 cannot be mapped
-                value = torch.load(file, map_location="cpu", weights_only=True)
+            value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         # its own text is not repeated: it says how to load the file all the same
         named = re.search(r"GLOBAL ([\w.]+)", str(error))

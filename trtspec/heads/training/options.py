@@ -68,9 +68,7 @@ class TrainOptions:
     steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
     batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = 8
     accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = 1
-    seq_len: Annotated[
-        int, option("Maximum sequence length in tokens.", min=8), Excludes("dumps")
-    ] = 2048
+    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8)] = 2048
     lr: Annotated[
         float | None,
         option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
@@ -196,17 +194,6 @@ class TrainingRun:
         return self.output / CURVE_NAME
 
 
-def dump_directory(data: tuple[str, ...]) -> Path | None:
-    """The directory of dumps that the data are, None for conversations. UsageError for one among several files."""
-    folders = [name for name in data if any(Path(name).glob("*.pt"))]
-    if folders and len(data) > 1:
-        raise UsageError(
-            f"{folders[0]} is a directory of dumps, which is trained on alone",
-            "give the conversations, and the directory as `features`",
-        )
-    return Path(folders[0]) if folders else None
-
-
 @dataclass(frozen=True)
 class TrainingRecipe:
     """What a config file may say beside the command's options: `samples` and `mean_tokens` (per sample) describe data
@@ -241,7 +228,6 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
             else replace(rope, rope_type="yarn", factor=1.0)
         )
     return HeadSpec(
-        eagle=options.eagle,
         attention=options.attention,
         dialect=DEFAULT.name,
         hidden_size=target.hidden_size,

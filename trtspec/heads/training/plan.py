@@ -34,11 +34,10 @@ from trtspec.heads.training.options import (
     TrainingRecipe,
     TrainingRun,
     TrainOptions,
-    dump_directory,
     new_head_spec,
 )
 from trtspec.heads.training.samples import Sample, read_files, split_data, steps_of
-from trtspec.heads.training.states import DumpedFeatures, all_dumps, bytes_per_token, dumps_of
+from trtspec.heads.training.states import DumpedFeatures, bytes_per_token, dumps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
@@ -112,17 +111,13 @@ def make_plan(
     options: TrainOptions,
     features: FeatureSource,
 ) -> TrainingPlan:
-    """Reads and tokenizes the data and sizes everything. `data` may be one directory of ModelOpt dumps."""
+    """Reads and tokenizes the data and sizes everything."""
     spec = new_head_spec(target, options)
-    dumped, samples, counted = None, list[Sample](), list[dict[str, Any]]()
-    if directory := dump_directory(data):
-        features = FeatureSource(str(directory), "dumps", directory)
-        dumped = all_dumps(directory, target, spec.num_aux)
-    else:
-        samples, counted = read_files(data, KimiTokenizer(target_dir), options)
-        if features.way == "dumps" and features.directory:
-            dumped = dumps_of(samples, features.directory, target, spec.num_aux)
-    samples = dumped.samples if dumped else samples
+    dumped = None
+    samples, counted = read_files(data, KimiTokenizer(target_dir), options)
+    if features.way == "dumps" and features.directory:
+        dumped = dumps_of(samples, features.directory, target, spec.num_aux)
+        samples = dumped.samples
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
     if features.text == "auto" and size > MEMORY_SHARE * machine.free_memory():

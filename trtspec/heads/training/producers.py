@@ -17,7 +17,6 @@ are computed here for one sample, and what came is compared with the outputs of 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import threading
@@ -491,10 +490,6 @@ class ServedFeatures(Features):
         )
 
 
-class _Enough(Exception):
-    """Raised where no further layer is needed."""
-
-
 def check_first_layers(
     target_dir: Path, sample: Sample, aux: Tensor, layers: tuple[int, ...], dtype: torch.dtype
 ) -> float | None:
@@ -507,7 +502,7 @@ def check_first_layers(
         say(f"The states are not compared with the target: the first captured layer is {layer}")
         return None
     count = min(TOKENS, len(sample.tokens))
-    with LayerStream(target_dir, dtype=dtype, load_ahead=False) as stream:
+    with LayerStream(target_dir, dtype=dtype) as stream:
         ours = first_outputs(stream, sample.tokens[:count], min(layer + 2, stream.num_layers))
         came = aux[:count, : stream.spec.hidden_size].float()
     apart = [float((own - came).norm() / own.norm()) for own in ours]
@@ -530,15 +525,9 @@ def check_first_layers(
 
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
     """Outputs [S, H] of the first layers for one sequence, float32."""
-    batches, outputs = [torch.tensor([tokens])], []
-
-    def on_output(layer: int, _: int, output: Tensor) -> None:
-        outputs.append(output[0].float().cpu())
-        if layer + 1 == layers:
-            raise _Enough
-
-    with States(batches, stream.spec.hidden_size, stream.dtype) as states:
-        stream.embed(batches, states)
-        with contextlib.suppress(_Enough):
-            stream.run(batches, states, on_output=on_output)
+    output = stream.ends("embed.weight").embed(torch.tensor([tokens]))
+    outputs = []
+    for index in range(layers):
+        output = stream.load(index)(output, stream.attention_step((1, len(tokens))))
+        outputs.append(output[0].float())
     return outputs

@@ -43,7 +43,7 @@ from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
 from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
 from trtspec.report import (
-    fsync_directory,
+    fsync,
     provenance,
     remove_file,
     remove_folder,
@@ -223,4 +223,4 @@ class HeadWriter:
         remove_folder(output, name)
         with writing(output / name):
             (output / unfinished).rename(output / name)
-            fsync_directory(output)
+            fsync(output)

@@ -129,22 +129,6 @@ def padded(samples: list[Sample]) -> Tensor:
     return tokens
 
 
-def all_dumps(directory: Path, spec: ModelSpec, num_aux: int) -> DumpedFeatures:
-    """Every dump of a directory.
-
-    Raises TrtspecError when there is none, when one is no dump, or its widths are not the target's.
-    """
-    paths = sorted(directory.glob("*.pt"))
-    if not paths:
-        raise TrtspecError(
-            f"TS-FEATURES-NONE {directory} holds no .pt dumps", "pass a directory of ModelOpt dumps"
-        )
-    # a record maps its file, so it is let go again
-    return DumpedFeatures(
-        [read_dump(path, spec, num_aux)[0] for path in paths], paths, spec, num_aux
-    )
-
-
 def dumps_of(
     samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int
 ) -> DumpedFeatures:
