@@ -90,7 +90,8 @@ class Conversation:
 def read_conversations(source: Path | str, split: str | None = None) -> Iterator[Conversation]:
     """The conversations of a file, a directory or a hub data set (see `rows.read_rows`), in order.
 
-    Raises UsageError (TS-DATA-ROW) with file and line for an invalid row. Fields that are not read are named in one note when the reading ends.
+    Raises UsageError (TS-DATA-ROW) with file and line for an invalid row. Fields that
+    are not read are named in one note when the reading ends.
     """
     unread: Counter[str] = Counter()
     try:
