@@ -24,6 +24,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.command_line import wait_for
 from tests.engine.conftest import launch
 from tests.hostile.requests import GRAMMARS, SCHEMAS
 
@@ -208,9 +209,9 @@ def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, f
         before = process.memory_info().rss
         found = [one_round(running.url, number + 1, count) for number in range(rounds)]
         new = {"prompt": "x", "response_format": {"type": "regex", "regex": f"[a-f]{{{rounds}}}"}}
-        assert httpx.post(
-            f"{running.url}/v1/completions", json=new, timeout=300
-        ).is_success  # it still compiles
+        url = f"{running.url}/v1/completions"
+        # it still compiles, on a busy machine after it asked to come again
+        wait_for(lambda: httpx.post(url, json=new, timeout=300).is_success)
         grown = process.memory_info().rss / before - 1
         assert len(process.children(recursive=True)) <= 4
     finally:
