@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 import signal
 import sys
 from importlib import import_module
@@ -206,17 +204,14 @@ def _missing(module: str) -> TrtspecError:
 
 def _of_the_machine(error: Exception) -> TrtspecError:
     """A failure for want of memory, of a library or of a file, named."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        limit, used = resource.getrlimit(resource.RLIMIT_AS)[0], report.peak_rss()
-        limited = f", and `ulimit -v` allows {limit:,}" if limit != resource.RLIM_INFINITY else ""
-        message = f"not enough memory: this process held {used:,} bytes{limited}"
-        return TrtspecError(message, "free memory, or raise the limit of the job")
+    if isinstance(error, MemoryError):
+        message = f"not enough memory: this process held {report.peak_rss():,} bytes"
+        return TrtspecError(message, "free memory, or raise the limit of the job (`ulimit -v`)")
     if isinstance(error, ImportError):
-        name = error.name or "a module"
         remedy = (
             "raise the memory limit of the job, or install trtspec again, with -c constraints.txt"
         )
-        return TrtspecError(f"{name} cannot be loaded: {error}", remedy)
+        return TrtspecError(f"{error.name or 'a module'} cannot be loaded: {error}", remedy)
     path = getattr(error, "filename", None) or "a file or a connection"
     reason = getattr(error, "strerror", None) or str(error)
     remedy = "check that it is there, its disk and its permissions"
