@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.command_line import ROOT, printed, printed_json
+from tests.json_files import write_json
 from tests.tiny import make_target
 from trtspec.calibrate import (
     CalibrationOptions,
@@ -29,7 +30,6 @@ from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import Bar, OutputOptions
 
-ROOT = Path(__file__).parents[2]
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
 K25, K26 = load_policy("k2.5"), load_policy("k2.6")
 WORDS = [
@@ -73,21 +73,11 @@ def modelopt(
     """ModelOpt's input scales on the very batches that trtspec runs."""
     texts = read_texts(data, KimiTokenizer(source), FLOAT32.samples, FLOAT32.seq_len)
     batches = out.with_suffix(".json")
-    batches.write_text(json.dumps([batch.tolist() for batch in equal_length_batches(texts)]))
+    write_json(batches, [batch.tolist() for batch in equal_length_batches(texts)])
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.calibrate.modelopt_whole",
-        str(copy),
-        config,
-        str(batches),
-        dtype,
-        str(out),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    oracle = [sys.executable, "-m", "tests.calibrate.modelopt_whole"]
+    printed(*oracle, copy, config, batches, dtype, out, cwd=ROOT)
     tensors = {
         name: tensor
         for file in out.glob("*.safetensors")
@@ -349,10 +339,6 @@ def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mod
             tmp_path / f"{layers}.safetensors",
             mode,
         ]
-        run = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        found = json.loads(run.stdout.splitlines()[-1])
+        found = printed_json(*command, env=environment, cwd=ROOT)
         print(mode, layers, "layers", found)
         assert found["grown"] < (held + 1) * found["layer"]  # and what is being decoded

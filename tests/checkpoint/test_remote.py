@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.loopback_hub import COMMIT, LoopbackHub
+from tests.json_files import read_json
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.headers import Checkpoint
 
@@ -214,7 +215,7 @@ def test_the_commit_is_recorded_and_a_resume_with_another_is_refused(hub, older,
     hub.older[name] = {OLDER: source}
     words = ["-o", out, "--policy", "k2.5"]
     found(trtspec(hub, tmp_path / "cache", "quantize", f"{name}@{OLDER}", *words, "--json"))
-    record = json.loads((out / "provenance.json").read_text())
+    record = read_json(out / "provenance.json")
     made_from = {key: value for key, value in record["source"].items() if key != "path"}
     assert (made_from["hub_id"], made_from["commit"]) == (name, OLDER)
     journal = out / ".trtspec-quantize.jsonl"  # of a run that was killed before its first shard

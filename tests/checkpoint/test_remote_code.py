@@ -1,14 +1,14 @@
 """Code that a checkpoint brings: what is listed, what is trusted, and what is refused by name."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command_line import inspected, trtspec
+from tests.command_line import inspected, succeeded, trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.remote_code import read_code
@@ -70,12 +70,12 @@ def head(models: tuple[Path, Path], tmp_path: Path) -> Path:
 
 def write(path: Path, value: Any, *keys: str) -> None:
     """Puts a value behind keys of a JSON file, which is made where there is none."""
-    config = json.loads(path.read_text()) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
     inner = config
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
     inner[keys[-1]] = value
-    path.write_text(json.dumps(config))
+    write_json(path, config)
 
 
 def bring_code(checkpoint: Path, file: str = "config.json") -> None:
@@ -188,8 +188,7 @@ def test_a_converted_head_has_no_code(value: Any, head: Path, tmp_path: Path) ->
     bring_code(head)
     write(head / "config.json", value, "auto_map", "AutoModel")
     write(head / "config.json", value, "more", "auto_map", "AutoModel")
-    answer = trtspec("convert", head, "-o", tmp_path / "out", "--to", "vllm")
-    assert answer.status == 0, answer.stderr
+    answer = succeeded("convert", head, "-o", tmp_path / "out", "--to", "vllm")
     assert "repaired: config.json:auto_map:AutoConfig: the head brings code" in answer.stdout
     assert "repaired: config.json:auto_map:AutoModel: " in answer.stdout
     assert "auto_map" not in (tmp_path / "out" / "config.json").read_text()
@@ -199,8 +198,7 @@ def test_a_converted_head_has_no_code(value: Any, head: Path, tmp_path: Path) ->
 
 def test_a_quantized_target_brings_the_same_code(target: Path, tmp_path: Path) -> None:
     bring_code(target)
-    answer = trtspec("quantize", target, "-o", tmp_path / "out", "--input-scales", "one")
-    assert answer.status == 0, answer.stderr
+    succeeded("quantize", target, "-o", tmp_path / "out", "--input-scales", "one")
     before, after = inspected(target), inspected(tmp_path / "out")
     assert after["code_files"] == before["code_files"] and not found(tmp_path / "out")
 

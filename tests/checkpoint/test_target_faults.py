@@ -279,12 +279,12 @@ def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path
             words = draw.choice(lines)
             done = process(*words, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
             good = (
-                done.returncode in (1, 2, 3)
+                done.status in (1, 2, 3)
                 and "Traceback" not in done.stderr
                 and "unexpected" not in done.stderr
             )
             rates.count(
-                words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good
+                words[0], f"{fault.kind} {fault.name}: {done.status} {done.stderr[-300:]}", good
             )
             assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))
     rates.check()

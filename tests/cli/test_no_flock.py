@@ -34,7 +34,7 @@ def run(room: Path, out: Path, words: str, preload: bool) -> str:
         target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.txt", out=out
     )
     done = process(*text.split(), **(without_flock(room, "ENOLCK") if preload else {}))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done
     return done.stderr
 
 

@@ -1,11 +1,9 @@
 """`trtspec quantize` as a user types it."""
 
-import json
-
 import pytest
 import torch
 
-from tests.command_line import process, trtspec
+from tests.command_line import process, succeeded, trtspec
 from tests.quant.test_modelopt_export import different, tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
@@ -14,8 +12,8 @@ from trtspec.checkpoint.headers import Checkpoint
 def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
     run = process("quantize", source, "-o", tmp_path / "out", "--json")
-    assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads(run.stdout)
+    assert (run.status, run.stderr) == (0, "")
+    result = run.json
     contract = {
         "output",
         "quantized",
@@ -29,26 +27,20 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     assert contract <= set(result)
     assert result["policy"] == "k2.5"  # by the directory's name
     assert result["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
-    again = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert (
-        again.status == 0
-        and "2 shards resumed" in again.stdout
-        and "routed experts" in again.stdout
-    )
+    again = succeeded("quantize", source, "-o", tmp_path / "out")
+    assert "2 shards resumed" in again.stdout and "routed experts" in again.stdout
 
 
 def test_a_published_checkpoint_is_planned_without_network(tmp_path):
     words = ("-o", tmp_path / "out", "--dry-run", "--json")
-    told = json.loads(
-        trtspec("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").stdout
-    )
+    told = trtspec("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").json
     assert (
         told["ok"]
         and told["bytes_out"] < 0.6 * told["bytes_in"]
         and told["problems"][0]["code"] == "TS-NAME-ABSENT"
     )
     head = ("convert", "lightseekorg/kimi-k2.5-eagle3", "--to", "trtllm", *words)
-    told = json.loads(trtspec(*head, HF_HUB_OFFLINE="1").stdout)
+    told = trtspec(*head, HF_HUB_OFFLINE="1").json
     assert told["ok"] and (told["from"], told["to"], told["output"]) == (
         "torchspec",
         "trtllm",
@@ -58,21 +50,15 @@ def test_a_published_checkpoint_is_planned_without_network(tmp_path):
 
 def test_dry_run_then_inspect_against(tmp_path):
     source = make_target(tmp_path / "in", layers=2)
-    run = trtspec(
+    run = succeeded(
         "quantize", source, "-o", tmp_path / "out", "--dry_run"
     )  # underscores are fine too
-    assert run.status == 0 and "routed experts down_proj 4" in " ".join(
-        run.stdout.split()
-    )  # rows may wrap
+    assert "routed experts down_proj 4" in " ".join(run.stdout.split())  # rows may wrap
     assert not (tmp_path / "out").exists()
-    run = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert (
-        run.status == 0
-        and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
-    )
-    run = trtspec("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
-    assert run.status == 0, run.stdout
-    assert json.loads(run.stdout)["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
+    run = succeeded("quantize", source, "-o", tmp_path / "out")
+    assert f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
+    run = succeeded("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
+    assert run.json["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
 
 
 @pytest.mark.parametrize(
@@ -106,7 +92,7 @@ def test_the_modelopt_engine_writes_the_same_files(tmp_path, policy, format):
     outputs = {engine: tmp_path / engine / "Kimi" for engine in ("stream", "modelopt")}
     for engine, output in outputs.items():
         words = ("quantize", source, "-o", output, "--policy", policy, "--engine", engine)
-        assert trtspec(*words).status == 0
+        succeeded(*words)
     files = sorted(path.name for path in outputs["stream"].iterdir() if path.suffix != ".jsonl")
     assert len(files) > 5
     for name in files:
@@ -120,7 +106,7 @@ def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch, part):
 
     source = make_target(tmp_path / "in", layers=2)
     words = ("quantize", source, "--policy", "k2.5", "--engine")
-    assert trtspec(*words, "stream", "-o", tmp_path / "stream").status == 0
+    succeeded(*words, "stream", "-o", tmp_path / "stream")
     original = NVFP4QTensor.quantize
 
     def changed(*inputs):

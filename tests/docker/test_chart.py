@@ -26,6 +26,7 @@ from tests.docker.chart import (
     objects,
     objects_of,
 )
+from tests.json_files import read_json
 from trtspec.launch.options import ENGINE, FRONT, ServeOptions
 from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
@@ -109,7 +110,7 @@ def custom_schema(kind: str) -> dict[str, Any] | None:
             if resource["names"]["kind"] == kind:
                 return closed(resource["versions"][-1]["schema"]["openAPIV3Schema"])
     own = HERE / "schemas" / f"{kind}.json"
-    return json.loads(own.read_text()) if own.exists() else None
+    return read_json(own) if own.exists() else None
 
 
 def closed(schema: Any) -> Any:
@@ -328,7 +329,7 @@ def test_what_watch_brings_fits_the_chart() -> None:
 
 
 def test_values_file_schema_and_page_name_the_same_values() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
+    schema = read_json(CHART / "values.schema.json")
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(defaults) | {"global"} == set(schema["properties"])
     for name, part in schema["properties"].items():

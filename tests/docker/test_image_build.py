@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_line import free_port
+from tests.command_line import free_port, ran
 from tests.docker.buildah import Buildah, missing
 
 pytestmark = [
@@ -74,11 +74,9 @@ def test_it_runs_as_nobody_special_and_answers(built: Buildah) -> None:
     port = free_port()
     container = built("from", "--pull-never", "trtspec:cpu")
     assert built("run", container, "--", "id", "-u") == "1000"
-    refused = subprocess.run(
-        [*built.command, "run", container, "--", "sh", "-c", "touch /opt/trtspec/x"], env=built.environ,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert refused.returncode != 0 and "Permission denied" in refused.stderr
+    words = ("run", container, "--", "sh", "-c", "touch /opt/trtspec/x")
+    refused = ran(*built.command, *words, env=built.environ)
+    assert refused.status != 0 and "Permission denied" in refused.stderr
     entrypoint, default = (
         "trtspec",
         json.loads(built("inspect", container))["Docker"]["config"]["Cmd"],

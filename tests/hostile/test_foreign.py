@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, succeeded, trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.data_files import DATA
 from trtspec.errors import UNPRINTABLE
@@ -64,8 +65,8 @@ sys.addaudithook(guard)
 
 
 def edit(path: Path, **keys: Any) -> None:
-    values = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(values | keys))
+    values = read_json(path) if path.is_file() else {}
+    write_json(path, values | keys)
 
 
 def journal(room: Path, name: Any) -> None:
@@ -92,7 +93,7 @@ def tokenizer_name(room: Path, text: Any) -> None:
 
 def index(room: Path, name: Any) -> None:
     path = room / "src/model.safetensors.index.json"
-    weight_map = json.loads(path.read_text())["weight_map"]
+    weight_map = read_json(path)["weight_map"]
     edit(path, weight_map=dict.fromkeys(weight_map, name))
 
 
@@ -232,8 +233,7 @@ def test_shards_may_be_links_to_another_volume(place: Path) -> None:
     for shard in (place / "src").glob("*.safetensors"):
         shutil.move(shard, place / "precious" / shard.name)
         shard.symlink_to(place / "precious" / shard.name)
-    done = trtspec(*QUANTIZE)
-    assert done.status == 0, done.stderr
+    succeeded(*QUANTIZE)
 
 
 def test_a_snapshot_of_the_hub_links_to_its_blobs(place: Path) -> None:
@@ -244,5 +244,4 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(place: Path) -> None:
     for number, file in enumerate(sorted((place / "src").iterdir())):
         shutil.move(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    done = trtspec("quantize", snapshot, "-o", "out", "--policy", "k2.5")
-    assert done.status == 0, done.stderr
+    succeeded("quantize", snapshot, "-o", "out", "--policy", "k2.5")

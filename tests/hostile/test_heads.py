@@ -17,6 +17,7 @@ from tests.checkpoint.heads.faults import changed, faults
 from tests.heads.convert.foreign_heads import write_head
 from tests.hostile.inputs import Inputs
 from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import compare_heads
@@ -80,12 +81,12 @@ class Damage:
             return self.inputs._safetensors(file, file.read_bytes())
         if way < 0.9:
             config, tensors = (
-                json.loads((head / "config.json").read_text()),
+                read_json(head / "config.json"),
                 load_file(head / "model.safetensors"),
             )
             fault = self.rng.choice(list(faults(config, tensors)))
             config, tensors = changed(fault, config, tensors)
-            (head / "config.json").write_text(json.dumps(config))
+            write_json(head / "config.json", config)
             save_file(
                 {name: tensor.contiguous() for name, tensor in tensors.items()},
                 head / "model.safetensors",

@@ -3,7 +3,6 @@
 Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place shows.
 """
 
-import json
 import math
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.json_files import read_json
 from tests.tiny import make_head
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
@@ -37,7 +37,7 @@ def load(
         k: v.double() if v.is_floating_point() else v
         for k, v in load_file(path / "model.safetensors").items()
     }
-    return head, tensors, json.loads((path / "config.json").read_text())
+    return head, tensors, read_json(path / "config.json")
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

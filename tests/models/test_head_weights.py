@@ -1,12 +1,12 @@
 """Loading a head: both namings, what the target lends, and every misfit refused with its code in one message."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_json, write_json
 from tests.tiny import make_head
 from trtspec.errors import TrtspecError
 from trtspec.models.head_weights import load_head
@@ -23,8 +23,8 @@ def edit(head: Path, change_tensors=None, **config) -> Path:
     if change_tensors:
         change_tensors(tensors)
         save_file(tensors, head / "model.safetensors", {"format": "pt"})
-    stored = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(stored | config))
+    stored = read_json(head / "config.json")
+    write_json(head / "config.json", stored | config)
     return head
 
 

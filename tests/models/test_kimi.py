@@ -1,11 +1,11 @@
 """The reference target against transformers' own classes on the same weights, prefill and step by step."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import KimiModel
@@ -23,12 +23,12 @@ def transformers_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     if (
         config["model_type"] == "kimi_k2"
     ):  # transformers knows the text model under DeepSeek's name only
         config["model_type"] = "deepseek_v3"
-        (directory / "config.json").write_text(json.dumps(config))
+        write_json(directory / "config.json", config)
     model = (
         transformers.AutoModelForImageTextToText
         if "text_config" in config

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_json, write_json
 from tests.package_copy import copy_package, run_copy, touched
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
@@ -84,10 +85,10 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             scales,
         )
     save_file(stored, path, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"]}  # fmt: skip
-    (source / "config.json").write_text(json.dumps(config))
+    write_json(source / "config.json", config)
     return source, plain
 
 

@@ -1,6 +1,5 @@
 """NaN and infinity in every tensor of a source, converted or copied: refused with its name, its file and its place."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_json
 from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
@@ -116,4 +116,4 @@ def test_the_modelopt_engine_looks_too(tmp_path):
 
 
 def index_of(source: Path) -> dict[str, str]:
-    return json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    return read_json(source / "model.safetensors.index.json")["weight_map"]

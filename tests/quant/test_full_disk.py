@@ -2,13 +2,12 @@
 room. `write` and its like fail through a preloaded library, from the n-th call on files of the output on."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from tests.command_line import process
+from tests.command_line import Done, printed, process
 from tests.tiny import make_target
 from trtspec import machine
 from trtspec.checkpoint.output import SPARE_BYTES
@@ -25,11 +24,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no gcc here")
     path = tmp_path_factory.mktemp("shim") / "full.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, SHIM, "-ldl"], check=True)
+    printed(compiler, "-shared", "-fPIC", "-o", path, SHIM, "-ldl")
     return path
 
 
-def quantize(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def quantize(source: Path, out: Path, **environment: str) -> Done:
     return process("quantize", source, "-o", out, "--policy", "k2.5", **environment)
 
 
@@ -45,13 +44,12 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
     expected, out = tmp_path / "expected" / "Kimi", tmp_path / "out" / "Kimi"
     count = tmp_path / "count"
     preload = {"LD_PRELOAD": str(shim), "FULL_OUTPUT": str(expected), "FULL_COUNT": str(count)}
-    done = quantize(source, expected, **preload)
-    assert done.returncode == 0, done.stderr
+    assert quantize(source, expected, **preload).status == 0
     calls = int(count.read_text())
     steps = sorted({1 + number * (calls - 1) // (points - 1) for number in range(points)})
     for at in steps:
         run = quantize(source, out, LD_PRELOAD=str(shim), FULL_OUTPUT=str(out), FULL_AT=str(at))
-        assert run.returncode == 1 and "No space left on device" in run.stderr, (at, run.stderr)
+        assert run.status == 1 and "No space left on device" in run.stderr, (at, run.stderr)
         assert (
             "free space on that disk, then run the command again" in run.stderr
             and "unexpected" not in run.stderr
@@ -62,8 +60,7 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
                 assert list(shard.keys())
         finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
         assert not (out / "config.json").exists() or len(finished) == 3
-        again = quantize(source, out)
-        assert again.returncode == 0, again.stderr
+        assert quantize(source, out).status == 0
         assert files(out) == files(expected), at
         shutil.rmtree(out)
     print(

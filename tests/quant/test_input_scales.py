@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
@@ -69,9 +70,9 @@ def changed(source: Path, to: Path, how: str) -> Path:
         name = next(name for name in tensors if name.endswith("layernorm.weight"))
         tensors[name] = tensors[name].float()
     else:
-        config = json.loads((to / source.name / "config.json").read_text())
+        config = read_json(to / source.name / "config.json")
         config["text_config"]["aux_loss_alpha"] = 0.002
-        (to / source.name / "config.json").write_text(json.dumps(config))
+        write_json(to / source.name / "config.json", config)
     save_file(tensors, path, {"format": "pt"})
     return to / source.name
 

@@ -1,7 +1,6 @@
 """Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers
 logits beside the reference model's."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import save_file
 
+from tests.json_files import read_json, write_json
 from tests.models.test_kimi import prompts, transformers_logits
 from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
@@ -81,7 +81,7 @@ def test_transformers_computes_what_the_reference_model_computes(tmp_path):
     )
     with torch.no_grad():
         expected = model(tokens).logits
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(tmp_path / "out" / "config.json")
     assert not AutoHfQuantizer.supports_quant_method(config.pop("quantization_config"))
     tensors = tensors_of(tmp_path / "out")
     quantized = {
@@ -100,6 +100,6 @@ SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 
 def write(directory: Path, config: dict, tensors: Tensors) -> None:
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
+    write_json(directory / "config.json", config)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, directory / "model.safetensors", {"format": "pt"})

@@ -1,9 +1,7 @@
 """Our files against ModelOpt's own export of the same model, tensor by tensor, and our W4A4 against its fake-quant."""
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import ROOT, inspected
+from tests.command_line import ROOT, inspected, printed
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
@@ -41,17 +40,8 @@ def modelopt(
         pytest.skip(f"{OTHER} names no Python with ModelOpt {version}")
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [
-        VERSIONS[version],
-        "-m",
-        "tests.quant.modelopt_oracle",
-        mode,
-        str(copy),
-        config,
-        str(out),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    oracle = [VERSIONS[version], "-m", "tests.quant.modelopt_oracle"]
+    printed(*oracle, mode, copy, config, out, cwd=ROOT)
     return tensors_of(out)
 
 
@@ -105,9 +95,9 @@ def decoded_copy(source: Path, out: Path) -> Path:
             plain[name] = tensor.contiguous()
     save_file(plain, out / "model.safetensors", {"format": "pt"})
     (out / "model.safetensors.index.json").unlink()
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     config.pop("quantization_config")
-    (out / "config.json").write_text(json.dumps(config))
+    write_json(out / "config.json", config)
     return out
 
 
@@ -155,10 +145,7 @@ def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format,
     quantized = sum(name.endswith("weight_scale_2") for name in ours)
     assert quantized == {"k2.5": 3 + 2 * 15, "k2.6": 2 * 12, "k2.7-code": 2 * 12}[policy]
     assert different(ours, theirs) == []
-    configs = [
-        json.loads((tmp_path / name / "hf_quant_config.json").read_text())
-        for name in ("out", "modelopt")
-    ]
+    configs = [read_json(tmp_path / name / "hf_quant_config.json") for name in ("out", "modelopt")]
     quant, expected = (config["quantization"] | {"exclude_modules": None} for config in configs)
     assert quant == expected
 

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
@@ -33,9 +34,7 @@ def test_counts_of_the_published_lists(name, count):
 
 
 def test_k25_list_is_the_published_one(upstream_data):
-    published = json.loads(
-        (upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json").read_text()
-    )
+    published = read_json(upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json")
     spec = ModelSpec.from_config(published)
     assert load_policy("k2.5").exclude_patterns(spec) == published["quantization_config"]["ignore"]
 

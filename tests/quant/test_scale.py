@@ -1,7 +1,6 @@
 """Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; memory while model and
 shards grow from half a gigabyte to four; slow, so not by default."""
 
-import json
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from tests.json_files import read_json
 from tests.quant.test_loaders import modules_of, ours
 from tests.quant.test_modelopt_export import tensors_of
 from tests.tiny import make_target
@@ -41,7 +41,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
     source = make_target(
         tmp_path / "in", format="int4", layers=61, experts=8, shards=16, vision=True
     )
-    place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    place = read_json(source / "model.safetensors.index.json")["weight_map"]
     torn = [name for name in place if name.endswith("gate_proj.weight_packed")]
     torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
     result = quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(workers=1))

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import TRTSPEC
+from tests.json_files import read_json, write_json
 from tests.quant.test_full_disk import files
 from tests.quant.test_modelopt_export import accepted, different, tensors_of
 from tests.tiny import make_target
@@ -87,12 +88,10 @@ def test_configs_index_and_files(tmp_path, format):
         tmp_path / "out",
         make_target(tmp_path / "nvfp4", format="nvfp4", layers=3, vision=True),
     )
-    config, expected = (json.loads((path / "config.json").read_text()) for path in (out, published))
+    config, expected = (read_json(path / "config.json") for path in (out, published))
     config["quantization_config"].pop("producer"), expected["quantization_config"].pop("producer")
     assert config == expected
-    quant, wanted = (
-        json.loads((path / "hf_quant_config.json").read_text()) for path in (out, published)
-    )
+    quant, wanted = (read_json(path / "hf_quant_config.json") for path in (out, published))
     assert quant["quantization"] == wanted["quantization"]
     for name in (
         "LICENSE",
@@ -102,12 +101,12 @@ def test_configs_index_and_files(tmp_path, format):
         "chat_template.jinja",
     ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index = read_json(out / "model.safetensors.index.json")
     found = Checkpoint.open(out)
     assert index["weight_map"] == {name: info.shard for name, info in found.tensors.items()}
     assert index["metadata"]["total_size"] == found.bytes
     assert target_spec(found).quant.format == "nvfp4" and target_spec(found).quant.kv_cache == "fp8"
-    provenance = json.loads((out / "provenance.json").read_text())
+    provenance = read_json(out / "provenance.json")
     assert provenance["command"] == "quantize" and provenance["options"]["policy"]["name"] == "k2.5"
     assert "routed experts down_proj" in (out / "README.md").read_text()
     assert not list(out.glob(".*.partial"))
@@ -120,10 +119,7 @@ def test_without_an_fp8_kv_cache(tmp_path):
         K26,
         ConversionOptions(kv_cache=None),
     )
-    assert (
-        "kv_cache_scheme"
-        not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    )
+    assert "kv_cache_scheme" not in read_json(tmp_path / "out/config.json")["quantization_config"]
     assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
 
 
@@ -318,9 +314,9 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
     tensors = load_file(source / "model.safetensors")
     if case == "no blocks":
-        config = json.loads((source / "config.json").read_text())
+        config = read_json(source / "config.json")
         config["text_config"]["moe_intermediate_size"] = 24
-        (source / "config.json").write_text(json.dumps(config))
+        write_json(source / "config.json", config)
         for key in tensors:
             if "experts." in key:
                 narrow = tensors[key][:, :24] if "down_proj" in key else tensors[key][:24]

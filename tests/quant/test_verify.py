@@ -1,6 +1,5 @@
 """`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged that way."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_clean_targets import above_info
 from tests.command_line import inspected
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.describe import describe, hash_problems
 from trtspec.checkpoint.headers import Checkpoint
@@ -103,9 +103,9 @@ def test_each_damage_is_found(pair, tmp_path, name, change, code):
 )
 def test_the_exclude_list_must_fit_the_tensors(pair, tmp_path, change):
     source, good = pair
-    config = json.loads((good / "config.json").read_text())
+    config = read_json(good / "config.json")
     config["quantization_config"]["ignore"] = change(config["quantization_config"]["ignore"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     (tmp_path / "model.safetensors").symlink_to(good / "model.safetensors")
     assert codes(tmp_path, source, 1) == {"TS-TARGET-EXCLUDE"}
 

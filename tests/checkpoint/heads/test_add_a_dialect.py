@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy, touched
 from tests.tiny import make_head, make_target
 
@@ -48,9 +49,9 @@ def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
     source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)
     there, back = tmp_path / "there", tmp_path / "back"
     run(copied, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
-    config = json.loads((there / "config.json").read_text())
+    config = read_json(there / "config.json")
     assert config[IDS] == [
-        layer + 1 for layer in json.loads((source / "config.json").read_text())["eagle_config"][IDS]
+        layer + 1 for layer in read_json(source / "config.json")["eagle_config"][IDS]
     ]
     names = set(load_file(there / "model.safetensors"))
     assert {"t2d", "embed_tokens.weight", "midlayer.hidden_norm.weight"} <= names

@@ -3,7 +3,6 @@
 TRTSPEC_SEED chooses another slice for the default test.
 """
 
-import json
 import os
 import random
 from collections import Counter, defaultdict
@@ -18,6 +17,7 @@ from tests.checkpoint.heads.faults import REFUSED, Fault, changed, faults
 from tests.checkpoint.target_faults import edit_header, header_changes
 from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import head_spec
@@ -66,7 +66,7 @@ class Judge:
                 path, self.target, dialect, attention=attention, eagle=eagle, draft_vocab=vocab
             )
             self.heads[head] = (
-                json.loads((path / "config.json").read_text()),
+                read_json(path / "config.json"),
                 load_file(path / "model.safetensors"),
             )
         return self.heads[head]
@@ -78,7 +78,7 @@ class Judge:
         config, tensors = changed(fault, *self.clean(head))
         path = self.room / "faulty"
         path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config))
+        write_json(path / "config.json", config)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()},
             path / "model.safetensors",

@@ -4,7 +4,6 @@ Key sets, names and maps are those of the projects' exporters and of published l
 are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are changed.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import IDS, Change, target_embedding, write_head
+from tests.json_files import read_json, write_json
 
 Config = dict[str, Any]
 MLA, MHA = {"attention": "mla"}, {"attention": "mha"}
@@ -61,7 +61,7 @@ def upstream(name: str) -> Change:
     """TorchSpec's own config file with the sizes and layer ids of the tiny head."""
 
     def change(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-        text = json.loads(Path(change.place, "draft_configs", name).read_text())  # type: ignore[attr-defined]
+        text = read_json(Path(change.place, "draft_configs", name))  # type: ignore[attr-defined]
         sizes = {
             key: config[key]
             for key in text
@@ -120,7 +120,7 @@ def test_published_heads_have_nothing_above_info(
 ) -> None:
     path = write_head(tmp_path / "head", target_dir, dialect, **kind)
     config, tensors = (
-        json.loads((path / "config.json").read_text()),
+        read_json(path / "config.json"),
         load_file(path / "model.safetensors"),
     )
     if change.__qualname__.startswith("upstream"):
@@ -129,7 +129,7 @@ def test_published_heads_have_nothing_above_info(
     assert "embed_tokens.weight" not in tensors or torch.equal(
         tensors["embed_tokens.weight"], target_embedding(target_dir)
     )
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors"
     )

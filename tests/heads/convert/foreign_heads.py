@@ -3,7 +3,6 @@
 The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in published heads.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_json, write_json
 from tests.tiny import make_head
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
@@ -45,7 +45,7 @@ def target_embedding(target: Path) -> torch.Tensor:
 def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> Path:
     """The head of make_head(**options) as `dialect` stores it; returns its directory."""
     make_head(directory, target, **options)
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     tensors = load_file(directory / "model.safetensors")
     config["rope_parameters"] = (config["rope_scaling"] or {"rope_type": "default"}) | {
         "rope_theta": config["rope_theta"]
@@ -56,7 +56,7 @@ def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> P
         directory / "model.safetensors",
         {"format": "pt"},
     )
-    (directory / "config.json").write_text(json.dumps(_config(config, dialect)))
+    write_json(directory / "config.json", _config(config, dialect))
     return directory
 
 
@@ -71,14 +71,14 @@ def changed_head(
         else make_head(directory, target, **options)
     )
     config, tensors = (
-        json.loads((path / "config.json").read_text()),
+        read_json(path / "config.json"),
         load_file(path / "model.safetensors"),
     )
     for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
         tensors[name] = torch.ones_like(tensors[name])
     if change:
         change(config, tensors)
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
     )

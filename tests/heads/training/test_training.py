@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.command_line import wait_for
+from tests.json_files import read_json, write_json
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
@@ -92,8 +93,8 @@ def test_init_continues_from_a_head(tmp_path, whole_run, target_dir, data):
     assert abs(begun[0] - trained[-1]) < 0.3 < trained[0] - begun[0]
     other = TrainOptions(**{**OPTIONS.__dict__, "steps": 2, "eagle": "3.1"})
     spoilt = shutil.copytree(whole_run[0], tmp_path / "spoilt")
-    config = json.loads((spoilt / "config.json").read_text())
-    (spoilt / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    config = read_json(spoilt / "config.json")
+    write_json(spoilt / "config.json", config | {"hidden_act": "gelu"})
     with pytest.raises(TrtspecError, match="TS-HEAD-FUNCTION"):
         train_once(target_dir, data, tmp_path / "from-spoilt", short, init=spoilt)
     with pytest.raises(TrtspecError, match=r"fc_norm.0.weight is missing"):
