@@ -14,6 +14,10 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     path.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
 
 
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def edit_json(path: Path, **keys: Any) -> None:
     """Sets these keys of the file's mapping, which is made if there is no file."""
     write_json(path, (read_json(path) if path.is_file() else {}) | keys)

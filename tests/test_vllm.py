@@ -227,7 +227,7 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
     pair = ["nvidia/Kimi-K2.6-NVFP4", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
     sizes = ["--tp-size", "4", "--max-seq-len", "32768", "--trust-remote-code"]
     path = tmp_path / "vllm.yml"
-    succeeded("build-config", *pair, *sizes, "--format", "vllm", "-o", str(path))
+    succeeded("build-config", *pair, *sizes, "--format", "vllm", "-o", path)
     by_options, by_file = dry(*pair, *sizes), dry(pair[0], "--config", str(path))
     assert by_file["status"] == 0 and sorted(meaning(by_file["argv"]), key=str) == sorted(
         meaning(by_options["argv"]), key=str
@@ -239,7 +239,7 @@ def test_commits_are_revisions_of_the_engine_also_from_its_file(tmp_path: Path) 
     pair = ["nvidia/Kimi-K2.6-NVFP4@v1", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla@abc1234"]
     pair += ["--tp-size", "8"]
     path = tmp_path / "vllm.yml"
-    succeeded("build-config", *pair, "--format", "vllm", "-o", str(path))
+    succeeded("build-config", *pair, "--format", "vllm", "-o", path)
     by_options, by_file = dry(*pair), dry(pair[0], "--config", str(path))
     assert (
         by_options["argv"][2] == "nvidia/Kimi-K2.6-NVFP4" and by_options["argv"] == by_file["argv"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests import json_files
 from tests.json_files import read_json
@@ -172,10 +172,25 @@ def write_json(path: Path, value: Any) -> None:
     json_files.write_json(path, value, indent=2)
 
 
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of every shard."""
+    shards = sorted(directory.glob("*.safetensors"))
+    assert shards, f"no tensors in {directory}"
+    tensors = {}
+    for shard in shards:
+        tensors |= load_file(shard)
+    return tensors
+
+
+def write_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})
+
+
 def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
     """Deals the tensors to `shards` files in turn, with an index; one file without an index when `shards` is 1."""
     if shards == 1:
-        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        write_tensors(directory, tensors)
         return
     names, weight_map = sorted(tensors), {}
     for shard in range(shards):
@@ -369,5 +384,5 @@ def make_head(
             name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
         }
     write_json(directory / "config.json", config)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_tensors(directory, tensors)
     return directory

@@ -18,6 +18,7 @@ from tests import command_line
 from tests.bench.conftest import STAND_IN, answering
 from tests.bench.test_malformed_metadata import WORKLOAD, mutated, pages, served
 from tests.command_line import TRTSPEC, free_port, printed, ran, wait_for
+from tests.json_files import write_lines
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
@@ -236,7 +237,7 @@ def test_fuzzed_data_sets_are_read_or_refused_in_words(tmp_path: Path) -> None:
     read = refused = 0
     for trial in range(500):
         rows = [mutated(rng.choice(ROWS), rng) for _ in range(2)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(file, rows)
         name = rng.choice(["", "gsm8k=", "mt-bench=", "speed-bench="])
         try:
             load_dataset(f"{name}{file}")

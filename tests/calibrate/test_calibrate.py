@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import ROOT, printed, printed_json
-from tests.json_files import write_json
-from tests.tiny import make_target
+from tests.json_files import write_json, write_lines
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.calibrate import (
     CalibrationOptions,
     calibrate_checkpoint,
@@ -62,9 +62,7 @@ def data(tmp_path_factory) -> Path:
         )
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         rows.append(({"text": text}, {"messages": turns}, {"prompt": text})[number % 3])
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path_factory.mktemp("data") / "texts.jsonl", rows)
 
 
 def modelopt(
@@ -78,11 +76,7 @@ def modelopt(
     shutil.copytree(source, copy)
     oracle = [sys.executable, "-m", "tests.calibrate.modelopt_whole"]
     printed(*oracle, copy, config, batches, dtype, out, cwd=ROOT)
-    tensors = {
-        name: tensor
-        for file in out.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    tensors = read_tensors(out)
     return {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
 
 
@@ -141,9 +135,7 @@ def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
         source, tmp_path / "out", K25, ConversionOptions(input_scales=tmp_path / "s.safetensors")
     )
     scales = load_file(tmp_path / "s.safetensors")
-    written = {
-        n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()
-    }
+    written = read_tensors(tmp_path / "out")
     assert {name for name in written if name.endswith("input_scale")} == set(scales)
     assert all(torch.equal(written[name], scale) for name, scale in scales.items())
     stem = "language_model.model.layers.1.mlp.experts."
@@ -290,9 +282,9 @@ def test_bad_data_is_refused_by_line(tmp_path, text, match):
 
 def test_a_weight_that_is_no_number_is_named(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, shards=1)
-    tensors = load_file(source / "model.safetensors")
+    tensors = read_tensors(source)
     tensors["language_model.model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    write_tensors(source, tensors)
     with pytest.raises(TrtspecError, match=r"layers.1.*NaN|its input is NaN"):
         calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32)
     assert not (tmp_path / "s.safetensors").exists()

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.json_files import read_json, write_json
-from tests.tiny import make_target, write_shards
+from tests.tiny import make_target, read_tensors, write_shards
 from tests.tiny_formats import hf_quant_config
 from trtspec.checkpoint.describe import describe
 from trtspec.checkpoint.hub import catalogue, resolve
@@ -52,7 +51,7 @@ def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
     path = make_target(
         directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=vision and nested
     )  # fmt: skip
-    tensors, bf16 = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
+    tensors, bf16 = read_tensors(path), read_tensors(plain)
     config = scaled_down(entry["config"], read_json(path / "config.json"))
     block = config.get("quantization_config", {})
     if "hf_quant_config.json" in [file.name for file in path.iterdir()]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.json_files import read_json, write_json
-from tests.tiny import make_head, make_target
+from tests.json_files import edit_json, read_json, write_json
+from tests.tiny import make_head, make_target, read_tensors
 from trtspec.checkpoint.describe import describe
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.target_problems import config_kind, detect, read_target
@@ -45,7 +45,7 @@ def test_parameters_are_the_same_in_every_format(tmp_path: Path) -> None:
         format: describe(resolve(str(make_target(tmp_path / format, format=format)))).parameters
         for format in FORMATS
     }
-    plain = load_file(make_target(tmp_path / "one", shards=1) / "model.safetensors")
+    plain = read_tensors(make_target(tmp_path / "one", shards=1))
     assert set(counts.values()) == {sum(tensor.numel() for tensor in plain.values())}
 
 
@@ -68,8 +68,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TrtspecError, match="'qwen3'"):
         config_kind({"model_type": "qwen3", "num_hidden_layers": 36}, "some/model")
     path = make_target(tmp_path, nested=False)
-    config = read_json(path / "config.json")
-    write_json(path / "config.json", config | {"model_type": "kimi_k3"})
+    edit_json(path / "config.json", model_type="kimi_k3")
     with pytest.raises(TrtspecError, match="'kimi_k3' is not a Kimi-K2 model"):
         describe(resolve(str(path)))
 
@@ -113,9 +112,8 @@ def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     (path / "tiktoken.model").unlink()
     (path / "chat_template.jinja").unlink()
-    config = read_json(path / "config.json")
-    config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
-    write_json(path / "config.json", config)
+    code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+    edit_json(path / "config.json", auto_map=code)
     (path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert codes(path) == [
         "TS-TARGET-TOKENIZER",

@@ -1,6 +1,5 @@
 """Every command that resumes, on a file system without flock: it says what the lock is, and writes the same bytes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from tests.checkpoint.test_journal import without_flock
 from tests.cli.matrix import Recorder
 from tests.command_line import process
+from tests.json_files import write_lines
 from tests.tiny import make_target
 
 
@@ -20,11 +20,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
         for row in rows
     ]
-    lines = [
-        json.dumps({"conversation_id": str(n), "conversations": turn})
-        for n, turn in enumerate(turns)
-    ]
-    (room / "data.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
+    write_lines(room / "data.jsonl", lines)
     (room / "prompts.txt").write_text("\n".join(rows))
     return room
 

@@ -1,17 +1,24 @@
 """`trtspec quantize` as a user types it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.command_line import process, succeeded, trtspec
-from tests.quant.test_modelopt_export import different, tensors_of
-from tests.tiny import make_target
+from tests.quant.test_modelopt_export import different
+from tests.tiny import make_target, read_tensors
 from trtspec.checkpoint.headers import Checkpoint
 
 
-def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path, out):
     source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
-    run = process("quantize", source, "-o", tmp_path / "out", "--json")
+    run = process("quantize", source, "-o", out, "--json")
     assert (run.status, run.stderr) == (0, "")
     result = run.json
     contract = {
@@ -26,13 +33,13 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     }
     assert contract <= set(result)
     assert result["policy"] == "k2.5"  # by the directory's name
-    assert result["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
-    again = succeeded("quantize", source, "-o", tmp_path / "out")
+    assert result["bytes_out"] == Checkpoint.open(out).bytes
+    again = succeeded("quantize", source, "-o", out)
     assert "2 shards resumed" in again.stdout and "routed experts" in again.stdout
 
 
-def test_a_published_checkpoint_is_planned_without_network(tmp_path):
-    words = ("-o", tmp_path / "out", "--dry-run", "--json")
+def test_a_published_checkpoint_is_planned_without_network(out):
+    words = ("-o", out, "--dry-run", "--json")
     told = trtspec("quantize", "moonshotai/Kimi-K2-Instruct", *words, HF_HUB_OFFLINE="1").json
     assert (
         told["ok"]
@@ -48,16 +55,14 @@ def test_a_published_checkpoint_is_planned_without_network(tmp_path):
     )
 
 
-def test_dry_run_then_inspect_against(tmp_path):
+def test_dry_run_then_inspect_against(tmp_path, out):
     source = make_target(tmp_path / "in", layers=2)
-    run = succeeded(
-        "quantize", source, "-o", tmp_path / "out", "--dry_run"
-    )  # underscores are fine too
+    run = succeeded("quantize", source, "-o", out, "--dry_run")  # underscores are fine too
     assert "routed experts down_proj 4" in " ".join(run.stdout.split())  # rows may wrap
-    assert not (tmp_path / "out").exists()
-    run = succeeded("quantize", source, "-o", tmp_path / "out")
-    assert f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
-    run = succeeded("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
+    assert not out.exists()
+    run = succeeded("quantize", source, "-o", out)
+    assert f"next: trtspec inspect {out} --against {source}\n" in run.stdout
+    run = succeeded("inspect", out, "--against", source, "--sample", "0", "--json")
     assert run.json["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
 
 
@@ -70,12 +75,10 @@ def test_dry_run_then_inspect_against(tmp_path):
         (["--input-scales", "missing.json"], 2, "missing.json is not a file"),
     ],
 )
-def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
-    run = trtspec(
-        "quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options
-    )
+def test_wrong_options_are_usage_errors(tmp_path, options, status, text, out):
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", out, *options)
     assert run.status == status and text in run.stderr and "Traceback" not in run.stderr
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_read_only_output_is_a_message(tmp_path):
@@ -117,4 +120,4 @@ def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch, part):
 
     monkeypatch.setattr(NVFP4QTensor, "quantize", changed)
     trtspec(*words, "modelopt", "-o", tmp_path / "modelopt")
-    assert different(tensors_of(tmp_path / "stream"), tensors_of(tmp_path / "modelopt"))
+    assert different(read_tensors(tmp_path / "stream"), read_tensors(tmp_path / "modelopt"))

@@ -5,7 +5,6 @@ hook stops whatever would be removed or renamed outside the test's directory, so
 """
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Done, succeeded, trtspec
-from tests.json_files import read_json, write_json
+from tests.json_files import edit_json, read_json, write_lines
 from tests.tiny import make_target
 from trtspec.data_files import DATA
 from trtspec.errors import UNPRINTABLE
@@ -64,29 +63,22 @@ def guard(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(guard)
 
 
-def edit(path: Path, **keys: Any) -> None:
-    values = read_json(path) if path.is_file() else {}
-    write_json(path, values | keys)
-
-
 def journal(room: Path, name: Any) -> None:
     lines = [{"header": {}}, {"key": name, "sha256": "0"}]
-    (room / "out/.trtspec-quantize.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    write_lines(room / "out/.trtspec-quantize.jsonl", lines)
 
 
 def config_key(room: Path, text: Any) -> None:
-    edit(room / "src/config.json", architectures=[text], model_type=text)
+    edit_json(room / "src/config.json", architectures=[text], model_type=text)
 
 
 def noted_problem(room: Path, text: Any) -> None:
     problem = dict.fromkeys(("code", "where", "message", "remedy"), text) | {"severity": "warning"}
-    edit(room / "src/provenance.json", command="quantize", problems=[problem])
+    edit_json(room / "src/provenance.json", command="quantize", problems=[problem])
 
 
 def tokenizer_name(room: Path, text: Any) -> None:
-    edit(
+    edit_json(
         room / "src/tokenizer_config.json", tokenizer_class=text, added_tokens_decoder={text: text}
     )
 
@@ -94,7 +86,7 @@ def tokenizer_name(room: Path, text: Any) -> None:
 def index(room: Path, name: Any) -> None:
     path = room / "src/model.safetensors.index.json"
     weight_map = read_json(path)["weight_map"]
-    edit(path, weight_map=dict.fromkeys(weight_map, name))
+    edit_json(path, weight_map=dict.fromkeys(weight_map, name))
 
 
 QUANTIZE = ("quantize", "src", "-o", "out", "--policy", "k2.5")
@@ -103,19 +95,27 @@ SERVE = ("serve", "src", "--dry-run", "--trust-remote-code")
 NAMES: dict[str, tuple[tuple[str, ...], Damage]] = {
     "carried by quantize": (
         (*QUANTIZE, "--force"),
-        lambda room, name: edit(room / "out/provenance.json", command="quantize", carried=[name]),
+        lambda room, name: edit_json(
+            room / "out/provenance.json", command="quantize", carried=[name]
+        ),
     ),
     "carried by convert": (
         (*CONVERT, "--force"),
-        lambda room, name: edit(room / "out/provenance.json", command="convert", carried=[name]),
+        lambda room, name: edit_json(
+            room / "out/provenance.json", command="convert", carried=[name]
+        ),
     ),
     "carried, not a list": (
         (*QUANTIZE, "--force"),
-        lambda room, name: edit(room / "out/provenance.json", command="quantize", carried=name),
+        lambda room, name: edit_json(
+            room / "out/provenance.json", command="quantize", carried=name
+        ),
     ),
     "shards": (
         (*QUANTIZE, "--force"),
-        lambda room, name: edit(room / "out/provenance.json", command="quantize", shards=[name]),
+        lambda room, name: edit_json(
+            room / "out/provenance.json", command="quantize", shards=[name]
+        ),
     ),
     "journal": ((*QUANTIZE, "--restart"), journal),
     "index, quantize": (QUANTIZE, index),

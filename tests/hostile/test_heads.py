@@ -11,13 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.heads.faults import changed, faults
-from tests.heads.convert.foreign_heads import write_head
+from tests.heads.convert.foreign_heads import store, stored, write_head
 from tests.hostile.inputs import Inputs
 from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
-from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import compare_heads
@@ -80,17 +78,9 @@ class Damage:
             file = head / "model.safetensors"
             return self.inputs._safetensors(file, file.read_bytes())
         if way < 0.9:
-            config, tensors = (
-                read_json(head / "config.json"),
-                load_file(head / "model.safetensors"),
-            )
+            config, tensors = stored(head)
             fault = self.rng.choice(list(faults(config, tensors)))
-            config, tensors = changed(fault, config, tensors)
-            write_json(head / "config.json", config)
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()},
-                head / "model.safetensors",
-            )
+            store(head, *changed(fault, config, tensors))
             return f"{fault.kind}: {fault.what}"
         file = self.rng.choice(sorted(head.iterdir()))
         data = file.read_bytes()

@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import ran
-from tests.heads.convert.foreign_heads import IDS
-from tests.json_files import read_json, write_json
-from tests.tiny import make_head, make_target
+from tests.heads.convert.foreign_heads import IDS, stored
+from tests.json_files import write_json
+from tests.tiny import make_head, make_target, write_tensors
 from trtspec.checkpoint.heads.dialects import OPTIONS
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import HeadConversion, Options, convert_head
@@ -104,10 +104,7 @@ class Room:
             return path
         make_head(path, self.target, attention=kind.attention, eagle=kind.eagle, draft_vocab=kind.draft_vocab,
                   aux_layers=kind.layers)  # fmt: skip
-        config, tensors = (
-            read_json(path / "config.json"),
-            load_file(path / "model.safetensors"),
-        )
+        config, tensors = stored(path)
         config["rope_theta"] = 50000.0
         if kind.yarn:
             config["rope_scaling"] = {
@@ -124,7 +121,7 @@ class Room:
             del tensors["lm_head.weight"]
             config.pop("draft_vocab_size", None)
         write_json(path / "config.json", config)
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        write_tensors(path, tensors)
         return path
 
     def inputs(self, kind: HeadKind) -> dict[str, torch.Tensor]:

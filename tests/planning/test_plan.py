@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.command_line import succeeded, trtspec
-from tests.json_files import read_json, write_json
+from tests.json_files import edit_json, write_json
 from trtspec.bench.statistics import by_category, summarize
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
@@ -221,7 +221,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "message": "the answers repeat themselves",
         "remedy": "",
     }
-    write_json(path, read_json(path) | {"problems": [degenerate]})
+    edit_json(path, problems=[degenerate])
     done = trtspec(
         "plan",
         TARGET,
@@ -232,7 +232,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "--max-draft",
         "3",
         "--acceptance",
-        str(path),
+        path,
     )
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
@@ -243,8 +243,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
 
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
     path = bench_file(tmp_path, {"chat": (40, 30, 20, 10)})
-    results = read_json(path) | {"conditional": None}
-    write_json(path, results)
+    edit_json(path, conditional=None)
     found = parse_acceptance(str(path))
     assert found.length_at == (2.0, 3) and found.length(3) == pytest.approx(2.0, abs=1e-3)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.json_files import read_json, write_json
 from tests.package_copy import copy_package, run_copy, touched
-from tests.tiny import make_target
+from tests.tiny import make_target, read_tensors
 from trtspec.quant import nvfp4
 
 ROW = """    "mxfp4": Storage(
@@ -93,7 +93,7 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
+def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
     assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
@@ -101,10 +101,9 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
     assert (found["kind"], found["format"]) == ("target", "mxfp4")
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
     assert found["parameters"] == sum(tensor.numel() for tensor in plain.values())
-    out = tmp_path / "out"
     result = json.loads(run_copy(copied, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
     assert result["quantized"] == 3 * 4 and result["policy"] == "k2.7-code"
-    got = load_file(out / "model.safetensors")
+    got = read_tensors(out)
     for name, weight in plain.items():
         if ".mlp.experts." not in name:
             assert torch.equal(got[name], weight), name

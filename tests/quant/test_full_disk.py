@@ -8,7 +8,6 @@ import pytest
 from safetensors import safe_open
 
 from tests.command_line import Done, printed, process
-from tests.tiny import make_target
 from trtspec import machine
 from trtspec.checkpoint.output import SPARE_BYTES
 from trtspec.errors import TrtspecError
@@ -39,8 +38,8 @@ def files(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.timeout(1800)  # forty runs of the command
 @pytest.mark.parametrize("points", [3, pytest.param(40, marks=pytest.mark.slow)])
-def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points):
-    source = make_target(tmp_path / "in", format="int4", layers=3, shards=3)
+def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points, new_target):
+    source = new_target(format="int4", layers=3, shards=3)
     expected, out = tmp_path / "expected" / "Kimi", tmp_path / "out" / "Kimi"
     count = tmp_path / "count"
     preload = {"LD_PRELOAD": str(shim), "FULL_OUTPUT": str(expected), "FULL_COUNT": str(count)}
@@ -68,8 +67,8 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
     )
 
 
-def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
-    source, out = make_target(tmp_path / "in", layers=2, shards=1), tmp_path / "out"
+def test_too_small_a_disk_is_told_before_the_first_byte(out, monkeypatch, new_target):
+    source = new_target(layers=2, shards=1)
     monkeypatch.setattr(machine, "free_disk", lambda _: SPARE_BYTES)
     with pytest.raises(TrtspecError, match=r"needs [\d,]+ bytes and its disk has [\d,]+ free"):
         quantize_checkpoint(source, out, load_policy("k2.6"))

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.command_line import TRTSPEC
 from tests.json_files import read_json, write_json
 from tests.quant.test_full_disk import files
-from tests.quant.test_modelopt_export import accepted, different, tensors_of
-from tests.tiny import make_target
+from tests.quant.test_modelopt_export import accepted, different
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
@@ -42,14 +42,14 @@ def weights(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("policy", [K25, K26], ids=["k2.5", "k2.6"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, nested):
-    source = make_target(
-        tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested
-    )
-    result = quantize_checkpoint(source, tmp_path / "out", policy, ConversionOptions(workers=1))
-    origin, got = LazyTensors(Checkpoint.open(source)), tensors_of(tmp_path / "out")
+def test_every_tensor_is_what_its_source_decodes_to(
+    tmp_path, format, policy, nested, out, new_target
+):
+    source = new_target(format=format, layers=3, shards=3, nested=nested, vision=nested)
+    result = quantize_checkpoint(source, out, policy, ConversionOptions(workers=1))
+    origin, got = LazyTensors(Checkpoint.open(source)), read_tensors(out)
     spec, expected = target_spec(origin.checkpoint), {}
-    plain = tensors_of(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
+    plain = read_tensors(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
     for name in plain:
         weight = decoded(origin, spec, name)
         if not policy.quantizes(name):
@@ -71,16 +71,16 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
     assert result.quantized + result.decoded + result.copied == len(plain)
 
 
-def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path):
-    quantize_checkpoint(make_target(tmp_path / "in", layers=3), tmp_path / "out", K25)
-    expected = tensors_of(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
-    got = tensors_of(tmp_path / "out")
+def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path, out, new_target):
+    quantize_checkpoint(new_target(layers=3), out, K25)
+    expected = read_tensors(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
+    got = read_tensors(out)
     assert set(got) == set(expected) and different(expected, got) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_configs_index_and_files(tmp_path, format):
-    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
+def test_configs_index_and_files(tmp_path, format, new_target):
+    source = new_target(format=format, layers=3, vision=True)
     (source / "LICENSE").write_bytes(b"licence\r\n")
     (source / "tokenization_kimi.py").write_text("print('code')\n")
     quantize_checkpoint(source, tmp_path / "out", K25)
@@ -112,19 +112,19 @@ def test_configs_index_and_files(tmp_path, format):
     assert not list(out.glob(".*.partial"))
 
 
-def test_without_an_fp8_kv_cache(tmp_path):
+def test_without_an_fp8_kv_cache(tmp_path, out, new_target):
     quantize_checkpoint(
-        make_target(tmp_path / "in", layers=2),
-        tmp_path / "out",
+        new_target(layers=2),
+        out,
         K26,
         ConversionOptions(kv_cache=None),
     )
     assert "kv_cache_scheme" not in read_json(tmp_path / "out/config.json")["quantization_config"]
-    assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
+    assert target_spec(Checkpoint.open(out)).quant.kv_cache is None
 
 
-def test_input_scales_from_a_file(tmp_path):
-    source = make_target(tmp_path / "in", layers=2)
+def test_input_scales_from_a_file(tmp_path, out, new_target):
+    source = new_target(layers=2)
     prefix = "model.layers.1.mlp.experts"
     amax = {"gate": 5.0, "up": 7.0, "down": 2.0}
     values = {
@@ -134,8 +134,8 @@ def test_input_scales_from_a_file(tmp_path):
     values |= {f"{prefix}.3.down_proj.input_scale": torch.tensor(0.25)}
     path = tmp_path / "scales.safetensors"
     save_file(values, path)
-    quantize_checkpoint(source, tmp_path / "out", K26, accepted(path))
-    got = tensors_of(tmp_path / "out")
+    quantize_checkpoint(source, out, K26, accepted(path))
+    got = read_tensors(out)
     scale = {
         name: got[f"language_model.{prefix}.{name}.input_scale"]
         for name in ("0.gate_proj", "1.up_proj")
@@ -152,13 +152,13 @@ def test_input_scales_from_a_file(tmp_path):
     assert not (tmp_path / "out3").exists()
 
 
-def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
-    source = make_target(tmp_path / "in", layers=2, shards=1)
-    tensors = load_file(source / "model.safetensors")
+def test_dead_weights_get_positive_scales_and_are_reported(tmp_path, out, new_target):
+    source = new_target(layers=2, shards=1)
+    tensors = read_tensors(source)
     module = "language_model.model.layers.1.mlp.experts.2.down_proj"
     tensors[f"{module}.weight"].zero_()
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    result = quantize_checkpoint(source, tmp_path / "out", K26)
+    write_tensors(source, tensors)
+    result = quantize_checkpoint(source, out, K26)
     got = load_file(tmp_path / "out/model.safetensors")
     (found,) = result.problems
     assert (found.code, found.severity, found.where) == (
@@ -177,11 +177,11 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
     assert module in (tmp_path / "out/README.md").read_text()
 
 
-def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
-    source = make_target(tmp_path / "in", format="fp8-block", layers=3)
-    plan = quantize_checkpoint(source, tmp_path / "out", K26, again=OutputOptions(dry_run=True))
-    assert not (tmp_path / "out").exists()
-    done = quantize_checkpoint(source, tmp_path / "out", K26)
+def test_dry_run_writes_nothing_and_tells_the_size(out, new_target):
+    source = new_target(format="fp8-block", layers=3)
+    plan = quantize_checkpoint(source, out, K26, again=OutputOptions(dry_run=True))
+    assert not out.exists()
+    done = quantize_checkpoint(source, out, K26)
     same = (
         "policy",
         "weight_scales",
@@ -193,11 +193,11 @@ def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
         "bytes_out",
     )
     assert [getattr(plan, key) for key in same] == [getattr(done, key) for key in same]
-    assert done.bytes_out == Checkpoint.open(tmp_path / "out").bytes
+    assert done.bytes_out == Checkpoint.open(out).bytes
 
 
-def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
-    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(out, new_target):
+    source = new_target(layers=3, shards=3)
     quantize_checkpoint(source, out, K26)
     before, times = (
         weights(out),
@@ -219,8 +219,8 @@ def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
     )
 
 
-def test_changed_options_or_source_are_refused_until_restart(tmp_path):
-    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+def test_changed_options_or_source_are_refused_until_restart(out, new_target):
+    source = new_target(layers=2)
     quantize_checkpoint(source, out, K26)
     with pytest.raises(UsageError, match='options.policy.name was "k2.6", now "k2.5";') as caught:
         quantize_checkpoint(source, out, K25)
@@ -243,9 +243,9 @@ def test_changed_options_or_source_are_refused_until_restart(tmp_path):
         quantize_checkpoint(source, out, K25)
 
 
-def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path):
+def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path, new_target, out):
     """As after a download was repeated: no output mixes two sources."""
-    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+    source = new_target(layers=3, shards=3)
     quantize_checkpoint(source, out, K26)
     shard = source / "model-00002-of-00003.safetensors"
     data = bytearray(shard.read_bytes())
@@ -256,9 +256,9 @@ def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path):
     assert weights(out) == weights(tmp_path / "fresh")
 
 
-def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
+def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
     source, foreign = (
-        make_target(tmp_path / "in", layers=2),
+        new_target(layers=2),
         make_target(tmp_path / "other", layers=1, shards=3),
     )
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
@@ -292,10 +292,10 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
     assert (out / "adapter.safetensors").read_bytes() == b"mine"
 
 
-def test_two_runs_at_once_are_refused(tmp_path):
+def test_two_runs_at_once_are_refused(out, new_target):
     import fcntl
 
-    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+    source = new_target(layers=2)
     quantize_checkpoint(source, out, K26)
     with (out / JOURNAL_NAME).open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -306,13 +306,11 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["no blocks", "integers", "nvfp4", "nothing", "same directory"])
-def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
-    source = make_target(
-        tmp_path / "in", format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1
-    )
-    policy, out = K26, tmp_path / "out"
+def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
+    source = new_target(format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
+    policy = K26
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
-    tensors = load_file(source / "model.safetensors")
+    tensors = read_tensors(source)
     if case == "no blocks":
         config = read_json(source / "config.json")
         config["text_config"]["moe_intermediate_size"] = 24
@@ -325,7 +323,7 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
         tensors[name] = tensors[name].to(torch.int64)
     elif case == "nothing":
         policy = replace(K26, quantize=("model.layers.*.no_such_proj",))
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    write_tensors(source, tensors)
     message = {
         "no blocks": "down_proj.weight has shape .64, 24., which has no whole blocks",
         "integers": f"{name} is I64",
@@ -352,10 +350,8 @@ def run_quantize(source: Path, out: Path, workers: int) -> subprocess.Popen[byte
 @pytest.mark.parametrize(
     ("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)]
 )
-def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts):
-    source = make_target(
-        tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12
-    )
+def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts, new_target):
+    source = new_target(format="int4", layers=6, hidden=128, experts=16, shards=12)
     expected = tmp_path / "expected" / "Kimi"
     quantize_checkpoint(source, expected, K25)
     out, draw, kills = tmp_path / "out" / "Kimi", random.Random(workers), 0

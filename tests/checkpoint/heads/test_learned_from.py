@@ -79,7 +79,7 @@ def test_the_record_survives_a_conversion(base: Path, tuned: Path, head: Path) -
 def test_a_target_that_quantize_made_is_its_source(base: Path, tuned: Path, head: Path) -> None:
     for source, told in ((base, []), (tuned, ["info"])):
         out = head.parent / f"nvfp4-{source.name}"
-        succeeded("quantize", str(source), "-o", str(out), "--policy", "k2.5")
+        succeeded("quantize", source, "-o", out, "--policy", "k2.5")
         assert severities(head, out) == told
         recorded(head, {"target": "nvfp4", **target_record(out)})
         assert severities(head, source) == [], "learned from the quantized one"

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
-from tests.heads.convert.foreign_heads import IDS, Change, target_embedding, write_head
-from tests.json_files import read_json, write_json
+from tests.heads.convert.foreign_heads import (
+    IDS,
+    Change,
+    store,
+    stored,
+    target_embedding,
+    write_head,
+)
+from tests.json_files import read_json
 
 Config = dict[str, Any]
 MLA, MHA = {"attention": "mla"}, {"attention": "mha"}
@@ -119,19 +125,13 @@ def test_published_heads_have_nothing_above_info(
     kind: dict[str, Any],
 ) -> None:
     path = write_head(tmp_path / "head", target_dir, dialect, **kind)
-    config, tensors = (
-        read_json(path / "config.json"),
-        load_file(path / "model.safetensors"),
-    )
+    config, tensors = stored(path)
     if change.__qualname__.startswith("upstream"):
         change.place = request.getfixturevalue("upstream_data")  # type: ignore[attr-defined]
     change(config, tensors)
     assert "embed_tokens.weight" not in tensors or torch.equal(
         tensors["embed_tokens.weight"], target_embedding(target_dir)
     )
-    write_json(path / "config.json", config)
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors"
-    )
+    store(path, config, tensors)
     problems = inspected(str(path), str(target_dir), sample=0).problems
     assert [(one.code, one.message) for one in problems if one.severity != "info"] == []

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.command_line import TRTSPEC, Done, printed, succeeded, trtspec
 from tests.heads.convert.foreign_heads import (
@@ -27,7 +27,7 @@ from tests.heads.convert.foreign_heads import (
     write_head,
 )
 from tests.json_files import read_json, write_json
-from tests.tiny import make_target
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec import machine
 
 
@@ -213,11 +213,11 @@ def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> No
     words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")
     assert codes(trtspec(*words, "trtllm", "--json")) == {"TS-CONVERT-EMBED"}
     succeeded(*words, "trtllm", "--embed-tokens", "target")
-    borrowed = load_file(room / "trained-out" / "model.safetensors")["embed_tokens.weight"]
+    borrowed = read_tensors(room / "trained-out")["embed_tokens.weight"]
     assert torch.equal(borrowed, target_embedding(target_dir))
     alone = trtspec("convert", trained, "-o", room / "trained-alone", "--to", "sglang", "--json")
     assert (alone.status, codes(alone)) == (0, {"TS-CONVERT-EMBED"})
-    assert "embed_tokens.weight" in load_file(room / "trained-alone" / "model.safetensors")
+    assert "embed_tokens.weight" in read_tensors(room / "trained-alone")
 
 
 def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> None:
@@ -227,7 +227,7 @@ def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> N
         "TS-CONVERT-LM-HEAD"
     }
     succeeded("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir)
-    assert load_file(output / "model.safetensors")["lm_head.weight"].shape == (512, 64)
+    assert read_tensors(output)["lm_head.weight"].shape == (512, 64)
     succeeded("convert", bare, "-o", room / "bare-sglang", "--to", "sglang")
     assert read_json(room / "bare-sglang" / "config.json")["draft_vocab_size"] is None
 
@@ -270,9 +270,7 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
     pickled = room / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
-    torch.save(
-        {"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin"
-    )
+    torch.save({"state_dict": read_tensors(plain)}, pickled / "pytorch_model.bin")
     for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
         succeeded("convert", source, "-o", room / name, "--to", "trtllm")
     files = [
@@ -361,9 +359,9 @@ def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) 
         == report["comparison"]["tensors"]
     )
     assert report["comparison"]["absent"] == ["t2d"]
-    tensors = load_file(output / "model.safetensors")
+    tensors = read_tensors(output)
     tensors["norm.weight"] = tensors["norm.weight"] + 1
-    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    write_tensors(output, tensors)
     assert codes(trtspec("inspect", output, "--against", source, "--json")) >= {"TS-HEAD-DIFFERS"}
 
 
@@ -462,6 +460,6 @@ def test_fp8_heads_are_read_as_bf16_and_said_so(room: Path, target_dir: Path, sc
     assert "`trtspec convert` decodes FP8" in trtspec("inspect", path).stdout
     done = succeeded("convert", path, "-o", output, "--to", "trtllm", "--json")
     assert "FP8" in done.json["repairs"][0]["message"]
-    found = load_file(output / "model.safetensors")
+    found = read_tensors(output)
     assert wanted and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     assert "TS-HEAD-DTYPE" not in codes(trtspec("inspect", output, "--json"))

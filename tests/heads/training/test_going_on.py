@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.command_line import ROOT, inspected, printed_json
 from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
-from tests.json_files import read_json
+from tests.json_files import read_json, read_lines
+from tests.tiny import read_tensors
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.head_weights import load_head
@@ -38,12 +38,8 @@ def assert_usable(head_dir: Path, target_dir: Path) -> None:
     )
 
 
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
 def same_weights(ours: Path, theirs: Path) -> bool:
-    one, other = weights(ours), weights(theirs)
+    one, other = read_tensors(ours), read_tensors(theirs)
     return all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -92,7 +88,7 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
         for row in curve(output)
         if "loss" in row
     )
-    speed = [json.loads(line) for line in (output / "speed.jsonl").read_text().splitlines()]
+    speed = read_lines(output / "speed.jsonl")
     assert [row["step"] for row in speed] == list(range(1, 10)) and all(
         row["tokens_per_second"] > 0 for row in speed
     )

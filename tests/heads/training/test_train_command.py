@@ -48,7 +48,7 @@ def test_the_command_writes_and_measures_a_head(trained):
 
 
 def test_the_checkpoint_room_reads_what_was_written(trained, target_dir):
-    done = trtspec("inspect", str(trained[0]), "--against", str(target_dir), "--json")
+    done = trtspec("inspect", trained[0], "--against", target_dir, "--json")
     found = done.json
     assert (found["kind"], found["eagle"], found["attention"]) == ("head", "3.1", "mha")
     assert (found["dialect"], found["draft_vocab_size"]) == ("modelopt", 64)
@@ -56,14 +56,14 @@ def test_the_checkpoint_room_reads_what_was_written(trained, target_dir):
 
 
 def test_a_finished_head_is_not_overwritten(trained, target_dir, data):
-    done = trtspec("train", str(target_dir), str(data), "-o", str(trained[0]), *SMALL)
+    done = trtspec("train", target_dir, data, "-o", trained[0], *SMALL)
     assert done.status == 2
     assert "--force" in done.stderr
 
 
 def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     output = tmp_path / "head"
-    done = trtspec("train", str(target_dir), str(data), "-o", str(output), "--dry-run", "--json")
+    done = trtspec("train", target_dir, data, "-o", output, "--dry-run", "--json")
     plan = done.json
     assert plan["feature_bytes"] == plan["tokens"] * 4 * 64 * 2
     assert plan["aux_layers"] == [1, 3, 4]
@@ -79,9 +79,7 @@ def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     ],
 )
 def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, message):
-    done = trtspec(
-        "train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments
-    )
+    done = trtspec("train", target_dir, data, "-o", tmp_path / "head", "--dry-run", *arguments)
     assert done.status == 2
     assert message in done.stderr
 
