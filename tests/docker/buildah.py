@@ -1,12 +1,16 @@
 """Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it, for each tag of the
 engine's image, the libraries that the release pins."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.command_line import printed, ran
 
@@ -29,6 +33,13 @@ def missing() -> str | None:
     )
 
 
+REALLY_BUILT = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(missing()), reason=str(missing())),
+]
+
+
 class Buildah:
     """buildah with everything it writes below one directory."""
 
@@ -46,6 +57,15 @@ class Buildah:
     def __call__(self, *words: str, timeout: float = 1800) -> str:
         line = [*self.command, *words]
         return printed(*line, env=self.environ, cwd=ROOT, timeout=timeout).strip()
+
+    def config(self, image: str, base: str) -> dict[str, Any]:
+        """What the image says of itself, with what every image of ours must say."""
+        config = json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
+        assert config["User"] == "1000" and config["Healthcheck"]["Test"][0] == "CMD"
+        assert config["Labels"]["org.opencontainers.image.base.name"] == base
+        private = ("PIP_", "SSL_", "HF_TOKEN")
+        assert not [value for value in config["Env"] if value.startswith(private)]
+        return config  # type: ignore[no-any-return]
 
     def build(self, dockerfile: str, tag: str, *words: str, context: str = ".") -> None:
         given = ["--pull-never", "--format", "docker", "--timestamp", "0", *mounts()]
