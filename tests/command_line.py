@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import io
 import itertools
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -33,6 +35,10 @@ class Done:
     status: int
     stdout: str
     stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
 
 
 def trtspec(*words: object, **environment: str) -> Done:
@@ -53,12 +59,34 @@ def trtspec(*words: object, **environment: str) -> Done:
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def process(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def succeeded(*words: object, **environment: str) -> Done:
+    """Like `trtspec`, but the test fails unless the status is 0."""
+    done = trtspec(*words, **environment)
+    assert done.status == 0, done
+    return done
+
+
+def process(*words: object, **environment: str) -> Done:
     """Runs the command in a process of its own, with these additional variables."""
-    line = [*TRTSPEC, *map(str, words)]
-    return subprocess.run(
-        line, capture_output=True, text=True, env=os.environ | environment, timeout=900
-    )
+    return ran(*TRTSPEC, *words, env=os.environ | environment, timeout=900)
+
+
+def ran(*command: object, **options: Any) -> Done:
+    """Runs any command, with options of `subprocess.run`."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def printed(*command: object, **options: Any) -> str:
+    """What the command prints; the test fails unless its status is 0."""
+    done = ran(*command, **options)
+    assert done.status == 0, done
+    return done.stdout
+
+
+def printed_json(*command: object, **options: Any) -> Any:
+    """The JSON in the last line of that."""
+    return json.loads(printed(*command, **options).splitlines()[-1])
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 import filecmp
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.command_line import ran
 
 PACKAGE = Path(__file__).resolve().parents[1] / "trtspec"
 
@@ -35,9 +36,6 @@ def run_copy(copy: Path, *words: object, status: int = 0, given: str = "") -> st
     environment = os.environ | {
         "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, env=environment, cwd=copy.parent
-    )
-    assert done.returncode == status, done.stdout + done.stderr
+    done = ran(sys.executable, *words, input=given, env=environment, cwd=copy.parent)
+    assert done.status == status, done
     return done.stdout + (done.stderr if status else "")

@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trtspec
+from tests.command_line import Done, printed, ran
 from tests.tiny import make_head, make_target
 from trtspec import COMMANDS, lint
 from trtspec.records import fields_of
@@ -97,21 +97,19 @@ follow_imports = skip
 """
 
 
-def notebook(script: str, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
+def notebook(script: str, *words: object) -> Done:
+    return ran(sys.executable, "-c", script, *words, cwd=ROOT, timeout=900)
 
 
 def test_every_verb_after_every_room(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", layers=7)
     head = make_head(tmp_path / "head", target, draft_vocab=128)
     done = notebook(EVERYTHING, target, head, tmp_path)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (done.status, done.stdout) == (0, ""), done.stderr
 
 
 def test_the_torch_free_verbs_load_no_torch_and_print_nothing(tmp_path: Path) -> None:
-    done = notebook(LIGHT, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert notebook(LIGHT, tmp_path) == Done(0, "", "")
 
 
 def test_the_names_of_the_package_are_those_of_the_api_and_none_is_a_module() -> None:
@@ -154,15 +152,11 @@ def test_the_documented_examples_pass_mypy_strict(tmp_path: Path) -> None:
     for number, block in enumerate(text.split("```python\n")[1:]):
         (tmp_path / f"example_{number}.py").write_text(block.partition("```")[0])
     (tmp_path / "mypy.ini").write_text(MYPY)
-    command = [sys.executable, "-m", "mypy"]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout
+    printed(sys.executable, "-m", "mypy", tmp_path, env=environment, cwd=tmp_path)
 
 
 def test_the_documented_example_runs() -> None:
     text = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
     done = notebook(text.partition("```python\n")[2].partition("```")[0])
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, succeeded, trtspec
 from tools.pages import PAGES, ROOT, Command, commands
 from trtspec.records import parse, record_of
 
@@ -56,7 +56,7 @@ def run_trtspec(command: Command) -> str:
     """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the rest."""
     words = command.words[1:]
     if not words or words[0].startswith("-"):
-        assert trtspec(*words).status == 0
+        succeeded(*words)
         return "run"
     if ">" in words:
         words = words[: words.index(">")]

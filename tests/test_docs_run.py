@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import TRTSPEC, free_port, program, served, trtspec
+from tests.command_line import TRTSPEC, free_port, printed, program, served, succeeded, trtspec
 from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, sizes_only
 from tools.pages import PAGES, ROOT, Command, commands
 from tools.pages import name as page_name
@@ -132,8 +131,7 @@ class Room:
             self.made("bench", self.urls["eagle"], *questions, *BENCH, "-o", name)
 
     def made(self, *words: str) -> None:
-        done = trtspec(*words, HF_HUB_OFFLINE="1")
-        assert done.status == 0, (words, done.stderr[-2000:])
+        succeeded(*words, HF_HUB_OFFLINE="1")
 
     def serve(self, options: list[str]) -> str:
         port = free_port()
@@ -268,17 +266,10 @@ def test_the_readme_leads_to_a_judged_endpoint(
     }
     began = time.monotonic()
     script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{block}"
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env=env, cwd=tmp_path
-    )
+    last = printed("bash", "-c", script, env=env, cwd=tmp_path).splitlines()[-1]
     with capsys.disabled():
-        print(
-            f"\nREADME's block: {time.monotonic() - began:.0f} s; {done.stdout.splitlines()[-1:]}"
-        )
-    said = "SAFE: the same output as without speculation"
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said and said in readme, (
-        done.stdout + done.stderr
-    )
+        print(f"\nREADME's block: {time.monotonic() - began:.0f} s; {last}")
+    assert last == "SAFE: the same output as without speculation" and last in readme
 
 
 def test_the_pages_were_run() -> None:

@@ -5,7 +5,6 @@ names."""
 import functools
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
 
+from tests.command_line import ran
 from tools.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,12 +43,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("docs")
     shutil.copy(ROOT / "mkdocs.yml", place)
     shutil.copytree(ROOT / "docs", place / "docs")
-    done = subprocess.run(
-        [ZENSICAL, "build", "--clean"], cwd=place, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and "No issues found" in done.stdout + done.stderr, (
-        done.stdout + done.stderr
-    )
+    done = ran(ZENSICAL, "build", "--clean", cwd=place)
+    assert done.status == 0 and "No issues found" in done.stdout + done.stderr, done
     return place / "site"
 
 

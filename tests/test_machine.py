@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.command_line import printed
 from trtspec import machine
 
 
@@ -45,10 +45,7 @@ def test_without_cgroups_the_affinity_counts(tmp_path):
 def test_taskset():
     command = [sys.executable, "-c", "from trtspec.machine import cores; print(cores())"]
     first = str(min(os.sched_getaffinity(0)))
-    done = subprocess.run(
-        ["taskset", "-c", first, *command], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "1\n"
+    assert printed("taskset", "-c", first, *command) == "1\n"
 
 
 def test_memory_limits(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from tests.command_line import program, trtspec
+from tests.command_line import program, succeeded, trtspec
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.heads.dialects import DIALECTS
 from trtspec.checkpoint.hub import Head, load_head, load_target
@@ -46,7 +46,7 @@ def dry(*words: str) -> dict[str, Any]:
     answer = trtspec(
         "serve", *words[:split], "--backend", "vllm", "--dry-run", "--json", *words[split:]
     )
-    return {"status": answer.status, **json.loads(answer.stdout)}
+    return {"status": answer.status, **answer.json}
 
 
 def codes(answer: dict[str, Any], severity: str = "error") -> set[str]:
@@ -189,7 +189,7 @@ def test_a_head_of_this_machine_is_judged_by_its_file(tmp_path: Path) -> None:
         one["remedy"] for one in answer["problems"] if one["code"] == "TS-VLLM-HEAD-LAYOUT"
     )
     words = shlex.split(remedy.partition(",")[0].replace("HEAD-vllm", str(tmp_path / "converted")))
-    assert trtspec(*words[1:]).status == 0
+    succeeded(*words[1:])
     assert not codes(dry(str(target), "--head", str(tmp_path / "converted"), "--tp-size", "1"))
 
 
@@ -227,7 +227,7 @@ def test_the_file_that_build_config_writes_starts_the_same_server(tmp_path: Path
     pair = ["nvidia/Kimi-K2.6-NVFP4", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla"]
     sizes = ["--tp-size", "4", "--max-seq-len", "32768", "--trust-remote-code"]
     path = tmp_path / "vllm.yml"
-    assert trtspec("build-config", *pair, *sizes, "--format", "vllm", "-o", str(path)).status == 0
+    succeeded("build-config", *pair, *sizes, "--format", "vllm", "-o", path)
     by_options, by_file = dry(*pair, *sizes), dry(pair[0], "--config", str(path))
     assert by_file["status"] == 0 and sorted(meaning(by_file["argv"]), key=str) == sorted(
         meaning(by_options["argv"]), key=str
@@ -239,7 +239,7 @@ def test_commits_are_revisions_of_the_engine_also_from_its_file(tmp_path: Path) 
     pair = ["nvidia/Kimi-K2.6-NVFP4@v1", "--head", "lightseekorg/kimi-k2.6-eagle3.1-mla@abc1234"]
     pair += ["--tp-size", "8"]
     path = tmp_path / "vllm.yml"
-    assert trtspec("build-config", *pair, "--format", "vllm", "-o", str(path)).status == 0
+    succeeded("build-config", *pair, "--format", "vllm", "-o", path)
     by_options, by_file = dry(*pair), dry(pair[0], "--config", str(path))
     assert (
         by_options["argv"][2] == "nvidia/Kimi-K2.6-NVFP4" and by_options["argv"] == by_file["argv"]

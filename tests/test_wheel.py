@@ -2,13 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import printed, ran
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -19,28 +20,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(wheel, sdist), the wheel made from the sdist as an index's users get it. Skipped where no build tool is had."""
     directory = tmp_path_factory.mktemp("dist")
     environment = directory / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    printed(sys.executable, "-m", "venv", environment)
     python = environment / "bin" / "python"
-    got = subprocess.run(
-        [python, "-m", "pip", "install", "-q", "build", "hatchling"],
-        capture_output=True,
-        check=False,
-    )
-    if got.returncode:
+    if ran(python, "-m", "pip", "install", "-q", "build", "hatchling").status:
         pytest.skip("the package index is unreachable, so there is no build tool")
-    subprocess.run(
-        [python, "-m", "build", "--no-isolation", "-o", directory, ROOT],
-        check=True,
-        capture_output=True,
-    )
+    printed(python, "-m", "build", "--no-isolation", "-o", directory, ROOT)
     return next(directory.glob("*.whl")), next(directory.glob("*.tar.gz"))
 
 
 def tracked(*patterns: str) -> set[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    return {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    listed = printed("git", "ls-files", *patterns, cwd=ROOT)
+    return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
@@ -72,18 +62,9 @@ def test_the_wheel_works_alone(built: tuple[Path, Path], tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "HF_HUB_OFFLINE": "1"}
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-P", "-m", "trtspec", *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return printed(sys.executable, "-P", *words, cwd=tmp_path, env=environment)
 
-    where = "import trtspec; print(trtspec.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-P", "-c", where], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
-    assert str(tmp_path) in found.stdout.decode()
+    assert str(tmp_path) in run("-c", "import trtspec; print(trtspec.__file__)")
     target = tmp_path / "installed" / "trtspec" / "data" / "kimi-nano"
     assert json.loads(run("inspect", str(target), "--json"))["problems"] == []
     config = tmp_path / "engine.yml"

@@ -6,14 +6,15 @@ shards in turn, which separates all pairs (gate and up, packed weight and scale)
 """
 
 import base64
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from tests import json_files
+from tests.json_files import read_json
 from tests.tiny_formats import (
     FP8_CONFIG,
     INT4_CONFIG,
@@ -46,7 +47,7 @@ FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
 
 def published(name: str) -> dict[str, Any]:
     """A file of FILES."""
-    found: dict[str, Any] = json.loads((FILES / name).read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(FILES / name)
     return found
 
 
@@ -168,13 +169,28 @@ def vision_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    json_files.write_json(path, value, indent=2)
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of every shard."""
+    shards = sorted(directory.glob("*.safetensors"))
+    assert shards, f"no tensors in {directory}"
+    tensors = {}
+    for shard in shards:
+        tensors |= load_file(shard)
+    return tensors
+
+
+def write_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})
 
 
 def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
     """Deals the tensors to `shards` files in turn, with an index; one file without an index when `shards` is 1."""
     if shards == 1:
-        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        write_tensors(directory, tensors)
         return
     names, weight_map = sorted(tensors), {}
     for shard in range(shards):
@@ -351,7 +367,7 @@ def make_head(
         raise ValueError(f"tiny heads are written as modelopt or midlayer, not {dialect!r}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    target = json.loads((Path(target_dir) / "config.json").read_text(encoding="utf-8"))
+    target = read_json(Path(target_dir) / "config.json")
     text = target.get("text_config", target)
     last = text["num_hidden_layers"]
     aux = sorted(aux_layers or {1, last // 2 - 1, last - 4})
@@ -368,5 +384,5 @@ def make_head(
             name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
         }
     write_json(directory / "config.json", config)
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    write_tensors(directory, tensors)
     return directory

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.command_line import ROOT, program
+from tests.command_line import ROOT, Done, program, ran
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import load_dataset
 from trtspec.bench.results import (
@@ -72,9 +72,7 @@ def results_of(
     return BenchResults(**(found | changed))
 
 
-def ci_steps(
-    directory: Path, **variables: str
-) -> tuple[dict[str, Any], Callable[[str], subprocess.CompletedProcess[str]]]:
+def ci_steps(directory: Path, **variables: str) -> tuple[dict[str, Any], Callable[[str], Done]]:
     """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in `directory`."""
     job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
     shim = program(directory / "bin" / "trtspec", f'exec {sys.executable} -m trtspec "$@"')
@@ -82,9 +80,8 @@ def ci_steps(
     env = {**os.environ, **job["env"], "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     steps = {step.get("name") or step["uses"]: step for step in job["steps"]}
 
-    def run(name: str) -> subprocess.CompletedProcess[str]:
-        words = ["bash", "-ec", steps[name]["run"]]
-        return subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True)
+    def run(name: str) -> Done:
+        return ran("bash", "-ec", steps[name]["run"], cwd=directory, env=env)
 
     return steps, run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
 from trtspec.bench.load.assemble import goodput
 from trtspec.bench.results import ServiceLevel
 from trtspec.cli.options import GoodputLimits
@@ -88,14 +88,12 @@ def test_an_extra_body_does_not_override_what_names_the_figures(
 def test_other_keys_of_an_extra_body_are_sent(stand_in: Callable[..., str], dataset: Path) -> None:
     body = {"top_k": 3, "ignore_eos": False}
     words = ("--dataset", dataset, "--samples", 1, "--concurrency", 1, "--max-tokens", 8, "--json")
-    done = trtspec(
+    done = succeeded(
         "bench", stand_in(), *words, "--thinking", "on", "--extra-body", json.dumps(body)
     )
-    assert done.status == 0, done.stderr
-    stated = json.loads(done.stdout)["workload"]["extra_body"]
+    stated = done.json["workload"]["extra_body"]
     assert stated == {**body, "chat_template_kwargs": {"thinking": True}}
-    assert math.isclose(json.loads(done.stdout)["workload"]["temperature"], 0.0)
-    done = trtspec(
+    assert math.isclose(done.json["workload"]["temperature"], 0.0)
+    done = succeeded(
         "bench", stand_in(), *words, "--extra-body", '{"chat_template_kwargs": {"thinking": false}}'
     )
-    assert done.status == 0, "without --thinking it contradicts nothing"

@@ -1,6 +1,5 @@
 """`--choose-draft`: the shortest of the measured lengths that may be as fast as the fastest."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.bench.conftest import WORKLOAD, results_of
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
+from tests.json_files import read_json
 from trtspec.bench.choose_draft import by_draft_len, choose, refuse_stored, served_length
 from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.client.servers import TurnCounts
@@ -127,9 +127,8 @@ def test_a_server_that_does_not_report_its_length_is_given_it(
     refused = trtspec(*command)
     assert refused.status == 2 and "does not report its draft length" in refused.stderr
     assert f"K={url}" in refused.stderr
-    done = trtspec("bench", f"3={url}", *command[2:], "--resume", "--json")
-    found = json.loads(done.stdout)
-    assert done.status == 0, done.stderr
+    done = succeeded("bench", f"3={url}", *command[2:], "--resume", "--json")
+    found = done.json
     assert [figure["draft_len"] for figure in found["draft_choice"]["loads"][0]["lengths"]] == [
         2,
         3,
@@ -168,4 +167,4 @@ def test_what_was_measured_is_kept_where_nothing_can_be_chosen(
     )
     done = trtspec("bench", stand_in(), *words)
     assert done.status == 2 and "1 draft length was measured" in done.stderr
-    assert json.loads((out / "results.json").read_text())["draft_choice"] is None
+    assert read_json(out / "results.json")["draft_choice"] is None

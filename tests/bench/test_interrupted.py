@@ -17,7 +17,8 @@ import pytest
 from tests import command_line
 from tests.bench.conftest import STAND_IN, answering
 from tests.bench.test_malformed_metadata import WORKLOAD, mutated, pages, served
-from tests.command_line import TRTSPEC, free_port, wait_for
+from tests.command_line import TRTSPEC, free_port, printed, ran, wait_for
+from tests.json_files import write_lines
 from trtspec.bench.load.journal import RunJournal
 from trtspec.bench.load.measure import measure
 from trtspec.bench.questions.datasets import Dataset, Question, load_dataset
@@ -80,20 +81,12 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(
         ((), "--resume"),
         (("--resume", "--seed", "5"), "begun with something else"),
     ):
-        refused = subprocess.run(
-            bench(url, dataset, "-o", str(out), *wrong), capture_output=True, text=True
-        )
-        assert refused.returncode == 2 and says in refused.stderr
-    again = subprocess.run(
-        bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
+        refused = ran(*bench(url, dataset, "-o", str(out), *wrong))
+        assert refused.status == 2 and says in refused.stderr
+    printed(*bench(url, dataset, "-o", str(out), "--resume"))
     asked = [(entry["answer"]["question"], entry["answer"]["turn"]) for entry in answered(out)]
     assert len(set(asked)) == len(asked) == 39, "what reached the journal is not asked again"
-    uninterrupted = subprocess.run(
-        bench(url, dataset, "-o", str(whole)), capture_output=True, text=True
-    )
-    assert uninterrupted.returncode == 0
+    printed(*bench(url, dataset, "-o", str(whole)))
     results, expected = read_results(out), read_results(whole)
     for key in (
         "turns",
@@ -160,10 +153,7 @@ def test_a_server_that_dies_halfway(dataset: Path, tmp_path: Path) -> None:
     speed = results.concurrency[0].throughput
     assert speed.errors >= 30 - 3 - 10 and speed.requests - speed.errors >= 6
     with command_line.served(port, *command):
-        again = subprocess.run(
-            bench(url, dataset, "-o", str(out), "--resume"), capture_output=True, text=True
-        )
-    assert again.returncode == 0, again.stderr
+        printed(*bench(url, dataset, "-o", str(out), "--resume"))
     assert read_results(out).concurrency[0].throughput.errors == 0 and read_results(out).turns == 39
 
 
@@ -173,11 +163,9 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
 ) -> None:
     kinds = ["", "503", "html", "garbage", "cut", "reset", "hang", ""]
     url, out = paced(ttft_s=0.01, gap_s=0.001, tokens=48, faults=kinds), tmp_path / "out"
-    done = subprocess.run(
-        bench(url, dataset, "-o", str(out), "--timeout", "10", "--warmup", "0", "--samples", "16"),
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 3 and "TS-BENCH-ERRORS" in done.stdout, done.stderr
+    options = ("--timeout", "10", "--warmup", "0", "--samples", "16")
+    done = ran(*bench(url, dataset, "-o", str(out), *options))
+    assert done.status == 3 and "TS-BENCH-ERRORS" in done.stdout, done.stderr
     errors = [entry["answer"]["error"] or "" for entry in answered(out)]
     cut = "without a finish_reason"
     for said in (
@@ -246,7 +234,7 @@ def test_fuzzed_data_sets_are_read_or_refused_in_words(tmp_path: Path) -> None:
     read = refused = 0
     for trial in range(500):
         rows = [mutated(rng.choice(ROWS), rng) for _ in range(2)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(file, rows)
         name = rng.choice(["", "gsm8k=", "mt-bench=", "speed-bench="])
         try:
             load_dataset(f"{name}{file}")

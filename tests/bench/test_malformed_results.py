@@ -1,6 +1,5 @@
 """Recordings and results that somebody changed: an error that names the file and the place."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.bench.conftest import ci_steps
-from tests.command_line import free_port, trtspec
+from tests.command_line import free_port, succeeded, trtspec
+from tests.json_files import read_json, write_json
 from trtspec.bench.results import read_results
 from trtspec.client.exchange import read_recording
 from trtspec.errors import UsageError
@@ -20,7 +20,7 @@ RECORDING = {"key": "text 0", "kind": "text", "run": "ids", "path": "/v1/complet
 
 
 def write(path: Path, value: dict[str, Any]) -> Path:
-    path.write_text(json.dumps(value))
+    write_json(path, value)
     return path
 
 
@@ -43,7 +43,7 @@ def test_a_recording_with_other_kinds_of_values_is_refused(
 def test_results_with_other_kinds_of_values_are_refused(
     tmp_path: Path, whole: Path, key: str
 ) -> None:
-    found = json.loads((whole / "results.json").read_text())
+    found = read_json(whole / "results.json")
     with pytest.raises(UsageError, match=key):
         read_results(write(tmp_path / "b.json", {**found, key: 3}))
 
@@ -53,7 +53,7 @@ def test_results_with_other_kinds_of_values_are_refused(
 def test_counts_that_are_none_are_refused(
     tmp_path: Path, whole: Path, key: str, value: int
 ) -> None:
-    found = json.loads((whole / "results.json").read_text())
+    found = read_json(whole / "results.json")
     changed = {**COUNTS, key: [1, value] if key == "histogram" else value}
     with pytest.raises(UsageError, match=f"turns_detail.0.{key}"):
         read_results(write(tmp_path / "b.json", {**found, "turns_detail": [changed]}))
@@ -62,7 +62,7 @@ def test_counts_that_are_none_are_refused(
 def test_another_schema_and_a_workload_that_tables_cannot_state_are_refused(
     tmp_path: Path, whole: Path
 ) -> None:
-    found = json.loads((whole / "results.json").read_text())
+    found = read_json(whole / "results.json")
     assert read_results(whole).workload.dataset == found["workload"]["dataset"]
     with pytest.raises(UsageError, match="its schema is '99', and this release reads 3"):
         read_results(write(tmp_path / "b.json", {**found, "schema": 99}))
@@ -90,10 +90,9 @@ def whole(
 ) -> Path:
     """What a real run wrote."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    done = trtspec(
+    succeeded(
         "bench", stand_in(), "--dataset", dataset, "--samples", 3, "--concurrency", 1, "-o", out
     )
-    assert done.status == 0, done.stderr
     return out
 
 
@@ -106,8 +105,7 @@ def test_a_server_that_is_not_there_is_no_obstacle(
     dead = trtspec("bench", url, *words)
     assert dead.status == 1 and "nothing accepts connections" in dead.stderr
     assert not list(out.glob("*")), "a journal without answers is nothing to continue"
-    alive = trtspec("bench", stand_in(), *words)
-    assert alive.status == 0, alive.stderr
+    succeeded("bench", stand_in(), *words)
     assert (out / "answers.jsonl").is_file()
     again = trtspec("bench", stand_in(), *words)
     assert again.status == 2 and "already exists" in again.stderr, (
@@ -125,7 +123,7 @@ def test_the_ci_step_bench_fails_with_its_summary(
         tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary)
     )
     done = run("bench")
-    assert done.returncode == 3, done.stderr
+    assert done.status == 3, done.stderr
     assert (
         "TS-BENCH-ERRORS" in summary.read_text()
         and "Output tokens per second" in summary.read_text()
@@ -136,4 +134,4 @@ def test_the_ci_step_bench_fails_with_its_summary(
     (tmp_path / "baseline").mkdir()
     (tmp_path / "results").rename(tmp_path / "baseline" / "1")
     again = run("bench")
-    assert again.returncode == 3 and "Usage error" not in again.stderr, again.stderr
+    assert again.status == 3 and "Usage error" not in again.stderr, again.stderr

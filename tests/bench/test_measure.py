@@ -1,7 +1,6 @@
 """`bench` against real loopback servers: counts per source, steady rates, interleaving, findings, exit statuses."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.bench.conftest import measured, timed
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
+from tests.json_files import read_json, write_json
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import Dataset, load_dataset
 from trtspec.client import servers
@@ -117,10 +117,9 @@ def test_command_writes_results_report_and_compares(
 ) -> None:
     url, out = stand_in(kind="reference"), tmp_path / "out"
     common = ["--dataset", dataset, "--concurrency", "1,4", "--samples", "24", "--max-tokens", "48"]
-    first = trtspec("bench", url, *common, "-o", out)
-    assert first.status == 0, first.stderr
+    first = succeeded("bench", url, *common, "-o", out)
     assert "distinct 4-grams" in first.stdout and "acceptance length" in first.stdout
-    results = json.loads((out / "results.json").read_text())
+    results = read_json(out / "results.json")
     assert [level["concurrency"] for level in results["concurrency"]] == [1, 4]
     page = (out / "report.html").read_text()
     assert f"{results['acceptance_length']:.2f}" in page and "http://" not in page.replace(
@@ -132,17 +131,15 @@ def test_command_writes_results_report_and_compares(
     refused = trtspec("bench", url, *common, "-o", out)
     assert refused.status == 2 and "--force" in refused.stderr
     again = trtspec("bench", url, *common, "--compare", out, "--json")
-    comparison = json.loads(again.stdout)["comparison"]
+    comparison = again.json["comparison"]
     assert (
         comparison["figures"][0]["ratio"] == 1.0
         and comparison["figures"][0]["verdict"] == "no change found"
     )
     other = trtspec("bench", url, *common[:-2], "--compare", out)
     assert other.status == 2 and "max_tokens was 48, now 256" in other.stderr
-    renamed = json.loads((out / "results.json").read_text()) | {
-        "server": {"kind": "reference", "model": "other"}
-    }
-    (tmp_path / "other.json").write_text(json.dumps(renamed))
+    renamed = read_json(out / "results.json") | {"server": {"kind": "reference", "model": "other"}}
+    write_json(tmp_path / "other.json", renamed)
     other = trtspec("bench", url, *common, "--compare", tmp_path / "other.json")
     assert other.status == 2 and "figures of the model other" in other.stderr, other.stderr
 

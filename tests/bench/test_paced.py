@@ -16,6 +16,7 @@ import pytest
 
 from tests.bench.conftest import measured
 from tests.bench.load_generators import Load, figures, guidellm, vllm_bench_serve, word_tokenizer
+from tests.json_files import write_lines
 from trtspec.bench.results import BenchResults, ServiceLevel
 from trtspec.client import client as client_module
 from trtspec.client.client import RequestSampling, chat_body, new_client, stream_answer
@@ -155,11 +156,8 @@ def test_within_3_percent_of_the_truth(
 
 
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Tell me about the number {i}"}) + "\n" for i in range(24))
-    )
-    return path
+    rows = [{"prompt": f"Tell me about the number {i}"} for i in range(24)]
+    return write_lines(tmp_path / "prompts.jsonl", rows)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests.bench.conftest import measured, timed
-from tests.command_line import ROOT, TRTSPEC, free_port, trtspec
+from tests.command_line import ROOT, TRTSPEC, free_port, succeeded, trtspec
+from tests.json_files import write_json
 from trtspec.bench.prove import (
     PLAIN,
     SPECULATING,
@@ -59,18 +60,14 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> None:
-    done = trtspec(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
+    done = succeeded(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
     lines = done.stdout.splitlines()
-    assert (
-        done.status == 0 and lines[0].startswith("# about ") and not (tmp_path / "proof").exists()
-    )
+    assert lines[0].startswith("# about ") and not (tmp_path / "proof").exists()
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
         "serve", "bench", "check", "serve", "bench", "check",
     ]  # fmt: skip
     tokens = [
-        json.loads(trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).stdout)[
-            "tokens"
-        ]
+        trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).json["tokens"]
         for n in (4, 8)
     ]
     assert tokens[1] > 1.5 * tokens[0] > 0
@@ -98,7 +95,7 @@ def test_options_that_would_change_what_is_proved_are_refused(tmp_path: Path) ->
             done.stderr
         )
     engines = ("--max-batch-size", "8", "--", "--head")
-    assert trtspec(*NANO, "-o", "x", "--dry-run", "--", *engines).status == 0
+    succeeded(*NANO, "-o", "x", "--dry-run", "--", *engines)
     for words in (NANO[:2], (*NANO, "-o", tmp_path, "--dataset", "nowhere.jsonl")):
         assert trtspec(*words).status == 2, words
 
@@ -130,7 +127,7 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     }
     for name, one in results.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(one.to_dict()))
+        write_json(tmp_path / name / "results.json", one.to_dict())
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "serve-spec.log").write_text("the key is s3cret")
     rows = [
@@ -187,7 +184,7 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     bad = replace(results["spec"].degeneration, degenerate=True)
     levels = [replace(level, degeneration=bad) for level in results["spec"].concurrency]
     loops = replace(results["spec"], degeneration=bad, concurrency=levels)
-    (tmp_path / "spec" / "results.json").write_text(json.dumps(loops.to_dict()))
+    write_json(tmp_path / "spec" / "results.json", loops.to_dict())
     evidence = gathered(SETUP, {"score": scored}, tmp_path, **more)
     assert (
         evidence.sentence == "NOT PROVEN: the same output; the speed was not measured"

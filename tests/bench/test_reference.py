@@ -2,7 +2,6 @@
 false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.bench.conftest import ci_steps, measured
 from tests.command_line import TRTSPEC, free_port, served
+from tests.json_files import read_json
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
 from trtspec.bench.results import BenchResults, EndpointResult
@@ -108,12 +108,12 @@ def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
     statuses = {}
     for name in names:
         done = run_step(name)
-        print(name, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
-        statuses[name] = done.returncode
+        print(name, done.status, done.stdout[-2000:], done.stderr[-2000:])
+        statuses[name] = done.status
     assert not any(statuses.values()), statuses
     kept = list(steps.values())[-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept), kept
-    verdict = json.loads((tmp_path / "check.json").read_text())
+    verdict = read_json(tmp_path / "check.json")
     assert verdict["verdict"] == "SAFE", verdict
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{urls['PLAIN']}/health")

@@ -1,6 +1,5 @@
 """The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of degenerate output."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.conftest import measured
+from tests.json_files import write_json
 from trtspec.bench.report.bench import (
     acceptance_table,
     bench_html,
@@ -97,7 +97,7 @@ def test_the_page_begins_with_its_sentence_and_figures_with_ranges(
     cards = re.findall(r'<b>([^<]+)</b><span class="range">([^<]+)</span>', page)
     assert len(cards) == 3 and all(re.search(r"\d to \d", found) for _, found in cards), cards
     assert page.count("<svg") == page.count('class="bars"') == 1 and len(page) < 100_000
-    (tmp_path / "results.json").write_text(json.dumps(results.to_dict()))
+    write_json(tmp_path / "results.json", results.to_dict())
     assert read_results(tmp_path) == results
 
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.bench.conftest import results_of
 from tests.bench.test_statistics import questions
 from tests.command_line import TRTSPEC, Done, FixedServer, free_port, trtspec
+from tests.json_files import write_json
 from trtspec.bench.statistics import summarize
 from trtspec.bench.watch import Watch, judge, read_baseline
 from trtspec.client.servers import Counters, TurnCounts
@@ -72,7 +73,7 @@ def of_turns(path: Path, groups: dict[str, list[TurnCounts]], turns: bool = True
     """A results.json with these answers by category; without `turns` they were counted together."""
     rows = [turn for group in groups.values() for turn in group] if turns else []
     found = results_of(rows, categories={name: summarize(group) for name, group in groups.items()})
-    path.write_text(json.dumps(found.to_dict()))
+    write_json(path, found.to_dict())
     return path
 
 
@@ -85,7 +86,7 @@ def baseline(tmp_path: Path) -> Path:
 def once(server: FixedServer, baseline: Path) -> Once:
     def run(*words: object, url: str = server.url) -> tuple[Done, dict[str, Any]]:
         done = trtspec("watch", url, "--once", "--baseline", baseline, "--json", *words)
-        return done, json.loads(done.stdout)
+        return done, done.json
 
     return run
 
@@ -122,9 +123,7 @@ def test_a_server_that_stops_accepting_is_found_with_a_baseline_of_bench(
         url = stand_in(kind="vllm", version="watched", **settings)
         assert trtspec("bench", url, *bench, "-o", tmp_path / str(status)).status in (0, 3)
         done = trtspec("watch", url, "--once", "--baseline", tmp_path / "0", "--json")
-        assert done.status == status and json.loads(done.stdout)["status"] == (
-            "fail" if status else "pass"
-        ), done
+        assert done.status == status and done.json["status"] == ("fail" if status else "pass"), done
 
 
 def test_a_drop_is_found_where_it_is_large_and_significant(

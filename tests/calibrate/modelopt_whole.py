@@ -3,7 +3,6 @@
 python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 
+from tests.json_files import read_json
 from tests.quant.modelopt_oracle import load
 
 
 def main(source: str, config: str, batches: str, dtype: str, out: str) -> None:
     torch.set_num_threads(1)
-    tokens = [torch.tensor(batch) for batch in json.loads(Path(batches).read_text())]
+    tokens = [torch.tensor(batch) for batch in read_json(Path(batches))]
 
     def calibrate(model: Any) -> None:
         with torch.no_grad():

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import calls_of, killed_at
-from tests.tiny import make_target
+from tests.command_line import ROOT, calls_of, killed_at, printed, printed_json
+from tests.json_files import write_json, write_lines
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.calibrate import (
     CalibrationOptions,
     calibrate_checkpoint,
@@ -28,7 +28,6 @@ from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import Bar, OutputOptions
 
-ROOT = Path(__file__).parents[2]
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
 K25, K26 = load_policy("k2.5"), load_policy("k2.6")
 WORDS = [
@@ -61,9 +60,7 @@ def data(tmp_path_factory) -> Path:
         )
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         rows.append(({"text": text}, {"messages": turns}, {"prompt": text})[number % 3])
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(tmp_path_factory.mktemp("data") / "texts.jsonl", rows)
 
 
 def modelopt(
@@ -72,26 +69,12 @@ def modelopt(
     """ModelOpt's input scales on the very batches that trtspec runs."""
     texts = read_texts(data, KimiTokenizer(source), FLOAT32.samples, FLOAT32.seq_len)
     batches = out.with_suffix(".json")
-    batches.write_text(json.dumps([batch.tolist() for batch in equal_length_batches(texts)]))
+    write_json(batches, [batch.tolist() for batch in equal_length_batches(texts)])
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.calibrate.modelopt_whole",
-        str(copy),
-        config,
-        str(batches),
-        dtype,
-        str(out),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    tensors = {
-        name: tensor
-        for file in out.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    oracle = [sys.executable, "-m", "tests.calibrate.modelopt_whole"]
+    printed(*oracle, copy, config, batches, dtype, out, cwd=ROOT)
+    tensors = read_tensors(out)
     return {name: tensor for name, tensor in tensors.items() if name.endswith(".input_scale")}
 
 
@@ -149,9 +132,7 @@ def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
         source, tmp_path / "out", K25, ConversionOptions(input_scales=tmp_path / "s.safetensors")
     )
     scales = load_file(tmp_path / "s.safetensors")
-    written = {
-        n: t for f in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(f).items()
-    }
+    written = read_tensors(tmp_path / "out")
     assert {name for name in written if name.endswith("input_scale")} == set(scales)
     assert all(torch.equal(written[name], scale) for name, scale in scales.items())
     stem = "language_model.model.layers.1.mlp.experts."
@@ -281,9 +262,9 @@ def test_bad_data_is_refused_by_line(tmp_path, text, match):
 
 def test_a_weight_that_is_no_number_is_named(tmp_path, data):
     source = make_target(tmp_path / "in", layers=3, shards=1)
-    tensors = load_file(source / "model.safetensors")
+    tensors = read_tensors(source)
     tensors["language_model.model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    write_tensors(source, tensors)
     with pytest.raises(TrtspecError, match=r"layers.1.*NaN|its input is NaN"):
         calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K26, FLOAT32)
     assert not (tmp_path / "s.safetensors").exists()
@@ -330,10 +311,6 @@ def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mod
             tmp_path / f"{layers}.safetensors",
             mode,
         ]
-        run = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        found = json.loads(run.stdout.splitlines()[-1])
+        found = printed_json(*command, env=environment, cwd=ROOT)
         print(mode, layers, "layers", found)
         assert found["grown"] < (held + 1) * found["layer"]  # and what is being decoded

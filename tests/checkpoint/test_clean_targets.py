@@ -1,14 +1,13 @@
 """Checkpoints as they are published have no finding above info: none that a user would have to learn to ignore."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.tiny import make_target, write_json, write_shards
+from tests.json_files import read_json, write_json
+from tests.tiny import make_target, read_tensors, write_shards
 from tests.tiny_formats import hf_quant_config
 from trtspec.checkpoint.describe import describe
 from trtspec.checkpoint.hub import catalogue, resolve
@@ -52,8 +51,8 @@ def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
     path = make_target(
         directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=vision and nested
     )  # fmt: skip
-    tensors, bf16 = load_file(path / "model.safetensors"), load_file(plain / "model.safetensors")
-    config = scaled_down(entry["config"], json.loads((path / "config.json").read_text()))
+    tensors, bf16 = read_tensors(path), read_tensors(plain)
+    config = scaled_down(entry["config"], read_json(path / "config.json"))
     block = config.get("quantization_config", {})
     if "hf_quant_config.json" in [file.name for file in path.iterdir()]:
         unpack_excluded(tensors, bf16, block["ignore"])
@@ -105,7 +104,7 @@ def test_the_shipped_model() -> None:
 def test_shard_names_of_other_widths(tmp_path: Path) -> None:
     """Kimi-K2-Instruct counts without zeros, Kimi-K2.5 with six digits behind `of`."""
     path = make_target(tmp_path, layers=3, shards=2)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index = read_json(path / "model.safetensors.index.json")
     for number in (1, 2):
         old, new = f"model-{number:05d}-of-00002.safetensors", f"model-{number}-of-2.safetensors"
         (path / old).rename(path / new)

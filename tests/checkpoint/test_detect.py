@@ -1,13 +1,13 @@
 """Targets and heads told apart, described, and their faults found."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import make_head, make_target
+from tests.json_files import edit_json, read_json, write_json
+from tests.tiny import make_head, make_target, read_tensors
 from trtspec.checkpoint.describe import describe
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.target_problems import config_kind, detect, read_target
@@ -45,7 +45,7 @@ def test_parameters_are_the_same_in_every_format(tmp_path: Path) -> None:
         format: describe(resolve(str(make_target(tmp_path / format, format=format)))).parameters
         for format in FORMATS
     }
-    plain = load_file(make_target(tmp_path / "one", shards=1) / "model.safetensors")
+    plain = read_tensors(make_target(tmp_path / "one", shards=1))
     assert set(counts.values()) == {sum(tensor.numel() for tensor in plain.values())}
 
 
@@ -68,8 +68,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TrtspecError, match="'qwen3'"):
         config_kind({"model_type": "qwen3", "num_hidden_layers": 36}, "some/model")
     path = make_target(tmp_path, nested=False)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k3"}))
+    edit_json(path / "config.json", model_type="kimi_k3")
     with pytest.raises(TrtspecError, match="'kimi_k3' is not a Kimi-K2 model"):
         describe(resolve(str(path)))
 
@@ -88,24 +87,24 @@ def test_a_missing_tensor_is_found(tmp_path: Path, part: str, code: str) -> None
 
 def test_a_wrong_shape_is_found(tmp_path: Path) -> None:
     path = make_target(tmp_path)
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     config["text_config"]["moe_intermediate_size"] = 64
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     assert codes(path) == ["TS-TARGET-SHAPE"]
 
 
 def test_exclude_patterns_must_match_the_tensors(tmp_path: Path) -> None:
     path = make_target(tmp_path, format="nvfp4")
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     ignore = config["quantization_config"]["ignore"]
     config["quantization_config"]["ignore"] = [
         *ignore,
         "language_model.model.layers.2.mlp.experts*",
     ]
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     assert set(codes(path)) == {"TS-TARGET-QUANT-CONFIGS", "TS-TARGET-EXCLUDE"}
     config["quantization_config"]["ignore"] = [name for name in ignore if "lm_head" not in name]
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     assert "TS-TARGET-EXCLUDE" in codes(path)
 
 
@@ -113,9 +112,8 @@ def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     (path / "tiktoken.model").unlink()
     (path / "chat_template.jinja").unlink()
-    config = json.loads((path / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
-    (path / "config.json").write_text(json.dumps(config))
+    code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+    edit_json(path / "config.json", auto_map=code)
     (path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert codes(path) == [
         "TS-TARGET-TOKENIZER",

@@ -1,6 +1,5 @@
 """Headers against the safetensors library, and every way a directory can be broken."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.tensors import LazyTensors
@@ -28,7 +28,7 @@ def small(directory: Path, shards: int = 2) -> Path:
         name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
         save_file({f"w{number}": np.arange(6, dtype=np.float32).reshape(2, 3)}, directory / name)
         weight_map[f"w{number}"] = name
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
     return directory
 
 
@@ -53,7 +53,7 @@ def test_matches_the_safetensors_library(tmp_path: Path, format: str) -> None:
                 ), name
                 seen += 1
     assert seen == len(checkpoint.tensors)
-    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index = read_json(path / "model.safetensors.index.json")
     assert checkpoint.bytes == index["metadata"]["total_size"]
 
 
@@ -75,9 +75,9 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
 def list_in(directory: Path, name: str, shard: str) -> None:
     """Makes the index place tensor `name` in `shard`."""
     index = directory / "model.safetensors.index.json"
-    value = json.loads(index.read_text())
+    value = read_json(index)
     value["weight_map"][name] = shard
-    index.write_text(json.dumps(value))
+    write_json(index, value)
 
 
 def without_weights(directory: Path, other: str = "") -> None:

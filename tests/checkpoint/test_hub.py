@@ -1,15 +1,14 @@
 """What a user types becomes a directory, a published model, or a clear refusal; offline and without a download."""
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import printed, succeeded
+from tests.json_files import read_json
 from tests.tiny import make_target
 from trtspec.checkpoint.hub import (
     cached_snapshot,
@@ -85,8 +84,7 @@ SHIPPED = [
 
 @pytest.mark.parametrize("words", SHIPPED, ids=lambda words: words[0])
 def test_the_shipped_models_are_called_by_name(words: tuple[str, ...], tmp_path: Path) -> None:
-    done = trtspec(*[str(tmp_path / "out") if word == "OUT" else word for word in words])
-    assert done.status == 0, done.stderr
+    succeeded(*[str(tmp_path / "out") if word == "OUT" else word for word in words])
 
 
 def test_a_directory_of_the_user_comes_before_a_shipped_model(
@@ -235,8 +233,8 @@ def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
     "hub_id", ["moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5", "nvidia/Kimi-K2.5-NVFP4"]
 )
 def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id: str) -> None:
-    published_config = json.loads(
-        (upstream_data / "model_configs" / f"{hub_id.replace('/', '--')}_config.json").read_text()
+    published_config = read_json(
+        upstream_data / "model_configs" / f"{hub_id.replace('/', '--')}_config.json"
     )
     entry = known(hub_id)
     assert entry is not None
@@ -274,10 +272,7 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) ->
         "from trtspec.checkpoint.hub import cache_directory\n"
         "assert str(cache_directory()) == HF_HUB_CACHE, (str(cache_directory()), HF_HUB_CACHE)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    printed(sys.executable, "-c", script, env=environment)
 
 
 def test_a_snapshot_is_found_as_huggingface_hub_finds_it(empty_cache: Path, tmp_path: Path) -> None:

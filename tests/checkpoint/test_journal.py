@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.command_line import printed
 from trtspec.checkpoint.tensors import DTYPES
 from trtspec.checkpoint.writer import Journal, ShardFile, layout_of, read_journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -41,9 +42,7 @@ def without_flock(directory: Path, error: str) -> dict[str, str]:
     if compiler is None:
         pytest.skip("no gcc here")
     code = f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {error}; return -1; }}"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-"], input=code.encode(), check=True
-    )
+    printed(compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-", input=code)
     return os.environ | {"LD_PRELOAD": str(shim)}
 
 

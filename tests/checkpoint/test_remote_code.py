@@ -1,14 +1,14 @@
 """Code that a checkpoint brings: what is listed, what is trusted, and what is refused by name."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command_line import inspected, trtspec
+from tests.command_line import inspected, succeeded, trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.remote_code import read_code
@@ -51,6 +51,11 @@ FILES = (
 )  # fmt: skip
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a head without code."""
@@ -68,14 +73,19 @@ def head(models: tuple[Path, Path], tmp_path: Path) -> Path:
     return shutil.copytree(models[1], tmp_path / "head")
 
 
+@pytest.fixture(params=["target", "head"])
+def checkpoint(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
 def write(path: Path, value: Any, *keys: str) -> None:
     """Puts a value behind keys of a JSON file, which is made where there is none."""
-    config = json.loads(path.read_text()) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
     inner = config
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})
     inner[keys[-1]] = value
-    path.write_text(json.dumps(config))
+    write_json(path, config)
 
 
 def bring_code(checkpoint: Path, file: str = "config.json") -> None:
@@ -92,9 +102,7 @@ def found(checkpoint: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("kind", ["target", "head"])
-def test_inspect_names_each_hostile_reference(kind: str, target: Path, head: Path) -> None:
-    checkpoint = {"target": target, "head": head}[kind]
+def test_inspect_names_each_hostile_reference(checkpoint: Path) -> None:
     write(checkpoint / "config.json", [value for value, _ in HOSTILE], "auto_map")
     problems = inspected(checkpoint).problems
     codes = {int(where.split(":")[2]): code for where, code in found(checkpoint).items()}
@@ -104,13 +112,12 @@ def test_inspect_names_each_hostile_reference(kind: str, target: Path, head: Pat
 
 
 @pytest.mark.parametrize("backend", ["trtllm", "vllm", "reference"])
-@pytest.mark.parametrize("kind", ["target", "head"])
 @pytest.mark.parametrize("value", ["/etc/evil.Class", "org/x--evil.Class", "absent.Class", 7])
 def test_serve_refuses_a_hostile_reference(
-    kind: str, backend: str, value: Any, target: Path, head: Path
+    checkpoint: Path, backend: str, value: Any, target: Path, head: Path
 ) -> None:
     code = dict(row for row in HOSTILE if isinstance(row[0], str | int)).get(value, REPOSITORY)
-    write({"target": target, "head": head}[kind] / "tokenizer_config.json", value, "auto_map", "A")
+    write(checkpoint / "tokenizer_config.json", value, "auto_map", "A")
     answer = trtspec("serve", target, "--head", head, "--backend", backend, "--dry-run", "--json")
     assert answer.status in (1, 3)
     assert code in answer.stdout and "tokenizer_config.json:auto_map:A" in answer.stdout
@@ -130,25 +137,21 @@ def test_a_null_refers_to_nothing(value: Any, target: Path) -> None:
     assert not found(target) and inspected(target)["remote_code"] is False
 
 
-def test_code_is_listed_with_its_hash(target: Path, head: Path) -> None:
-    for checkpoint in (target, head):
-        write(checkpoint / "tokenizer_config.json", ["configuration_new.Slow", None], "auto_map")
-        bring_code(checkpoint)
-        report = inspected(checkpoint)
-        assert report.ok and report["remote_code"] is True
-        assert report["code_files"] == dict.fromkeys(
-            ["configuration_new.py", "imported.py"], SHA256
-        )
-        assert trtspec("inspect", checkpoint).stdout.count(f".py  {SHA256}") >= 1
-    assert "TS-HEAD-CODE" in {problem.code for problem in inspected(head).problems}
+def test_code_is_listed_with_its_hash(checkpoint: Path) -> None:
+    write(checkpoint / "tokenizer_config.json", ["configuration_new.Slow", None], "auto_map")
+    bring_code(checkpoint)
+    report = inspected(checkpoint)
+    assert report.ok and report["remote_code"] is True
+    assert report["code_files"] == dict.fromkeys(["configuration_new.py", "imported.py"], SHA256)
+    assert f".py  {SHA256}" in trtspec("inspect", checkpoint).stdout
+    codes = {problem.code for problem in report.problems}
+    assert ("TS-HEAD-CODE" in codes) == (checkpoint.name == "head")
 
 
 @pytest.mark.parametrize("plan", [plan_engine, plan_vllm])
-@pytest.mark.parametrize("kind", ["target", "head"])
 def test_a_launch_with_code_that_nobody_trusts_is_refused(
-    kind: str, plan: Any, target: Path, head: Path
+    checkpoint: Path, plan: Any, target: Path, head: Path
 ) -> None:
-    checkpoint = {"target": target, "head": head}[kind]
     bring_code(checkpoint)
     for trusted in (False, True):
         options = ServeOptions(target=str(target), head=str(head), trust_remote_code=trusted)
@@ -184,32 +187,30 @@ def test_links_of_the_hub_cache_are_its_own(target: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["org/x--evil.Class", "/evil.Class", "absent.Class", "evil", 7])
-def test_a_converted_head_has_no_code(value: Any, head: Path, tmp_path: Path) -> None:
+def test_a_converted_head_has_no_code(value: Any, head: Path, out: Path) -> None:
     bring_code(head)
     write(head / "config.json", value, "auto_map", "AutoModel")
     write(head / "config.json", value, "more", "auto_map", "AutoModel")
-    answer = trtspec("convert", head, "-o", tmp_path / "out", "--to", "vllm")
-    assert answer.status == 0, answer.stderr
+    answer = succeeded("convert", head, "-o", out, "--to", "vllm")
     assert "repaired: config.json:auto_map:AutoConfig: the head brings code" in answer.stdout
     assert "repaired: config.json:auto_map:AutoModel: " in answer.stdout
-    assert "auto_map" not in (tmp_path / "out" / "config.json").read_text()
-    assert not list((tmp_path / "out").glob("*.py"))
-    assert inspected(tmp_path / "out")["remote_code"] is False
+    assert "auto_map" not in (out / "config.json").read_text()
+    assert not list(out.glob("*.py"))
+    assert inspected(out)["remote_code"] is False
 
 
-def test_a_quantized_target_brings_the_same_code(target: Path, tmp_path: Path) -> None:
+def test_a_quantized_target_brings_the_same_code(target: Path, out: Path) -> None:
     bring_code(target)
-    answer = trtspec("quantize", target, "-o", tmp_path / "out", "--input-scales", "one")
-    assert answer.status == 0, answer.stderr
-    before, after = inspected(target), inspected(tmp_path / "out")
-    assert after["code_files"] == before["code_files"] and not found(tmp_path / "out")
+    succeeded("quantize", target, "-o", out, "--input-scales", "one")
+    before, after = inspected(target), inspected(out)
+    assert after["code_files"] == before["code_files"] and not found(out)
 
 
 @pytest.mark.parametrize("place", ["", "text_config"])
-def test_quantize_refuses_code_that_is_not_there(place: str, target: Path, tmp_path: Path) -> None:
+def test_quantize_refuses_code_that_is_not_there(place: str, target: Path, out: Path) -> None:
     keys = [key for key in (place, "auto_map", "AutoModel") if key]
     write(target / "config.json", "absent.Class", *keys)
-    answer = trtspec("quantize", target, "-o", tmp_path / "out", "--dry-run", "--json")
+    answer = trtspec("quantize", target, "-o", out, "--dry-run", "--json")
     assert answer.status == 1 and "TS-CODE-ABSENT" in answer.stdout
 
 

@@ -3,7 +3,6 @@
 The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose reason stands there.
 """
 
-import json
 import os
 import random
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ import pytest
 
 from tests.checkpoint.target_faults import KINDS, Draft, Fault, all_faults, make_drafts
 from tests.command_line import process, trtspec
+from tests.json_files import write_lines
 from tests.tiny import make_head
 from trtspec.calibrate import calibrate_checkpoint
 from trtspec.checkpoint.hub import resolve
@@ -208,8 +208,7 @@ def commands(drafts: dict[str, Draft], tmp_path_factory: pytest.TempPathFactory)
         {"role": "user", "content": "what is red"},
         {"role": "assistant", "content": "a colour"},
     ]
-    data = room / "data.jsonl"
-    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
+    data = write_lines(room / "data.jsonl", [{"messages": turns}] * 4)
     return Commands(make_head(room / "head", clean), data)
 
 
@@ -280,12 +279,12 @@ def test_processes_refuse(drafts: dict[str, Draft], commands: Commands, tmp_path
             words = draw.choice(lines)
             done = process(*words, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
             good = (
-                done.returncode in (1, 2, 3)
+                done.status in (1, 2, 3)
                 and "Traceback" not in done.stderr
                 and "unexpected" not in done.stderr
             )
             rates.count(
-                words[0], f"{fault.kind} {fault.name}: {done.returncode} {done.stderr[-300:]}", good
+                words[0], f"{fault.kind} {fault.name}: {done.status} {done.stderr[-300:]}", good
             )
             assert not list(tmp_path.glob("out*")), list(tmp_path.rglob("out*"))
     rates.check()

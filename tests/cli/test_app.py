@@ -1,14 +1,12 @@
 """The command line as a whole: what is listed, how fast and how light it starts, how it fails."""
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, printed, ran, succeeded, trtspec
 from tests.tiny import make_target
 from trtspec import errors
 from trtspec.cli import app as application
@@ -20,8 +18,7 @@ COMMANDS = (
 
 
 def test_help_lists_every_command() -> None:
-    done = trtspec("--help")
-    assert done.status == 0
+    done = succeeded("--help")
     for command in COMMANDS:
         assert f" {command} " in done.stdout, command
     listed = [name for names in application.COMMANDS.values() for name in names]
@@ -41,10 +38,7 @@ def test_help_imports_no_torch() -> None:
         "loaded = heavy & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
+    printed(sys.executable, "-c", script, timeout=900)
 
 
 def test_the_shell_completes_commands_and_options() -> None:
@@ -69,13 +63,13 @@ def test_usage_errors_exit_with_2() -> None:
 
 
 def test_underscores_are_accepted_everywhere() -> None:
-    assert trtspec("build_config", "--help").status == 0
-    assert trtspec("lint", "--trtllm_version", "1.2.1", "--help").status == 0
+    succeeded("build_config", "--help")
+    succeeded("lint", "--trtllm_version", "1.2.1", "--help")
     assert trtspec("lint", "--trtllm+version", "1.2.1", "--help").status == 2
 
 
 def test_an_option_can_come_from_the_environment() -> None:
-    assert trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="true").status == 0
+    succeeded("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="true")
     assert trtspec("inspect", "nvidia/Kimi-K2.5-NVFP4", TRTSPEC_INSPECT_JSON="perhaps").status == 2
 
 
@@ -109,7 +103,7 @@ def test_failures_are_one_message_and_a_status_and_with_json_an_object_on_stdout
     assert done.status == status and done.stdout == ""
     assert says in done.stderr and "Traceback" not in done.stderr
     done = failing(monkeypatch, failure, "--json")
-    found = json.loads(done.stdout)
+    found = done.json
     assert (
         done.status == status
         and set(found) == {"ok", "problems", "error"}
@@ -122,7 +116,7 @@ def test_failures_are_one_message_and_a_status_and_with_json_an_object_on_stdout
 def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(command: str) -> None:
     done = trtspec(command, "--json", "--no-such-option")
     assert done.status == 2 and "--no-such-option" in done.stderr
-    assert json.loads(done.stdout)["error"]["remedy"] == f"see `trtspec {command} --help`"
+    assert done.json["error"]["remedy"] == f"see `trtspec {command} --help`"
 
 
 def test_a_report_is_never_followed_by_a_second_object(tmp_path: Path) -> None:
@@ -130,7 +124,7 @@ def test_a_report_is_never_followed_by_a_second_object(tmp_path: Path) -> None:
     engine = tmp_path / "engine.yml"
     engine.write_text("no_such_key: 1\n")
     done = trtspec("lint", engine, "--trtllm-version", "1.2.1", "--json")
-    assert done.status == 3 and json.loads(done.stdout)["ok"] is False
+    assert done.status == 3 and done.json["ok"] is False
 
 
 def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
@@ -148,8 +142,8 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
         "--device",
         "cuda",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 4, done.stderr
+    done = ran(*command, timeout=900)
+    assert done.status == 4, done.stderr
     assert done.stderr == 'Missing: this command needs torch\n-> pip install "trtspec[reference]"\n'
     assert not (tmp_path / "nvfp4").exists()
 
@@ -179,11 +173,9 @@ with progress_bar("training", 13300, "steps") as bar:
 def test_bar_and_note_fit_eighty_columns():
     environment = os.environ | {"TRTSPEC_PROGRESS": "1", "COLUMNS": "80", "TERM": "dumb"}
     environment.pop("TRTSPEC_QUIET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", DRAW], capture_output=True, text=True, env=environment, check=True
-    )
+    done = ran(sys.executable, "-c", DRAW, env=environment)
     lines = done.stderr.splitlines()
-    assert done.stdout == ""
+    assert (done.status, done.stdout) == (0, "")
     assert all(len(line) <= 80 for line in lines)
     (bar,) = [line for line in lines if line.startswith("training")][-1:]
     assert "12345/13300 steps" in bar

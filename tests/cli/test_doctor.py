@@ -1,13 +1,12 @@
 """`trtspec doctor`: a stand-in nvidia-smi, an environment with a trap, and no secret in the output."""
 
-import json
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import Done, program, trtspec
+from tests.command_line import Done, program, succeeded, trtspec
 from trtspec.cli.doctor import FORCED, package_state
 
 
@@ -25,7 +24,7 @@ def stand_in(directory: Path, line: str) -> str:
 
 def test_this_environment_is_whole() -> None:
     done = run()
-    report = json.loads(done.stdout)
+    report = done.json
     assert done.status == 0
     assert report["commands"]["train"]["ready"]
     assert report["commands"]["bench --dataset HUB_ID"]["ready"]
@@ -36,15 +35,13 @@ def test_this_environment_is_whole() -> None:
 def test_every_built_command_is_listed() -> None:
     from trtspec.cli.app import COMMANDS
 
-    listed = {command.split(" ")[0] for command in json.loads(run().stdout)["commands"]}
+    listed = {command.split(" ")[0] for command in run().json["commands"]}
     built = {name for names in COMMANDS.values() for name in names} - {"doctor"}
     assert listed == built
 
 
 def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
-    report = json.loads(
-        run(PATH=stand_in(tmp_path, "NVIDIA B200, 183359 MiB, 580.65, 10.0")).stdout
-    )
+    report = run(PATH=stand_in(tmp_path, "NVIDIA B200, 183359 MiB, 580.65, 10.0")).json
     assert report["gpus"] == [
         {
             "name": "NVIDIA B200",
@@ -58,24 +55,20 @@ def test_gpus_come_from_nvidia_smi(tmp_path: Path) -> None:
 
 def test_a_gpu_without_fp4_is_a_warning(tmp_path: Path) -> None:
     done = run(PATH=stand_in(tmp_path, "NVIDIA H200, 143771 MiB, 570.12, 9.0"))
-    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == [
-        "TS-DOCTOR-NO-FP4"
-    ]
+    assert [problem["code"] for problem in done.json["problems"]] == ["TS-DOCTOR-NO-FP4"]
     assert done.status == 0
 
 
 def test_forced_acceptance_is_an_error() -> None:
     done = run(**{FORCED: "2"})
-    assert [problem["code"] for problem in json.loads(done.stdout)["problems"]] == [
-        "TS-DOCTOR-FORCED-ACCEPTANCE"
-    ]
+    assert [problem["code"] for problem in done.json["problems"]] == ["TS-DOCTOR-FORCED-ACCEPTANCE"]
     assert done.status == 3
 
 
 def test_the_token_is_never_printed() -> None:
     done = run(HF_TOKEN="hf_verysecret")
     assert "hf_verysecret" not in done.stdout
-    assert json.loads(done.stdout)["hub"]["token"] == "set"
+    assert done.json["hub"]["token"] == "set"
 
 
 def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +82,7 @@ def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Pa
     """Without a GPU and without engines on PATH: no line of the table is longer than the terminal, and the remedies are
     whole lines below it."""
     empty = str(tmp_path)
-    done = trtspec("doctor", PATH=empty, COLUMNS="80", FORCE_COLOR="1", TERM="dumb")
-    assert done.status == 0
+    done = succeeded("doctor", PATH=empty, COLUMNS="80", FORCE_COLOR="1", TERM="dumb")
     table, _, remedies = done.stdout.partition("\nfor ")
     assert max(map(len, table.splitlines())) <= 80, table
     assert "trtllm-serve, an NVIDIA GPU" in table and "nvidia-smi is missing" in table
@@ -103,7 +95,7 @@ def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Pa
 
 def test_an_engine_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
     engine = program(tmp_path / "trtllm-serve", "")
-    report = json.loads(run(PATH=str(tmp_path)).stdout)
+    report = run(PATH=str(tmp_path)).json
     state = report["commands"]["serve --backend trtllm"]
     assert (
         not state["ready"]

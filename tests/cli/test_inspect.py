@@ -1,13 +1,12 @@
 """`trtspec inspect` through the command line: its JSON contract, its exit status, its words."""
 
-import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import Done, trtspec
-from tests.tiny import make_head, make_target
+from tests.command_line import Done, succeeded, trtspec
+from tests.tiny import make_head, make_target, read_tensors
 
 TARGET_KEYS = {
     "kind", "family", "model_type", "architecture", "format", "parameters", "bytes", "shards", "problems",
@@ -33,7 +32,7 @@ def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 
 def test_target_contract(target: Path) -> None:
     done = run(target, "--json")
-    report = json.loads(done.stdout)
+    report = done.json
     assert done.status == 0
     assert set(report) >= TARGET_KEYS
     assert (report["kind"], report["format"], report["shards"]) == ("target", "bf16", 2)
@@ -44,7 +43,7 @@ def test_target_contract(target: Path) -> None:
 
 
 def test_head_contract(head: Path, target: Path) -> None:
-    report = json.loads(run(head, "--against", target, "--json").stdout)
+    report = run(head, "--against", target, "--json").json
     assert set(report) >= HEAD_KEYS
     assert report["tensor_parallel_sizes"] == [1, 2, 4]
     assert {"code", "severity", "where", "message", "remedy"} == set(report["problems"][0])
@@ -67,19 +66,17 @@ def test_the_readable_form_says_the_same(head: Path, target: Path) -> None:
 
 def test_an_error_exits_with_3_and_still_prints_the_report(tmp_path: Path, target: Path) -> None:
     path = make_head(tmp_path, target, draft_vocab=128)
-    tensors = load_file(path / "model.safetensors")
+    tensors = read_tensors(path)
     del tensors["d2t"]
     save_file(tensors, path / "model.safetensors")
     done = run(path, "--json")
     assert done.status == 3
-    assert "TS-HEAD-D2T-MISSING" in [
-        problem["code"] for problem in json.loads(done.stdout)["problems"]
-    ]
+    assert "TS-HEAD-D2T-MISSING" in [problem["code"] for problem in done.json["problems"]]
 
 
 def test_a_published_pair_offline() -> None:
     done = run("nvidia/Kimi-K2.6-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json")
-    report = json.loads(done.stdout)
+    report = done.json
     assert done.status == 0
     assert (report["attention"], report["aux_layers"], report["source"]) == (
         "mla",
@@ -87,9 +84,7 @@ def test_a_published_pair_offline() -> None:
         "catalogue",
     )
     assert report["problems"] == []
-    other = json.loads(
-        run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").stdout
-    )
+    other = run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").json
     assert "TS-PAIR-OTHER-TARGET" in [problem["code"] for problem in other["problems"]]
 
 
@@ -101,10 +96,9 @@ def test_a_target_against_a_head_is_turned_around(head: Path, target: Path) -> N
 
 def test_a_quantized_checkpoint_is_re_read_against_its_source(tmp_path: Path, target: Path) -> None:
     """End to end with the real quantizer; then one weight of the result is exchanged for another of its shape."""
-    made = trtspec("quantize", target, "-o", tmp_path / "nvfp4")
-    assert made.status == 0, made.stderr
+    succeeded("quantize", target, "-o", tmp_path / "nvfp4")
     done = run(tmp_path / "nvfp4", "--against", target, "--sample", 0, "--json")
-    report = json.loads(done.stdout)
+    report = done.json
     assert done.status == 0
     assert (report["format"], report["problems"]) == ("nvfp4", [])
     assert report["comparison"]["compared"] == report["comparison"]["tensors"]

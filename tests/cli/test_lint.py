@@ -1,10 +1,8 @@
 """`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on failure too."""
 
 import io
-import json
 import os
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.command_line import Done, trtspec
+from tests.command_line import Done, ran, trtspec
 
 VERSION = ("--trtllm-version", "1.3.0rc20")
 CLEAN = "stream_interval: 2\n"
@@ -38,7 +36,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def answer(*words: str, **more: Any) -> tuple[int, dict[str, Any]]:
     done = lint(*words, "--json", **more)
-    return done.status, json.loads(done.stdout)
+    return done.status, done.json
 
 
 def test_each_problem_shows_its_line_with_carets(files: dict[str, str]) -> None:
@@ -57,13 +55,8 @@ def test_colour_on_a_terminal_and_none_with_no_color(files: dict[str, str]) -> N
         environment = {**os.environ, "TERM": "xterm-256color"} | (
             {"NO_COLOR": no_color} if no_color else {}
         )
-        done = subprocess.run(
-            ["script", "-qec", command, "/dev/null"],
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        assert done.returncode == 3 and ("\x1b[1;31m" in done.stdout) == coloured
+        done = ran("script", "-qec", command, "/dev/null", env=environment)
+        assert done.status == 3 and ("\x1b[1;31m" in done.stdout) == coloured
 
 
 def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict[str, str]) -> None:
@@ -132,7 +125,7 @@ def test_standard_input(files: dict[str, str]) -> None:
 def test_options_of_trtllm_serve_follow_two_dashes(files: dict[str, str]) -> None:
     words = ["--", "--max_batch_size", "8", "--nonsense", "1"]
     done = lint("--json", *VERSION, files["clean"], files["warns"], *words)
-    found = json.loads(done.stdout)
+    found = done.json
     assert done.status == 3 and len(found["files"]) == 2
     assert {problem["key"] for problem in found["problems"] if problem["severity"] == "error"} == {
         "--nonsense"
@@ -176,4 +169,4 @@ def test_no_file_ends_in_a_traceback_or_takes_long(tmp_path: Path, text: str) ->
     done = lint(str(file), *VERSION, "--json")
     assert time.process_time() - began < 5
     assert done.status in (0, 2, 3), done.stderr[:200]
-    assert "unexpected" not in done.stderr and isinstance(json.loads(done.stdout)["ok"], bool)
+    assert "unexpected" not in done.stderr and isinstance(done.json["ok"], bool)

@@ -1,6 +1,5 @@
 """Every command that resumes, on a file system without flock: it says what the lock is, and writes the same bytes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from tests.checkpoint.test_journal import without_flock
 from tests.cli.matrix import Recorder
 from tests.command_line import process
+from tests.json_files import write_lines
 from tests.tiny import make_target
 
 
@@ -20,12 +20,9 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
         for row in rows
     ]
-    lines = [
-        json.dumps({"conversation_id": str(n), "conversations": turn})
-        for n, turn in enumerate(turns)
-    ]
-    (room / "data.jsonl").write_text("\n".join(lines) + "\n")
-    (room / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
+    lines = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
+    write_lines(room / "data.jsonl", lines)
+    write_lines(room / "prompts.jsonl", [{"prompt": row} for row in rows])
     return room
 
 
@@ -34,7 +31,7 @@ def run(room: Path, out: Path, words: str, preload: bool) -> str:
         target=room / "Kimi-K2.5", data=room / "data.jsonl", prompts=room / "prompts.jsonl", out=out
     )
     done = process(*text.split(), **(without_flock(room, "ENOLCK") if preload else {}))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done
     return done.stderr
 
 

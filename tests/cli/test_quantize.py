@@ -1,21 +1,26 @@
 """`trtspec quantize` as a user types it."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.command_line import process, trtspec
-from tests.quant.test_modelopt_export import different, tensors_of
-from tests.tiny import make_target
+from tests.command_line import process, succeeded, trtspec
+from tests.quant.test_modelopt_export import different
+from tests.tiny import make_target, read_tensors
 from trtspec.checkpoint.headers import Checkpoint
 
 
-def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path, out):
     source = make_target(tmp_path / "Kimi-K2.5", format="int4", layers=2)
-    run = process("quantize", source, "-o", tmp_path / "out", "--json")
-    assert (run.returncode, run.stderr) == (0, "")
-    result = json.loads(run.stdout)
+    run = process("quantize", source, "-o", out, "--json")
+    assert (run.status, run.stderr) == (0, "")
+    result = run.json
     contract = {
         "output",
         "quantized",
@@ -28,13 +33,9 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
     }
     assert contract <= set(result)
     assert result["policy"] == "k2.5"  # by the directory's name
-    assert result["bytes_out"] == Checkpoint.open(tmp_path / "out").bytes
-    again = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert (
-        again.status == 0
-        and "2 shards resumed" in again.stdout
-        and "routed experts" in again.stdout
-    )
+    assert result["bytes_out"] == Checkpoint.open(out).bytes
+    again = succeeded("quantize", source, "-o", out)
+    assert "2 shards resumed" in again.stdout and "routed experts" in again.stdout
 
 
 @pytest.mark.parametrize(
@@ -44,28 +45,20 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path):
         ("convert", "lightseekorg/kimi-k2.5-eagle3", "--to", "trtllm"),
     ],
 )
-def test_a_dry_run_needs_the_headers(tmp_path, words):
-    done = trtspec(*words, "-o", tmp_path / "out", "--dry-run", HF_HUB_OFFLINE="1")
+def test_a_dry_run_needs_the_headers(out, words):
+    done = trtspec(*words, "-o", out, "--dry-run", HF_HUB_OFFLINE="1")
     assert done.status == 4 and "HF_HUB_OFFLINE is set" in done.stderr
 
 
-def test_dry_run_then_inspect_against(tmp_path):
+def test_dry_run_then_inspect_against(tmp_path, out):
     source = make_target(tmp_path / "in", layers=2)
-    run = trtspec(
-        "quantize", source, "-o", tmp_path / "out", "--dry_run"
-    )  # underscores are fine too
-    assert run.status == 0 and "routed experts down_proj 4" in " ".join(
-        run.stdout.split()
-    )  # rows may wrap
-    assert not (tmp_path / "out").exists()
-    run = trtspec("quantize", source, "-o", tmp_path / "out")
-    assert (
-        run.status == 0
-        and f"next: trtspec inspect {tmp_path / 'out'} --against {source}\n" in run.stdout
-    )
-    run = trtspec("inspect", tmp_path / "out", "--against", source, "--sample", "0", "--json")
-    assert run.status == 0, run.stdout
-    assert json.loads(run.stdout)["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
+    run = succeeded("quantize", source, "-o", out, "--dry_run")  # underscores are fine too
+    assert "routed experts down_proj 4" in " ".join(run.stdout.split())  # rows may wrap
+    assert not out.exists()
+    run = succeeded("quantize", source, "-o", out)
+    assert f"next: trtspec inspect {out} --against {source}\n" in run.stdout
+    run = succeeded("inspect", out, "--against", source, "--sample", "0", "--json")
+    assert run.json["comparison"]["classes"]["routed experts up_proj"]["tensors"] == 4
 
 
 @pytest.mark.parametrize(
@@ -77,12 +70,10 @@ def test_dry_run_then_inspect_against(tmp_path):
         (["--input-scales", "missing.json"], 2, "missing.json is not a file"),
     ],
 )
-def test_wrong_options_are_usage_errors(tmp_path, options, status, text):
-    run = trtspec(
-        "quantize", make_target(tmp_path / "in", layers=2), "-o", tmp_path / "out", *options
-    )
+def test_wrong_options_are_usage_errors(tmp_path, options, status, text, out):
+    run = trtspec("quantize", make_target(tmp_path / "in", layers=2), "-o", out, *options)
     assert run.status == status and text in run.stderr and "Traceback" not in run.stderr
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_read_only_output_is_a_message(tmp_path):
@@ -99,7 +90,7 @@ def test_the_modelopt_engine_writes_the_same_files(tmp_path, policy, format):
     outputs = {engine: tmp_path / engine / "Kimi" for engine in ("stream", "modelopt")}
     for engine, output in outputs.items():
         words = ("quantize", source, "-o", output, "--policy", policy, "--engine", engine)
-        assert trtspec(*words).status == 0
+        succeeded(*words)
     files = sorted(path.name for path in outputs["stream"].iterdir() if path.suffix != ".jsonl")
     assert len(files) > 5
     for name in files:
@@ -113,7 +104,7 @@ def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch, part):
 
     source = make_target(tmp_path / "in", layers=2)
     words = ("quantize", source, "--policy", "k2.5", "--engine")
-    assert trtspec(*words, "stream", "-o", tmp_path / "stream").status == 0
+    succeeded(*words, "stream", "-o", tmp_path / "stream")
     original = NVFP4QTensor.quantize
 
     def changed(*inputs):
@@ -124,4 +115,4 @@ def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch, part):
 
     monkeypatch.setattr(NVFP4QTensor, "quantize", changed)
     trtspec(*words, "modelopt", "-o", tmp_path / "modelopt")
-    assert different(tensors_of(tmp_path / "stream"), tensors_of(tmp_path / "modelopt"))
+    assert different(read_tensors(tmp_path / "stream"), read_tensors(tmp_path / "modelopt"))

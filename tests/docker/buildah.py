@@ -1,12 +1,18 @@
 """Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it, for each tag of the
 engine's image, the libraries that the release pins."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import printed, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDED = "python3,python3-venv,ca-certificates"  # what the public Python image has
@@ -27,6 +33,13 @@ def missing() -> str | None:
     )
 
 
+REALLY_BUILT = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(bool(missing()), reason=str(missing())),
+]
+
+
 class Buildah:
     """buildah with everything it writes below one directory."""
 
@@ -42,12 +55,17 @@ class Buildah:
         self.environ = {**os.environ, "STORAGE_DRIVER": "vfs", "BUILDAH_ISOLATION": "chroot"}
 
     def __call__(self, *words: str, timeout: float = 1800) -> str:
-        done = subprocess.run(
-            [*self.command, *words], env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout.strip()
+        line = [*self.command, *words]
+        return printed(*line, env=self.environ, cwd=ROOT, timeout=timeout).strip()
+
+    def config(self, image: str, base: str) -> dict[str, Any]:
+        """What the image says of itself, with what every image of ours must say."""
+        config = json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
+        assert config["User"] == "1000" and config["Healthcheck"]["Test"][0] == "CMD"
+        assert config["Labels"]["org.opencontainers.image.base.name"] == base
+        private = ("PIP_", "SSL_", "HF_TOKEN")
+        assert not [value for value in config["Env"] if value.startswith(private)]
+        return config  # type: ignore[no-any-return]
 
     def build(self, dockerfile: str, tag: str, *words: str, context: str = ".") -> None:
         given = ["--pull-never", "--format", "docker", "--timestamp", "0", *mounts()]
@@ -69,17 +87,13 @@ class Buildah:
         shutil.rmtree(self.scratch / "base", ignore_errors=True)
 
     def clean(self) -> None:
-        subprocess.run(
-            [*self.command, "rm", "--all"], env=self.environ, capture_output=True, check=False
-        )
+        ran(*self.command, "rm", "--all", env=self.environ)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 def mounts() -> list[str]:
     """Also every directory that pip's settings name."""
-    settings = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
-    ).stdout
+    settings = ran(sys.executable, "-m", "pip", "config", "list").stdout
     named = {Path(word) for word in re.findall(r"(?:file://)?(/[^\s'\"\\]+)", settings)}
     # an index's pages lie in `simple` and point at files beside it
     places = [
@@ -93,10 +107,8 @@ def mounts() -> list[str]:
 
 def debian_mirror() -> str:
     """The mirror of this machine's own apt sources."""
-    listed = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages"], capture_output=True, text=True,
-        check=False,
-    ).stdout.split()  # fmt: skip
+    words = ("indextargets", "--format", "$(SITE)", "Created-By: Packages")
+    listed = ran("apt-get", *words).stdout.split()
     found = [site for site in listed if site.rstrip("/").endswith("/debian")]
     return found[0] if found else "http://deb.debian.org/debian"
 

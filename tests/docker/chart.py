@@ -20,6 +20,11 @@ RECIPES = sorted((CHART / "recipes").glob("*.yaml"))
 IMAGE = {"image": {"repository": "registry.example.com/trtspec"}}  # recipes leave it to the user
 
 
+def named(name: str) -> Path:
+    """A values file of the tests."""
+    return HERE / "values" / f"{name}.yaml"
+
+
 @functools.cache
 def chart() -> Any:
     import helm_python

@@ -23,9 +23,11 @@ from tests.docker.chart import (
     golden,
     kind,
     load,
+    named,
     objects,
     objects_of,
 )
+from tests.json_files import read_json
 from trtspec.launch.options import ENGINE, FRONT, ServeOptions
 from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
@@ -67,9 +69,9 @@ def engines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_scaling_one_part_restarts_no_other() -> None:
-    values = load(HERE / "values" / "disaggregated.yaml")
+    values = load(named("disaggregated"))
     values["disaggregated"]["context"]["replicas"] += 1
-    before, after = objects(load(HERE / "values" / "disaggregated.yaml")), objects(values)
+    before, after = objects(load(named("disaggregated"))), objects(values)
     checksums = [
         {item["metadata"]["name"]: json.dumps(item["spec"]["template"]["metadata"]["annotations"]) for item in found
          if "template" in item.get("spec", {}) and "annotations" in item["spec"]["template"]["metadata"]}
@@ -109,7 +111,7 @@ def custom_schema(kind: str) -> dict[str, Any] | None:
             if resource["names"]["kind"] == kind:
                 return closed(resource["versions"][-1]["schema"]["openAPIV3Schema"])
     own = HERE / "schemas" / f"{kind}.json"
-    return json.loads(own.read_text()) if own.exists() else None
+    return read_json(own) if own.exists() else None
 
 
 def closed(schema: Any) -> Any:
@@ -213,7 +215,7 @@ def container_grace(path: Path) -> int:
 def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
     """Its file says what `build-config --role front` writes for these addresses; the addresses are those of pods."""
     for name, context in (("disaggregated", 3), ("disaggregated-nodes", 1)):
-        found = objects_of(HERE / "values" / f"{name}.yaml")
+        found = objects_of(named(name))
         (config,) = (item for item in found if item["kind"] == "ConfigMap")
         front = yaml.safe_load(config["data"]["front.yml"])
         urls = {role: front[f"{role}_servers"]["urls"] for role in ("context", "generation")}
@@ -278,21 +280,17 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
 
 
 def test_quantities_digests_and_devices_reach_the_pod() -> None:
-    (throughput,) = engines(HERE / "values" / "one-node-throughput.yaml")
+    (throughput,) = engines(named("one-node-throughput"))
     assert throughput["resources"]["requests"]["memory"] == "0.5Ti"
     assert throughput["resources"]["requests"]["cpu"] == "500m"
-    (placed,) = engines(HERE / "values" / "placed.yaml")
+    (placed,) = engines(named("placed"))
     assert placed["image"] == "registry.example.com/trtspec@sha256:" + 64 * "a"
-    (leader,) = engines(HERE / "values" / "two-nodes-rdma.yaml")
+    (leader,) = engines(named("two-nodes-rdma"))
     assert leader["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/ib": "8"}
     assert leader["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    (domain,) = kind(load(HERE / "values" / "two-nodes.yaml"), "ComputeDomain")
+    (domain,) = kind(load(named("two-nodes")), "ComputeDomain")
     template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
-    specs = [
-        spec
-        for spec in pod_specs(objects_of(HERE / "values" / "two-nodes.yaml"))
-        if "resourceClaims" in spec
-    ]
+    specs = [spec for spec in pod_specs(objects_of(named("two-nodes"))) if "resourceClaims" in spec]
     claim = {"name": "compute-domain-channel", "resourceClaimTemplateName": template}
     assert [spec["resourceClaims"] for spec in specs] == [[claim], [claim]]
     assert all(
@@ -303,7 +301,7 @@ def test_quantities_digests_and_devices_reach_the_pod() -> None:
 
 
 def test_prometheus_is_sent_where_prometheus_text_is() -> None:
-    values = load(HERE / "values" / "monitored.yaml")
+    values = load(named("monitored"))
     (monitor,), (pods,) = kind(values, "ServiceMonitor"), kind(values, "PodMonitor")
     assert monitor["spec"]["endpoints"] == [
         {"port": "http", "path": "/prometheus/metrics", "interval": "15s"}
@@ -318,7 +316,7 @@ def test_what_watch_brings_fits_the_chart() -> None:
     import jsonschema
 
     monitoring = ROOT / "docker" / "monitoring"
-    values = load(HERE / "values" / "one-node-latency.yaml")
+    values = load(named("one-node-latency"))
     texts = {"rules": monitoring / "alerts.yml", "dashboard": monitoring / "dashboard.json"}
     values["metrics"] = {key: path.read_text() for key, path in texts.items()}
     found = objects(values)
@@ -328,7 +326,7 @@ def test_what_watch_brings_fits_the_chart() -> None:
 
 
 def test_values_file_schema_and_page_name_the_same_values() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
+    schema = read_json(CHART / "values.schema.json")
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(defaults) | {"global"} == set(schema["properties"])
     for name, part in schema["properties"].items():
@@ -483,7 +481,7 @@ BAD = [
     ("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD]
 )
 def test_bad_values_are_refused_with_the_reason(base: str, key: str, value: Any, says: str) -> None:
-    values = load(HERE / "values" / f"{base}.yaml")
+    values = load(named(base))
     place = values
     *parents, last = key.removesuffix("+").split(".")
     for parent in parents:
@@ -495,7 +493,7 @@ def test_bad_values_are_refused_with_the_reason(base: str, key: str, value: Any,
 
 
 def test_labels_limits_secrets_and_own_objects_reach_the_cluster() -> None:
-    values = load(HERE / "values" / "disaggregated.yaml")
+    values = load(named("disaggregated"))
     own = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-own"}}
     secret, variable = [{"secretRef": {"name": "keys"}}], {"name": "KEY", "value": "x"}
     values |= {

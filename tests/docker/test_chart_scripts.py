@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import program
+from tests.command_line import printed, program
 from tests.docker.chart import CHART
 from trtspec.trtllm.serve.command import lws_hosts
 
@@ -18,7 +18,7 @@ SCRIPTS = CHART / "scripts"
 
 @pytest.mark.parametrize("name", ["leader.sh", "worker.sh"])
 def test_scripts_parse(name: str) -> None:
-    subprocess.run(["bash", "-n", str(SCRIPTS / name)], check=True)
+    printed("bash", "-n", SCRIPTS / name)
 
 
 def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_path: Path) -> None:
@@ -45,14 +45,7 @@ def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_p
         "--nodes",
         "3",
     ]
-    done = subprocess.run(
-        [*command, "--", "--log_level", "info"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said, words = done.stdout.splitlines()[0], done.stdout.splitlines()[1:]
+    said, *words = printed(*command, "--", "--log_level", "info", env=environ).splitlines()
     assert said == "waiting for kimi-0-1.kimi.serving"
     assert words[:2] == ["serve", "--launcher-args"] and words[3:] == [
         *command[4:],

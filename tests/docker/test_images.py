@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.command_line import ROOT, trtspec
+from tests.command_line import ROOT, printed, succeeded
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 COMPOSE = sorted((ROOT / "docker").glob("compose.*.yml"))
@@ -25,8 +24,7 @@ def hadolint() -> str | None:
 def test_hadolint_finds_nothing(path: Path) -> None:
     if hadolint() is None:
         pytest.skip("hadolint is not installed")
-    done = subprocess.run([str(hadolint()), str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and not done.stdout, done.stdout
+    assert not printed(hadolint(), path)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -115,8 +113,7 @@ def test_a_b200_node_serves_a_recipe_as_it_is(path: Path) -> None:
     assert f" build-config {serve['command'][2]} --head {given['HEAD']} " in first
     gpus = serve["deploy"]["resources"]["reservations"]["devices"][0]["count"]
     assert "--tp-size" not in serve["command"] and f"{gpus}xb200" in recipe
-    done = trtspec(*serve["command"][1:3], "--config", ROOT / "docker" / recipe, "--dry-run")
-    assert done.status == 0, done.stderr
+    done = succeeded(*serve["command"][1:3], "--config", ROOT / "docker" / recipe, "--dry-run")
     assert f"--tp_size {gpus} " in done.stdout and "--trust_remote_code" in done.stdout
 
 

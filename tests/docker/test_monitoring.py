@@ -1,10 +1,8 @@
 """Alert rules and dashboard: promtool accepts and plays them, and every metric that they name is exported."""
 
-import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.command_line import program
+from tests.command_line import printed, program
+from tests.json_files import read_json
 from trtspec.bench.watch import Watch, start_exporter
 from trtspec.client.servers import TRTLLM, VLLM
 from trtspec.data_files import kimi_nano_dir
@@ -38,7 +37,7 @@ print(generate_latest().decode())
 
 def queries() -> Iterator[tuple[str, str]]:
     """(title, PromQL) of every panel, with Grafana's variables filled in."""
-    for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
+    for panel in read_json(MONITORING / "dashboard.json")["panels"]:
         for target in panel["targets"]:
             filled = target["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
             yield panel["title"], filled
@@ -53,11 +52,7 @@ def promtool(*words: str | Path) -> str:
     found = os.environ.get("TRTSPEC_PROMTOOL") or shutil.which("promtool")
     if not found:
         pytest.skip("promtool is neither on PATH nor named by TRTSPEC_PROMTOOL")
-    done = subprocess.run(
-        [found, *map(str, words)], capture_output=True, text=True, cwd=MONITORING, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed(found, *words, cwd=MONITORING, timeout=600)
 
 
 @pytest.mark.parametrize("target", ["test-oracles", "test-all"])
@@ -82,10 +77,7 @@ def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) 
     }
 
     def said(**more: str) -> str:
-        env = plain | more
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-        ).stdout
+        return printed(*command, cwd=tmp_path, env=plain | more)
 
     assert "<>" in said()
     fetched.parent.mkdir(parents=True)
@@ -116,7 +108,7 @@ def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
 
 def named() -> set[str]:
     """Every sample that a rule, a panel or a variable of the dashboard names, less the rules' own records."""
-    board = json.loads((MONITORING / "dashboard.json").read_text())
+    board = read_json(MONITORING / "dashboard.json")
     variables = [str(variable["query"]) for variable in board["templating"]["list"]]
     texts = [*(rule["expr"] for rule in rules()), *(query for _, query in queries()), *variables]
     return set(METRIC.findall(" ".join(texts)))
@@ -185,10 +177,8 @@ def test_vllms_metrics_are_all_exported() -> None:
     if not python:
         pytest.skip("TRTSPEC_VLLM_PYTHON does not name an interpreter with vLLM")
     quiet = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    words = [python, "-c", VLLM_SCRAPE, str(kimi_nano_dir())]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=quiet)
-    assert done.returncode == 0, done.stderr[-2000:]
-    exported = scraped(done.stdout)
+    words = [python, "-c", VLLM_SCRAPE, kimi_nano_dir()]
+    exported = scraped(printed(*words, timeout=600, env=quiet))
     wanted = {name for name in named() if name.startswith("vllm")}
     assert len(wanted) >= 6 and wanted <= exported, wanted - exported
     read = {f"{name}_total" for name in (VLLM.steps, VLLM.drafted, VLLM.accepted, VLLM.position)}
@@ -197,7 +187,7 @@ def test_vllms_metrics_are_all_exported() -> None:
 
 def test_the_dashboard_can_be_imported() -> None:
     """What Grafana's import refuses or shows as an empty panel: ids twice, panels without a source, overlaps."""
-    board = json.loads((MONITORING / "dashboard.json").read_text())
+    board = read_json(MONITORING / "dashboard.json")
     variables = {variable["name"] for variable in board["templating"]["list"]}
     assert board["uid"] and variables == {"source", "instance"}
     cells: set[tuple[int, int]] = set()

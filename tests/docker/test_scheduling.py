@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.docker.chart import HERE, load, merged, objects
+from tests.docker.chart import load, merged, named, objects
 from tests.docker.cluster import Cluster, Node, orders, pods
 
 pytest.importorskip("helm_python")
@@ -37,7 +37,7 @@ PATHS = {"models-one-node": ALONE, "models-quantized": ALONE, "models-shared": (
     ("path", "name"), [(path, name) for path, names in PATHS.items() for name in names]
 )
 def test_the_new_form_ends_and_no_gpu_waits(path: str, name: str) -> None:
-    values = load(HERE / "values" / f"{path}.yaml")
+    values = load(named(path))
     serving = objects(merged(values, {"stage": "serve"}))
     count = 0
     for jobs in orders(objects(values)):
@@ -54,10 +54,7 @@ def test_the_new_form_ends_and_no_gpu_waits(path: str, name: str) -> None:
 
 
 def test_node_local_disks_are_filled_on_every_selected_node_and_a_new_node_too() -> None:
-    filling, serving = (
-        objects(load(HERE / "values" / f"{name}.yaml"))
-        for name in ("models-node-local", "node-local")
-    )
+    filling, serving = (objects(load(named(name))) for name in ("models-node-local", "node-local"))
     cluster = Cluster(nodes(3))
     daemons, servers = cluster.daemons(filling), pods(serving)
     assert cluster.run(daemons) and {pod.node.name for pod in daemons if pod.node} == {
@@ -76,9 +73,7 @@ def test_node_local_disks_are_filled_on_every_selected_node_and_a_new_node_too()
 
 
 def test_servers_without_a_checkpoint_say_so_instead_of_waiting_for_a_job() -> None:
-    serving = pods(
-        objects(merged(load(HERE / "values" / "models-one-node.yaml"), {"stage": "serve"}))
-    )
+    serving = pods(objects(merged(load(named("models-one-node")), {"stage": "serve"})))
     assert not Cluster(nodes()).run(serving)
     (init,) = serving[0].spec["initContainers"]
     assert "exit 1" in init["args"][0] and "stage=models first" in init["args"][0]
@@ -88,10 +83,10 @@ def test_another_checkpoint_is_fetched_while_the_old_server_runs() -> None:
     """A second release in stage models on the claim of the first, which only one node mounts."""
     for name in ("network-disk", "local-disk", "one-gpu-node"):
         cluster = CLUSTERS[name]()
-        first = load(HERE / "values" / "models-one-node.yaml")
+        first = load(named("models-one-node"))
         assert cluster.run(pods(objects(first))) and cluster.run(
             pods(objects(merged(first, {"stage": "serve"})))
         )
         claim = {"cache": {"existingClaim": "kimi-trtspec-models"}}
-        second = merged(load(HERE / "values" / "models-eagle31.yaml"), claim)
+        second = merged(load(named("models-eagle31")), claim)
         assert cluster.run(pods(objects(second, name="next"))), name

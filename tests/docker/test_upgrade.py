@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.docker.chart import HERE, VALUES, built, load, merged, objects, objects_of
+from tests.docker.chart import VALUES, built, load, merged, named, objects, objects_of
 from tests.docker.test_chart import LOADER
 
 pytest.importorskip("helm_python")
@@ -106,7 +106,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_what_users_change_is_taken(stage: str) -> None:
     """From the plain release to each change, back, and from each change to each other."""
     base = merged(
-        load(HERE / "values" / "models-one-node.yaml"),
+        load(named("models-one-node")),
         {"stage": stage, "cache": {"accessMode": "ReadWriteMany"}},
     )
     rendered = {"nothing": by_name(objects(base))}
@@ -133,7 +133,7 @@ def test_what_users_change_is_taken(stage: str) -> None:
 
 def test_nodes_of_a_group_change() -> None:
     two, four = (
-        by_name(objects(merged(load(HERE / "values" / "two-nodes.yaml"), recipe(line))))
+        by_name(objects(merged(load(named("two-nodes")), recipe(line))))
         for line in (
             K26.replace("b200", "gb200") + " --tp-size 8 --nodes 2 --goal throughput",
             K26.replace("b200", "gb200") + " --tp-size 16 --nodes 4 --goal throughput",

@@ -47,7 +47,7 @@ Plain = Callable[[str, int], dict[str, Output]]
 def nvfp4_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """kimi-nano quantized by the command that users run."""
     output = tmp_path_factory.mktemp("quantized") / "kimi-nano-nvfp4"
-    assert process("quantize", kimi_nano_dir(), "-o", output).returncode == 0
+    assert process("quantize", kimi_nano_dir(), "-o", output).status == 0
     return output
 
 

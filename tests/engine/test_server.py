@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from tests.command_line import ran
 from tests.engine.conftest import SERVER, Running, launch, wait_until_idle
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
@@ -312,8 +312,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(target_dir: Path) -> N
 
 def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run(
-        [*SERVER, str(target_dir), "-", port], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode != 0
+    done = ran(*SERVER, target_dir, "-", port, timeout=300)
+    assert done.status != 0
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

@@ -1,8 +1,6 @@
 """`make test-gpu` where there is no GPU: refused in one line, and its whole code run on the CPU."""
 
-import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from tests.command_line import ROOT, program
+from tests.command_line import ROOT, program, ran
+from tests.json_files import read_json
 from tools.gpu.checks import homogeneous
 
 CHECKS = ["exactness", "losslessness", "distribution", "host waits", "speed", "memory"]
@@ -24,15 +23,8 @@ def environment(**more: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 4 and not done.stdout
+    done = ran(sys.executable, "-m", "tools.gpu", cwd=tmp_path, env=environment(), timeout=900)
+    assert done.status == 4 and not done.stdout
     assert done.stderr.startswith("test-gpu: no GPU: torch ") and len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -49,23 +41,17 @@ def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
         "ARGS": "--tiny --dtype bfloat16",
         "PATH": f"{shim.parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(
-        ["bash", "-ec", step["run"]],
-        cwd=tmp_path,
-        env=environment(**job["env"] | more),
-        capture_output=True,
-        text=True,
-    )
+    done = ran("bash", "-ec", step["run"], cwd=tmp_path, env=environment(**job["env"] | more))
     print(done.stdout, done.stderr)
     kept = job["steps"][-1]["with"]["path"].split()
     assert all((tmp_path / path).exists() for path in kept)
-    report = json.loads((tmp_path / "gpu-report.json").read_text())
+    report = read_json(tmp_path / "gpu-report.json")
     assert (
         report["machine"]["torch"] == torch.__version__ and report["machine"]["dtype"] == "bfloat16"
     )
     assert list(dict.fromkeys(row["check"] for row in report["rows"])) == CHECKS
     assert [row for row in report["rows"] if row["verdict"] == "FAILED"] == []
-    assert report["ok"] and done.returncode == 0
+    assert report["ok"] and done.status == 0
 
 
 @pytest.mark.slow

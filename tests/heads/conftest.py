@@ -1,12 +1,12 @@
 """A tiny target with answers to train on, shared by the tests of this room."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.json_files import write_lines
 from trtspec.models.weights import load_target
 
 WORDS = [
@@ -30,7 +30,6 @@ WORDS = [
 def data(tmp_path_factory) -> Path:
     """40 short conversations in ModelOpt's format, two categories."""
     shuffle = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "answers.jsonl"
     rows = []
     for number in range(40):
         question, answer = (
@@ -40,8 +39,7 @@ def data(tmp_path_factory) -> Path:
         rows.append(
             {"conversation_id": f"c{number}", "category": "ab"[number % 2], "conversations": turns}
         )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_lines(tmp_path_factory.mktemp("data") / "answers.jsonl", rows)
 
 
 @pytest.fixture(scope="session")

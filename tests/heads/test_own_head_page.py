@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.command_line import ROOT, trtspec
+from tests.command_line import ROOT, succeeded, trtspec
 from tests.tiny import make_head
 
 PAGE = ROOT / "docs" / "train-your-own-head.md"
@@ -43,9 +43,8 @@ def test_every_command_is_on_the_page():
 def test_dry_runs_run_as_printed(line):
     if "--dry-run" not in line:  # of a torchrun line
         line = [*line, "--dry-run"]
-    done = trtspec(*line, "--json")
-    assert done.status == 0, done.stderr
-    told = json.loads(done.stdout)
+    done = succeeded(*line, "--json")
+    told = done.json
     assert [name for name, way in told["ways"].items() if way["possible"]] == [
         "stream",
         "dumps",
@@ -88,9 +87,8 @@ def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
                                                     split=split, streaming=streaming),
     )  # fmt: skip
     for line in of("synthesize"):
-        done = trtspec(*line, "--dry-run", "--json")
-        assert done.status == 0, done.stderr
-        assert json.loads(done.stdout)["prompts"] == 5
+        done = succeeded(*line, "--dry-run", "--json")
+        assert done.json["prompts"] == 5
     make_head(tmp_path / "head", target_dir, attention="mla")
     monkeypatch.chdir(tmp_path)
     for command in ("inspect", "convert"):

@@ -11,10 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.heads.faults import changed, faults
-from tests.heads.convert.foreign_heads import write_head
+from tests.heads.convert.foreign_heads import store, stored, write_head
 from tests.hostile.inputs import Inputs
 from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
@@ -80,17 +79,9 @@ class Damage:
             file = head / "model.safetensors"
             return self.inputs._safetensors(file, file.read_bytes())
         if way < 0.9:
-            config, tensors = (
-                json.loads((head / "config.json").read_text()),
-                load_file(head / "model.safetensors"),
-            )
+            config, tensors = stored(head)
             fault = self.rng.choice(list(faults(config, tensors)))
-            config, tensors = changed(fault, config, tensors)
-            (head / "config.json").write_text(json.dumps(config))
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()},
-                head / "model.safetensors",
-            )
+            store(head, *changed(fault, config, tensors))
             return f"{fault.kind}: {fault.what}"
         file = self.rng.choice(sorted(head.iterdir()))
         data = file.read_bytes()

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from tests.hostile.inputs import Damage
 from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
+from tests.json_files import read_json
 from tests.tiny import make_target
 
 pytestmark = pytest.mark.clock
@@ -128,7 +129,7 @@ class Targets:
 
 def named(out: Path) -> bool:
     """Whether provenance.json of a finished output names an error of its source."""
-    problems = json.loads((out / "provenance.json").read_text())["problems"]
+    problems = read_json(out / "provenance.json")["problems"]
     return any(problem["severity"] == "error" for problem in problems)
 
 

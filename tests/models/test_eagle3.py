@@ -3,15 +3,14 @@
 Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place shows.
 """
 
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.tiny import make_head
+from tests.json_files import read_json
+from tests.tiny import make_head, read_tensors
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
 from trtspec.models.kimi import KimiModel
@@ -33,11 +32,8 @@ def load(
         tmp_path / "head", target_dir, attention=attention, eagle=eagle, draft_vocab=draft_vocab
     )
     head = load_head(path, target, dtype=torch.float64)
-    tensors = {
-        k: v.double() if v.is_floating_point() else v
-        for k, v in load_file(path / "model.safetensors").items()
-    }
-    return head, tensors, json.loads((path / "config.json").read_text())
+    tensors = {k: v.double() if v.is_floating_point() else v for k, v in read_tensors(path).items()}
+    return head, tensors, read_json(path / "config.json")
 
 
 def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

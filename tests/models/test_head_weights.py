@@ -1,13 +1,12 @@
 """Loading a head: both namings, what the target lends, and every misfit refused with its code in one message."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.tiny import make_head
+from tests.json_files import edit_json
+from tests.tiny import make_head, read_tensors, write_tensors
 from trtspec.errors import TrtspecError
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
@@ -19,12 +18,11 @@ def target(target_dir):
 
 
 def edit(head: Path, change_tensors=None, **config) -> Path:
-    tensors = load_file(head / "model.safetensors")
+    tensors = read_tensors(head)
     if change_tensors:
         change_tensors(tensors)
-        save_file(tensors, head / "model.safetensors", {"format": "pt"})
-    stored = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(stored | config))
+        write_tensors(head, tensors)
+    edit_json(head / "config.json", **config)
     return head
 
 

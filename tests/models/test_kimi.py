@@ -1,12 +1,12 @@
 """The reference target against transformers' own classes on the same weights, prefill and step by step."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiny import make_target
+from tests.json_files import read_json, write_json
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import KimiModel
 from trtspec.models.weights import load_target, prepare_for_decoding
@@ -23,12 +23,12 @@ def transformers_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     if (
         config["model_type"] == "kimi_k2"
     ):  # transformers knows the text model under DeepSeek's name only
         config["model_type"] = "deepseek_v3"
-        (directory / "config.json").write_text(json.dumps(config))
+        write_json(directory / "config.json", config)
     model = (
         transformers.AutoModelForImageTextToText
         if "text_config" in config
@@ -76,7 +76,6 @@ def test_logits_equal_transformers(tmp_path: Path, nested: bool) -> None:
 
 @pytest.mark.parametrize("format", ["int4", "fp8-block"])
 def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, format: str) -> None:
-    from safetensors.torch import save_file
 
     from tools.nano.train import checkpoint_tensors
     from trtspec.checkpoint.headers import Checkpoint
@@ -87,7 +86,7 @@ def test_decoded_formats_equal_transformers_on_decoded_weights(tmp_path: Path, f
     )
     assert target_spec(Checkpoint.open(tmp_path / format)).quant.format == format
     plain = make_target(tmp_path / "bf16", nested=False, shards=1)
-    save_file(checkpoint_tensors(model), plain / "model.safetensors", {"format": "pt"})
+    write_tensors(plain, checkpoint_tensors(model))
     tokens = prompts()
     with torch.no_grad():
         ours = model(tokens).logits
@@ -168,10 +167,10 @@ def test_fp8_cache_saturates_instead_of_nan(tmp_path: Path) -> None:
 
 
 def test_missing_tensors_are_named_at_once(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     directory = make_target(tmp_path, nested=False, shards=1)
-    tensors = load_file(directory / "model.safetensors")
+    tensors = read_tensors(directory)
     for name in ("model.norm.weight", "model.layers.2.mlp.experts.3.up_proj.weight"):
         tensors.pop(name)
     save_file(tensors, directory / "model.safetensors")

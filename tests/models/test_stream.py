@@ -1,10 +1,9 @@
 """The layer stream against the whole model: the same bits, from every format, with states in memory or on disk."""
 
-import json
-
 import pytest
 import torch
 
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
 from trtspec.models.kimi import TargetOutput
@@ -136,10 +135,10 @@ def test_a_killed_run_takes_up_the_last_generation(tmp_path, budget):
 def test_a_missing_tensor_is_named_before_anything_runs(tmp_path):
     path = make_target(tmp_path / "target", layers=3)
     index = path / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
+    table = read_json(index)
     gone = "language_model.model.layers.2.self_attn.o_proj.weight"
     del table["weight_map"][gone]
-    index.write_text(json.dumps(table))
+    write_json(index, table)
     with pytest.raises(TrtspecError, match="o_proj"):
         LayerStream(path)
 

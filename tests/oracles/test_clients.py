@@ -7,7 +7,6 @@ them); one that is not named is skipped. openai is in the project's own.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command_line import printed, printed_json
 from tests.engine.conftest import Running, served
+from tests.json_files import read_json
 from trtspec.checkpoint.tokenizer import SPLIT_PATTERN, KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.models.kimi import KimiModel
@@ -77,16 +78,13 @@ def python_of(name: str) -> str:
     return str(Path(os.environ[variable]).absolute())
 
 
-def run(python: str, name: str, *arguments: str) -> dict[str, Any]:
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | QUIET
+
+
+def run(python: str, name: str, *arguments: str) -> Any:
     """What a client of clients.py printed."""
-    environment = {
-        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        **QUIET,
-    }
-    command = [python, str(CLIENTS), name, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return printed_json(python, CLIENTS, name, *arguments, env=environment(), timeout=900)
 
 
 def right_call(name: str, arguments: str) -> bool:
@@ -100,16 +98,8 @@ def right_call(name: str, arguments: str) -> bool:
 
 def command(python: str, name: str, folder: Path, *arguments: str, offline: str = "1") -> None:
     """Runs a command-line client that stands beside its Python."""
-    words = [str(Path(python).with_name(name)), *arguments]
-    environment = {
-        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        **QUIET,
-    }
-    environment["HF_HUB_OFFLINE"] = offline
-    done = subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=folder, timeout=1200
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    words = [Path(python).with_name(name), *arguments]
+    printed(*words, env=environment() | {"HF_HUB_OFFLINE": offline}, cwd=folder, timeout=1200)
 
 
 @pytest.mark.parametrize("name", ["openai", "litellm", "langchain"])
@@ -168,7 +158,7 @@ def test_guidellm(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", f"kind={value}")]
     command(python, "guidellm", tmp_path, "run", *words, "--disable-console-interactive")
-    (benchmark,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
+    (benchmark,) = read_json(report)["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     print(f"\nguidellm: {totals}")
     assert totals["successful"] >= REQUESTS and not totals["errored"]
@@ -189,6 +179,6 @@ def test_aiperf(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     # offline it looks for a tokenizer in the hub's cache only, not in a folder
     command(python, "aiperf", tmp_path, "profile", *shape, *counts, *place, offline="")
     (exported,) = (tmp_path / "found").rglob("profile_export_aiperf.json")
-    found = json.loads(exported.read_text(encoding="utf-8"))
+    found = read_json(exported)
     print(f"\naiperf: {found['request_count']}, {found['output_sequence_length']}")
     assert found["request_count"]["avg"] == REQUESTS and not found.get("error_summary")

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import ROOT, printed
 from tests.oracles.mutations import Mutator
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.lint import lint
@@ -141,17 +141,10 @@ def judged(release: str, count: int, seed: int) -> Iterator[Judged]:
     schema = schema_for(release)
     cases = list(itertools.islice(Mutator(schema, seed), count))
     sources = Path(os.environ["TRTSPEC_TRTLLM_SOURCES"]) / release
-    words = [sys.executable, "-m", "tests.oracles.engine_classes", str(sources)]
+    words = [sys.executable, "-m", "tests.oracles.engine_classes", sources]
     asked = "".join(json.dumps({"text": text}) + "\n" for _, text in cases)
-    done = subprocess.run(
-        words,
-        input=asked,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()][1:]
+    lines = printed(*words, input=asked, cwd=ROOT).splitlines()
+    answers = [json.loads(line) for line in lines][1:]
     assert len(answers) == count
     for (what, text), answer in zip(cases, answers, strict=True):
         found = lint(text, Deployment(schema))

@@ -12,7 +12,6 @@ are their rules, written anew: known by reading.
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,8 +23,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.heads.convert.foreign_heads import IDS
-from tests.tiny import make_head, make_target
+from tests.command_line import ran
+from tests.heads.convert.foreign_heads import IDS, stored
+from tests.json_files import write_json
+from tests.tiny import make_head, make_target, write_tensors
 from trtspec.checkpoint.heads.dialects import OPTIONS
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import HeadConversion, Options, convert_head
@@ -103,10 +104,7 @@ class Room:
             return path
         make_head(path, self.target, attention=kind.attention, eagle=kind.eagle, draft_vocab=kind.draft_vocab,
                   aux_layers=kind.layers)  # fmt: skip
-        config, tensors = (
-            json.loads((path / "config.json").read_text()),
-            load_file(path / "model.safetensors"),
-        )
+        config, tensors = stored(path)
         config["rope_theta"] = 50000.0
         if kind.yarn:
             config["rope_scaling"] = {
@@ -122,8 +120,8 @@ class Room:
         if not kind.lm_head:
             del tensors["lm_head.weight"]
             config.pop("draft_vocab_size", None)
-        (path / "config.json").write_text(json.dumps(config))
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        write_json(path / "config.json", config)
+        write_tensors(path, tensors)
         return path
 
     def inputs(self, kind: HeadKind) -> dict[str, torch.Tensor]:
@@ -196,8 +194,7 @@ def ask(loader: str, requests: list[dict[str, Any]], python: str = "") -> list[d
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
                    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}  # fmt: skip
     text = "".join(json.dumps(request) + "\n" for request in requests)
-    words = [python or python_of(loader), str(CLASSES)]
-    done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
+    done = ran(python or python_of(loader), CLASSES, input=text, env=environment)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(requests), done.stderr[-3000:]
     return answers

@@ -25,8 +25,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.command_line import TRTSPEC, alive, free_port, process, wait_for
+from tests.command_line import TRTSPEC, alive, free_port, printed, process, wait_for
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
+from tests.json_files import read_json
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -249,6 +250,11 @@ def test_plain_answers_are_the_same(
     assert worst < LOGPROBS
 
 
+def made(*words: object, **environment: str) -> None:
+    done = process(*words, **environment)
+    assert done.status == 0, done
+
+
 @pytest.mark.timeout(14400)
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
     """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM without it scores."""
@@ -257,27 +263,22 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
         (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines(keepends=True),
     )
     checks = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "1"))
-    assert (
-        process(
-            "convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment
-        ).returncode
-        == 0
-    )
+    made("convert", HEAD, "-o", head, "--to", "vllm", "--target", NANO, **environment)
     recordings = [tmp_path / f"{number}.jsonl" for number in range(checks)]
     with serving(environment, NANO, head, dtype="bfloat16") as url:
         for number, recording in enumerate(recordings):
             questions = tmp_path / f"questions-{number}.jsonl"
             questions.write_text("".join(lines[number::checks]))
-            made = process(
+            done = process(
                 "check", url, "--dataset", questions, *CHECK, "--record", recording, **environment
             )
-            assert recording.is_file(), made.stderr
+            assert recording.is_file(), done
     with serving(environment, NANO, None, dtype="bfloat16") as url:
         for recording in recordings:
             done = process(
                 "check", url, "--score", recording, "--tokenizer", NANO, "--json", **environment
             )
-            verdict = json.loads(done.stdout)
+            verdict = done.json
             print(
                 f"\n{recording.stem}: {verdict['message']}",
                 *(row["why"] for row in verdict["results"]),
@@ -345,12 +346,7 @@ def test_the_shipped_latent_head_takes_as_many_steps(
     environment: dict[str, str], prompts: list[GenerationRequest], plain: Reference, tmp_path: Path
 ) -> None:
     converted = tmp_path / "head"
-    assert (
-        process(
-            "convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO, **environment
-        ).returncode
-        == 0
-    )
+    made("convert", HEAD, "-o", converted, "--to", "vllm", "--target", NANO, **environment)
     ours = reference(NANO, HEAD, prompts)
     assert not [
         name for name, one in ours.answers.items() if one.token_ids != plain.answers[name].token_ids
@@ -365,10 +361,8 @@ def test_the_shipped_latent_head_takes_as_many_steps(
         f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}"
     )
     assert not differing(found, ours.answers) and steps == ours.steps
-    assert measured.returncode == 0, measured.stderr
-    bench_tells_the_engines_counters(
-        json.loads((tmp_path / "bench" / "results.json").read_text()), before, after
-    )
+    assert measured.status == 0, measured
+    bench_tells_the_engines_counters(read_json(tmp_path / "bench" / "results.json"), before, after)
 
 
 @pytest.fixture(scope="module")
@@ -397,10 +391,7 @@ def test_a_pruned_head_takes_as_many_steps(
 ) -> None:  # fmt: skip
     """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
     converted = tmp_path / "head"
-    made = process(
-        "convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment
-    )
-    assert made.returncode == 0, made.stderr
+    made("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
         found, steps = ask(url, prompts), counters_of(url).steps
     other = differing(found, pruned.answers)
@@ -414,10 +405,7 @@ def test_nvfp4_differs_at_near_ties_only(
     """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4. Without its FP8 cache, which the
     plug-in's latent attention does not read."""
     target = tmp_path / "nvfp4"
-    made = process(
-        "quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment
-    )
-    assert made.returncode == 0, made.stderr
+    made("quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment)
     ours = reference(target, None, prompts)
     with serving(environment, target, None, TRTSPEC_ORACLE_NVFP4="1") as url:
         found = ask(url, prompts)
@@ -486,16 +474,8 @@ def test_vllm_bench_serve_measures_the_reference_server(
                 backend,
             ]
             line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]
-            done = subprocess.run(
-                list(map(str, line)),
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=READY,
-                check=False,
-            )
-            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-            result = json.loads((tmp_path / backend).read_text())
+            printed(*line, env=environment, timeout=READY)
+            result = read_json(tmp_path / backend)
             assert (result["completed"], result["failed"]) == (8, 0) and result[
                 "total_output_tokens"
             ] > 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.json_files import read_json, write_json
 from tests.package_copy import copy_package, run_copy, touched
 
 NVFP4, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
@@ -37,11 +38,11 @@ def best(output: str) -> dict[str, object]:
 @pytest.mark.slow
 def test_a_gpu_is_two_data_files(copy: Path) -> None:
     add_row(copy)
-    tables = json.loads((copy / "data" / "kernels" / "b200.json").read_text())
+    tables = read_json(copy / "data" / "kernels" / "b200.json")
     for grid in tables["mla_decode"].values():  # a GPU whose attention takes half as long
         for row in grid.values():
             row.update({batch: latency / 2 for batch, latency in row.items()})
-    (copy / "data" / "kernels" / "b250.json").write_text(json.dumps(tables))
+    write_json(copy / "data" / "kernels" / "b250.json", tables)
     pair = (
         NVFP4,
         "--head",

@@ -1,13 +1,13 @@
 """plan against what others published: sizes, what fits, cache capacities, speed-ups. Nothing here is fitted."""
 
-import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
+from tests.json_files import edit_json, write_json
 from trtspec.bench.statistics import by_category, summarize
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.client.servers import TurnCounts
@@ -194,9 +194,7 @@ def bench_file(directory: Path, histograms: dict[str, tuple[int, ...]]) -> Path:
     path = directory / "results.json"
     categories = {name: vars(found) for name, found in by_category(turns).items()}
     served = {"kind": "trtllm", "model": "Kimi-K2.5-NVFP4"}
-    path.write_text(
-        json.dumps({**vars(summarize(turns)), "server": served, "categories": categories})
-    )
+    write_json(path, {**vars(summarize(turns)), "server": served, "categories": categories})
     return path
 
 
@@ -223,7 +221,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "message": "the answers repeat themselves",
         "remedy": "",
     }
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"problems": [degenerate]}))
+    edit_json(path, problems=[degenerate])
     done = trtspec(
         "plan",
         TARGET,
@@ -234,7 +232,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
         "--max-draft",
         "3",
         "--acceptance",
-        str(path),
+        path,
     )
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
@@ -245,8 +243,7 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
 
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:
     path = bench_file(tmp_path, {"chat": (40, 30, 20, 10)})
-    results = json.loads(path.read_text()) | {"conditional": None}
-    path.write_text(json.dumps(results))
+    edit_json(path, conditional=None)
     found = parse_acceptance(str(path))
     assert found.length_at == (2.0, 3) and found.length(3) == pytest.approx(2.0, abs=1e-3)
 
@@ -259,7 +256,7 @@ def test_a_bad_acceptance_is_a_usage_error(text: str) -> None:
 
 def test_a_bench_file_without_acceptance_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({**vars(summarize([])), "categories": {}}))
+    write_json(path, {**vars(summarize([])), "categories": {}})
     with pytest.raises(UsageError, match="holds no acceptance"):
         parse_acceptance(str(path))
     for text in ("[]", "{", "{}"):
@@ -276,11 +273,10 @@ def test_layouts_that_cannot_be() -> None:
 
 
 def test_the_command_keeps_its_contract() -> None:
-    done = trtspec(
+    done = succeeded(
         "plan", TARGET, "--head", MLA, "--concurrency", "1,16", "--acceptance", "2.62@3", "--json"
     )
-    assert done.status == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = done.json
     assert {"fits", "per_gpu", "kv_tokens", "points", "recommended"} <= set(report)
     assert {"weights", "head", "kv", "reserve"} <= set(report["per_gpu"])
     wanted = {"concurrency", "draft_len", "acceptance_length", "cost_ratio", "speedup"}
@@ -295,14 +291,14 @@ def test_the_command_keeps_its_contract() -> None:
 
 def test_a_published_head_is_planned_with_the_figure_of_its_card() -> None:
     words = ("--head", MLA, "--concurrency", "1", "--json")
-    report = json.loads(trtspec("plan", TARGET, *words).stdout)
+    report = trtspec("plan", TARGET, *words).json
     best = report["recommended"]["1"]
     assert (best["draft_len"], best["trust"]) == (3, "model card") and "MT-Bench" in report[
         "acceptance"
     ]["source"]
     assert best["tokens_per_s_per_user"] == pytest.approx(1000 / best["tpot_ms"], rel=0.02)
     assert not report["problems"]
-    other = json.loads(trtspec("plan", "nvidia/Kimi-K2.5-NVFP4", *words).stdout)
+    other = trtspec("plan", "nvidia/Kimi-K2.5-NVFP4", *words).json
     assert [problem["code"] for problem in other["problems"]] == [
         "TS-PAIR-OTHER-TARGET"
     ] and not other["acceptance"]
@@ -318,11 +314,9 @@ def test_acceptance_of_another_model_is_doubted() -> None:
 
 
 def test_without_acceptance_no_speed_up_is_claimed() -> None:
-    done = trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1")
-    assert done.status == 0 and "never assumed" in done.stdout and "wins there above" in done.stdout
-    report = json.loads(
-        trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").stdout
-    )
+    done = succeeded("plan", TARGET, "--head", NO_CARD, "--concurrency", "1")
+    assert "never assumed" in done.stdout and "wins there above" in done.stdout
+    report = trtspec("plan", TARGET, "--head", NO_CARD, "--concurrency", "1", "--json").json
     assert all(point["speedup"] is None for point in report["points"] if point["draft_len"])
     assert (
         report["recommended"]["1"]["draft_len"] is None

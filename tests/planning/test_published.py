@@ -1,21 +1,15 @@
 """Predictions beside measurements: the document is up to date, and says what the models give."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.command_line import ROOT, printed
+
 DOCS = ROOT / "docs"
 
 
 def test_the_tables_of_the_document_are_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plan_checks.py"), "--check"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    printed(sys.executable, ROOT / "tools" / "plan_checks.py", "--check")
 
 
 def errors(section: str) -> list[float]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_json, write_json
 from tests.package_copy import copy_package, run_copy, touched
-from tests.tiny import make_target
+from tests.tiny import make_target, read_tensors
 from trtspec.quant import nvfp4
 
 ROW = """    "mxfp4": Storage(
@@ -84,15 +85,15 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
             scales,
         )
     save_file(stored, path, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
         "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"]}  # fmt: skip
-    (source / "config.json").write_text(json.dumps(config))
+    write_json(source / "config.json", config)
     return source, plain
 
 
 @pytest.mark.slow
-def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
+def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
     assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
@@ -100,10 +101,9 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path) -> None:
     assert (found["kind"], found["format"]) == ("target", "mxfp4")
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
     assert found["parameters"] == sum(tensor.numel() for tensor in plain.values())
-    out = tmp_path / "out"
     result = json.loads(run_copy(copied, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
     assert result["quantized"] == 3 * 4 and result["policy"] == "k2.7-code"
-    got = load_file(out / "model.safetensors")
+    got = read_tensors(out)
     for name, weight in plain.items():
         if ".mlp.experts." not in name:
             assert torch.equal(got[name], weight), name

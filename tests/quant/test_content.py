@@ -1,6 +1,5 @@
 """What quantize says of a damaged source: each kind of damage, seeded, on four families; clean sources say nothing."""
 
-import json
 import random
 import shutil
 from collections import Counter
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem, TrtspecError, has_errors
@@ -146,7 +146,7 @@ class Sources:
             shard: file_sha256(self.clean[family].path / shard)
             for shard in self.clean[family].shards
         }
-        place.write_text(json.dumps({"shards": shards if known else {}}))
+        write_json(place, {"shards": shards if known else {}})
 
     def problems(self, family: str) -> list[Problem]:
         """What quantize names; a refusal counts as an error."""
@@ -217,16 +217,10 @@ def test_what_is_found_is_named_again_and_ends_with_3(sources: Sources) -> None:
     out = sources.room / "named"
     done = trtspec("quantize", sources.path("BF16"), "-o", out, "--policy", "k2.6", "--json")
     assert done.status == 3
-    told = {
-        one["code"] for one in json.loads(done.stdout)["problems"] if one["severity"] == "error"
-    }
-    assert told and told == {
-        one["code"] for one in json.loads((out / "provenance.json").read_text())["problems"]
-    }
+    told = {one["code"] for one in done.json["problems"] if one["severity"] == "error"}
+    assert told and told == {one["code"] for one in read_json(out / "provenance.json")["problems"]}
     again = trtspec("inspect", out, "--json")
-    assert again.status == 3 and told <= {
-        one["code"] for one in json.loads(again.stdout)["problems"]
-    }
+    assert again.status == 3 and told <= {one["code"] for one in again.json["problems"]}
     served = trtspec("serve", out, "--backend", "reference", "--dry-run")
     assert served.status != 0 and next(iter(told)) in served.stdout + served.stderr
 

@@ -1,6 +1,5 @@
 """NaN and infinity in every tensor of a source, converted or copied: refused with its name, its file and its place."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.quant.test_modelopt_export import tensors_of
-from tests.tiny import make_target
+from tests.json_files import read_json
+from tests.tiny import read_tensors
 from trtspec.checkpoint.headers import NOT_FINITE_BITS
 from trtspec.checkpoint.tensors import CODES
 from trtspec.checkpoint.values import count_not_finite
@@ -68,10 +67,10 @@ def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
-def test_every_floating_tensor_is_looked_at(tmp_path, format):
+def test_every_floating_tensor_is_looked_at(tmp_path, format, new_target):
     """One fault in each kind of tensor: embedding, norms, router, attention, experts, scales, head, vision tower."""
-    source = make_target(tmp_path / "in", format=format, layers=2, experts=2, shards=3, vision=True)
-    stored = tensors_of(source)
+    source = new_target(format=format, layers=2, experts=2, shards=3, vision=True)
+    stored = read_tensors(source)
     kinds = {re.sub(r"\d+", "N", name): name for name, t in stored.items() if t.is_floating_point()}
     values, missed = random.Random(format), []
     for number, name in enumerate(kinds.values()):
@@ -103,17 +102,15 @@ def test_every_floating_tensor_is_looked_at(tmp_path, format):
     assert missed == []
 
 
-def test_the_modelopt_engine_looks_too(tmp_path):
-    source = make_target(tmp_path / "in", nested=False, layers=2)
+def test_the_modelopt_engine_looks_too(out, new_target):
+    source = new_target(nested=False, layers=2)
     shard, place = spoiled(source, "model.layers.1.self_attn.o_proj.weight", torch.nan)
     with pytest.raises(
         TrtspecError, match=re.escape(f"o_proj.weight in {shard} holds NaN or infinity at {place}")
     ):
-        quantize_checkpoint(
-            source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(by_modelopt=True)
-        )
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+        quantize_checkpoint(source, out, load_policy("k2.5"), ConversionOptions(by_modelopt=True))
+    assert not list(out.glob("*.safetensors"))
 
 
 def index_of(source: Path) -> dict[str, str]:
-    return json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    return read_json(source / "model.safetensors.index.json")["weight_map"]

@@ -2,14 +2,12 @@
 room. `write` and its like fail through a preloaded library, from the n-th call on files of the output on."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from tests.command_line import process
-from tests.tiny import make_target
+from tests.command_line import Done, printed, process
 from trtspec import machine
 from trtspec.checkpoint.output import SPARE_BYTES
 from trtspec.errors import TrtspecError
@@ -25,11 +23,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("no gcc here")
     path = tmp_path_factory.mktemp("shim") / "full.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, SHIM, "-ldl"], check=True)
+    printed(compiler, "-shared", "-fPIC", "-o", path, SHIM, "-ldl")
     return path
 
 
-def quantize(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def quantize(source: Path, out: Path, **environment: str) -> Done:
     return process("quantize", source, "-o", out, "--policy", "k2.5", **environment)
 
 
@@ -39,18 +37,17 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("points", [3, pytest.param(40, marks=pytest.mark.slow)])
-def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points):
-    source = make_target(tmp_path / "in", format="int4", layers=3, shards=3)
+def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points, new_target):
+    source = new_target(format="int4", layers=3, shards=3)
     expected, out = tmp_path / "expected" / "Kimi", tmp_path / "out" / "Kimi"
     count = tmp_path / "count"
     preload = {"LD_PRELOAD": str(shim), "FULL_OUTPUT": str(expected), "FULL_COUNT": str(count)}
-    done = quantize(source, expected, **preload)
-    assert done.returncode == 0, done.stderr
+    assert quantize(source, expected, **preload).status == 0
     calls = int(count.read_text())
     steps = sorted({1 + number * (calls - 1) // (points - 1) for number in range(points)})
     for at in steps:
         run = quantize(source, out, LD_PRELOAD=str(shim), FULL_OUTPUT=str(out), FULL_AT=str(at))
-        assert run.returncode == 1 and "No space left on device" in run.stderr, (at, run.stderr)
+        assert run.status == 1 and "No space left on device" in run.stderr, (at, run.stderr)
         assert (
             "free space on that disk, then run the command again" in run.stderr
             and "unexpected" not in run.stderr
@@ -61,8 +58,7 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
                 assert list(shard.keys())
         finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
         assert not (out / "config.json").exists() or len(finished) == 3
-        again = quantize(source, out)
-        assert again.returncode == 0, again.stderr
+        assert quantize(source, out).status == 0
         assert files(out) == files(expected), at
         shutil.rmtree(out)
     print(
@@ -70,8 +66,8 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points)
     )
 
 
-def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
-    source, out = make_target(tmp_path / "in", layers=2, shards=1), tmp_path / "out"
+def test_too_small_a_disk_is_told_before_the_first_byte(out, monkeypatch, new_target):
+    source = new_target(layers=2, shards=1)
     monkeypatch.setattr(machine, "free_disk", lambda _: SPARE_BYTES)
     with pytest.raises(TrtspecError, match=r"needs [\d,]+ bytes and its disk has [\d,]+ free"):
         quantize_checkpoint(source, out, load_policy("k2.6"))

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
@@ -69,9 +70,9 @@ def changed(source: Path, to: Path, how: str) -> Path:
         name = next(name for name in tensors if name.endswith("layernorm.weight"))
         tensors[name] = tensors[name].float()
     else:
-        config = json.loads((to / source.name / "config.json").read_text())
+        config = read_json(to / source.name / "config.json")
         config["text_config"]["aux_loss_alpha"] = 0.002
-        (to / source.name / "config.json").write_text(json.dumps(config))
+        write_json(to / source.name / "config.json", config)
     save_file(tensors, path, {"format": "pt"})
     return to / source.name
 
@@ -95,7 +96,7 @@ def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_sha
         ("the config", "the config differ"),
     ],
 )
-def test_another_source_is_refused_unless_accepted(source, tmp_path, how, message):
+def test_another_source_is_refused_unless_accepted(source, tmp_path, how, message, out):
     scales, other = (
         write(tmp_path / "s.safetensors", source),
         changed(source, tmp_path / "copy", how),
@@ -105,7 +106,7 @@ def test_another_source_is_refused_unless_accepted(source, tmp_path, how, messag
     assert plan(other, scales, accept=True).quantized == 2 * 12
     quantize_checkpoint(
         other,
-        tmp_path / "out",
+        out,
         K26,
         ConversionOptions(input_scales=scales, accept_input_scales=True),
     )
@@ -128,7 +129,7 @@ def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path
 @pytest.mark.parametrize("fault", ["another depth", "one expert more", "one expert less", "nan", "zero", "negative",
                                    "a vector", "infinite"])  # fmt: skip
 def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(
-    source, tmp_path, fault, accept
+    source, tmp_path, fault, accept, out
 ):
     tensors = entries(source)
     name = "language_model.model.layers.1.mlp.experts.2.down_proj.input_scale"
@@ -149,7 +150,7 @@ def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(
         tensors[name] = torch.tensor(values[fault])
     with pytest.raises(TrtspecError) as refused:
         plan(source, write(tmp_path / "s.safetensors", source, tensors), accept)
-    assert "Traceback" not in str(refused.value) and not (tmp_path / "out").exists()
+    assert "Traceback" not in str(refused.value) and not out.exists()
 
 
 def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
@@ -159,8 +160,8 @@ def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
         plan(source, path)
 
 
-def test_accepting_without_a_file_is_refused(source, tmp_path):
-    done = trtspec("quantize", source, "-o", tmp_path / "out", "--accept-input-scales")
+def test_accepting_without_a_file_is_refused(source, out):
+    done = trtspec("quantize", source, "-o", out, "--accept-input-scales")
     assert (
         done.status == 2
         and "--accept-input-scales is not used with --input-scales one" in done.stderr

@@ -1,7 +1,6 @@
 """Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers
 logits beside the reference model's."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-from safetensors.torch import save_file
 
+from tests.json_files import read_json, write_json
 from tests.models.test_kimi import prompts, transformers_logits
-from tests.quant.test_modelopt_export import tensors_of
-from tests.tiny import make_target
+from tests.tiny import read_tensors, write_tensors
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
@@ -45,10 +43,10 @@ def as_compressed_tensors(tensors: Tensors, module: str) -> Tensors:
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
-def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(tmp_path, format):
-    source = make_target(tmp_path / "in", format=format, layers=2)
-    quantize_checkpoint(source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(workers=1))
-    tensors, scheme = tensors_of(tmp_path / "out"), preset_name_to_scheme("NVFP4", ["Linear"])
+def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(format, out, new_target):
+    source = new_target(format=format, layers=2)
+    quantize_checkpoint(source, out, load_policy("k2.5"), ConversionOptions(workers=1))
+    tensors, scheme = read_tensors(out), preset_name_to_scheme("NVFP4", ["Linear"])
     modules = modules_of(tensors)
     assert len(modules) > 10
     for module in modules:
@@ -67,23 +65,23 @@ def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(tmp_path,
         assert torch.equal(decoded, ours(tensors, module, decoded.dtype)), module
 
 
-def test_transformers_computes_what_the_reference_model_computes(tmp_path):
+def test_transformers_computes_what_the_reference_model_computes(tmp_path, out, new_target):
     """From the decoded weights: transformers knows `quant_method: modelopt` no more than it knows NVFP4 of its own."""
     from transformers.quantizers import AutoHfQuantizer
 
-    source = make_target(tmp_path / "in", format="int4", nested=False, layers=3)
+    source = new_target(format="int4", nested=False, layers=3)
     quantize_checkpoint(
-        source, tmp_path / "out", load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1)
+        source, out, load_policy("k2.5"), ConversionOptions(kv_cache=None, workers=1)
     )
     tokens, model = (
         prompts(),
-        load_target(tmp_path / "out", dtype=torch.float32, activation="weight-only"),
+        load_target(out, dtype=torch.float32, activation="weight-only"),
     )
     with torch.no_grad():
         expected = model(tokens).logits
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = read_json(out / "config.json")
     assert not AutoHfQuantizer.supports_quant_method(config.pop("quantization_config"))
-    tensors = tensors_of(tmp_path / "out")
+    tensors = read_tensors(out)
     quantized = {
         f"{module}.weight": ours(tensors, module, torch.float32) for module in modules_of(tensors)
     }
@@ -100,6 +98,6 @@ SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 
 def write(directory: Path, config: dict, tensors: Tensors) -> None:
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
+    write_json(directory / "config.json", config)
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, directory / "model.safetensors", {"format": "pt"})
+    write_tensors(directory, whole)

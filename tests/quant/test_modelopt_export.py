@@ -1,9 +1,7 @@
 """Our files against ModelOpt's own export of the same model, tensor by tensor, and our W4A4 against its fake-quant."""
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,9 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import ROOT, inspected
-from tests.tiny import make_target
+from tests.command_line import ROOT, inspected, printed
+from tests.json_files import read_json, write_json
+from tests.tiny import read_tensors, write_tensors
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
@@ -41,26 +40,9 @@ def modelopt(
         pytest.skip(f"{OTHER} names no Python with ModelOpt {version}")
     copy = out.with_name(f"{out.name}-source")
     shutil.copytree(source, copy)
-    command = [
-        VERSIONS[version],
-        "-m",
-        "tests.quant.modelopt_oracle",
-        mode,
-        str(copy),
-        config,
-        str(out),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return tensors_of(out)
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in sorted(path.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    oracle = [VERSIONS[version], "-m", "tests.quant.modelopt_oracle"]
+    printed(*oracle, mode, copy, config, out, cwd=ROOT)
+    return read_tensors(out)
 
 
 def accepted(scales: Path | None) -> ConversionOptions:
@@ -86,7 +68,7 @@ def decoded_copy(source: Path, out: Path) -> Path:
     shutil.copytree(source, out)
     for path in sorted(out.glob("*.safetensors")):
         path.unlink()
-    tensors, plain = tensors_of(source), {}
+    tensors, plain = read_tensors(source), {}
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}_scale_inv")
         if scale is not None:
@@ -103,11 +85,11 @@ def decoded_copy(source: Path, out: Path) -> Path:
             )
         elif suffix not in ("weight_scale_inv", "weight_scale", "weight_shape"):
             plain[name] = tensor.contiguous()
-    save_file(plain, out / "model.safetensors", {"format": "pt"})
+    write_tensors(out, plain)
     (out / "model.safetensors.index.json").unlink()
-    config = json.loads((out / "config.json").read_text())
+    config = read_json(out / "config.json")
     config.pop("quantization_config")
-    (out / "config.json").write_text(json.dumps(config))
+    write_json(out / "config.json", config)
     return out
 
 
@@ -134,9 +116,11 @@ def cases() -> list:
 
 
 @pytest.mark.parametrize(("version", "policy", "format", "nested"), cases())
-def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format, nested):
+def test_every_tensor_equals_modelopts_export(
+    tmp_path, version, policy, format, nested, out, new_target
+):
     """Tensors byte for byte under the policy's own recipe, and what both say in hf_quant_config.json."""
-    source = make_target(tmp_path / "in", format=format, nested=nested, layers=3, shards=3)
+    source = new_target(format=format, nested=nested, layers=3, shards=3)
     unreadable = format == "fp8-block" or (format == "int4" and version == "0.48")
     shown = decoded_copy(source, tmp_path / "plain") if unreadable else source
     theirs = modelopt("export", shown, RECIPES[policy], tmp_path / "modelopt", version)
@@ -149,26 +133,23 @@ def test_every_tensor_equals_modelopts_export(tmp_path, version, policy, format,
         {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
     )
     given = None if policy == "k2.7-code" else scales  # pinned there: 1.0, from ModelOpt as from us
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(given))
-    ours = tensors_of(tmp_path / "out")
+    quantize_checkpoint(source, out, load_policy(policy), accepted(given))
+    ours = read_tensors(out)
     assert set(ours) == set(theirs)
     quantized = sum(name.endswith("weight_scale_2") for name in ours)
     assert quantized == {"k2.5": 3 + 2 * 15, "k2.6": 2 * 12, "k2.7-code": 2 * 12}[policy]
     assert different(ours, theirs) == []
-    configs = [
-        json.loads((tmp_path / name / "hf_quant_config.json").read_text())
-        for name in ("out", "modelopt")
-    ]
+    configs = [read_json(tmp_path / name / "hf_quant_config.json") for name in ("out", "modelopt")]
     quant, expected = (config["quantization"] | {"exclude_modules": None} for config in configs)
     assert quant == expected
 
 
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])
 @pytest.mark.parametrize("version", [pytest.param("0.47", marks=pytest.mark.slow), "0.48"])
-def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales):
+def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales, out, new_target):
     """Blocks and tensors of zeros, subnormals, huge values, one hot block and ties; a tensor of zeros is the one
     exception, where ModelOpt stores NaN."""
-    source = make_target(tmp_path / "in", nested=False, layers=2, shards=1)
+    source = new_target(nested=False, layers=2, shards=1)
     path = next(source.glob("*.safetensors"))
     tensors, stem = load_file(path), "model.layers.1.mlp.experts."
     generator = torch.Generator().manual_seed(0)
@@ -191,11 +172,11 @@ def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales
     theirs = modelopt("export", source, f"{recipe},pinned", tmp_path / "modelopt", version)
     quantize_checkpoint(
         source,
-        tmp_path / "out",
+        out,
         load_policy("k2.6"),
         ConversionOptions(weight_scales=weight_scales),
     )
-    ours = tensors_of(tmp_path / "out")
+    ours = read_tensors(out)
     allowed = {f"{stem}3.down_proj.{part}" for part in ("weight", "weight_scale", "weight_scale_2")}
     if (
         version == "0.47" and weight_scales == "mse"
@@ -209,16 +190,16 @@ def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales
 
 
 @pytest.mark.parametrize("policy", list(RECIPES))
-def test_layerwise_export_holds_the_same_tensors(tmp_path, policy):
+def test_layerwise_export_holds_the_same_tensors(tmp_path, policy, out, new_target):
     """ModelOpt 0.48's shard per decoder layer: the names and bytes of ours, in other files; inspect reads it."""
-    source = make_target(tmp_path / "in", nested=False, layers=3, shards=3)
+    source = new_target(nested=False, layers=3, shards=3)
     theirs = modelopt("layerwise", source, RECIPES[policy], tmp_path / "modelopt", "0.48")
     scales = tmp_path / "scales.safetensors"
     save_file(
         {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
     )
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy), accepted(scales))
-    ours = tensors_of(tmp_path / "out")
+    quantize_checkpoint(source, out, load_policy(policy), accepted(scales))
+    ours = read_tensors(out)
     assert set(ours) == set(theirs) and different(ours, theirs) == []
     shards = sorted(path.name for path in (tmp_path / "modelopt").glob("*.safetensors"))
     assert shards == [
@@ -230,10 +211,10 @@ def test_layerwise_export_holds_the_same_tensors(tmp_path, policy):
         assert [problem for problem in found if problem.severity != "info"] == []
 
 
-def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
+def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path, new_target):
     """It carries tensors into the export that the model "never loaded": packed values stand beside the new ones, and
     the INT4 scales take the place of the NVFP4 scales of the same name."""
-    source = make_target(tmp_path / "in", format="int4", nested=False, layers=2)
+    source = new_target(format="int4", nested=False, layers=2)
     theirs = modelopt("export", source, RECIPES["k2.7-code"], tmp_path / "modelopt", "0.48")
     if not any(name.endswith("weight_packed") for name in theirs):
         pytest.skip("this version of ModelOpt does not")
@@ -247,10 +228,10 @@ def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path):
 
 
 @pytest.mark.slow
-def test_w4a4_equals_modelopts_fake_quant_forward(tmp_path):
-    source = make_target(tmp_path / "in", nested=False, layers=3)
+def test_w4a4_equals_modelopts_fake_quant_forward(tmp_path, new_target):
+    source = new_target(nested=False, layers=3)
     seen = modelopt("forward", source, "NVFP4_MLP_ONLY_CFG", tmp_path / "modelopt")
-    tensors = tensors_of(source)
+    tensors = read_tensors(source)
     modules = sorted({name.removesuffix(".x") for name in seen if name.endswith(".x")})
     assert len(modules) == 9  # dense layer 0 and two shared experts; routed experts are fused
     for module in modules:

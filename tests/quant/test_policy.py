@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
@@ -33,9 +34,7 @@ def test_counts_of_the_published_lists(name, count):
 
 
 def test_k25_list_is_the_published_one(upstream_data):
-    published = json.loads(
-        (upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json").read_text()
-    )
+    published = read_json(upstream_data / "model_configs/nvidia--Kimi-K2.5-NVFP4_config.json")
     spec = ModelSpec.from_config(published)
     assert load_policy("k2.5").exclude_patterns(spec) == published["quantization_config"]["ignore"]
 
@@ -45,7 +44,7 @@ def test_text_only_models_have_no_prefix_and_no_vision():
     assert patterns == ["lm_head", *(f"model.layers.{layer}.self_attn*" for layer in range(3))]
 
 
-def test_a_pattern_of_a_dense_layer_never_reaches_another_layer(tmp_path):
+def test_a_pattern_of_a_dense_layer_never_reaches_another_layer():
     text = text_config(layers=12, hidden=64, experts=4) | {"first_k_dense_replace": 2}
     patterns = load_policy("k2.6").exclude_patterns(
         ModelSpec.from_config(target_config(text, nested=True))
@@ -142,21 +141,21 @@ def test_the_scales_are_the_publishers():
         ("k2.7-code", {"weight_scales": "mse", "kv_cache": None}, ["weight scales", "KV cache"]),
     ],
 )
-def test_what_is_done_otherwise_is_honoured_and_named(tmp_path, name, options, named):
-    source = make_target(tmp_path / "in", layers=2)
+def test_what_is_done_otherwise_is_honoured_and_named(
+    tmp_path, name, options, named, out, new_target
+):
+    source = new_target(layers=2)
     chosen = ConversionOptions(**options)
-    plan = quantize_checkpoint(
-        source, tmp_path / "out", load_policy(name), chosen, OutputOptions(dry_run=True)
-    )
+    plan = quantize_checkpoint(source, out, load_policy(name), chosen, OutputOptions(dry_run=True))
     assert plan.weight_scales == options.get("weight_scales", load_policy(name).weight_scales)
     assert [text.partition(":")[0] for text in plan.deviations] == named
-    done = quantize_checkpoint(source, tmp_path / "out", load_policy(name), chosen)
+    done = quantize_checkpoint(source, out, load_policy(name), chosen)
     card = (tmp_path / "out/README.md").read_text()
     assert done.deviations == plan.deviations and all(text in card for text in plan.deviations)
     assert load_policy(name).recipe in card and "0.48.0rc1" in card
 
 
-def test_adding_a_policy_is_a_row_of_data(tmp_path):
+def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
     """On a copy of the package: then it is offered, recognised by its family and written into the card."""
     copy = copy_package(tmp_path)
     with (copy / "data/policies.yaml").open("a") as stream:
@@ -166,9 +165,7 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path):
             '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
         )
     source = make_target(tmp_path / "Kimi-K2.8", layers=2)
-    found = json.loads(
-        run_copy(copy, "-m", "trtspec", "quantize", source, "-o", tmp_path / "out", "--json")
-    )
+    found = json.loads(run_copy(copy, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
     assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == (
         "k2.8",
         "mse",

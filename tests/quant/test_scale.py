@@ -1,7 +1,6 @@
 """Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; memory while model and
 shards grow from half a gigabyte to four; slow, so not by default."""
 
-import json
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from tests.json_files import read_json
 from tests.quant.test_loaders import modules_of, ours
-from tests.quant.test_modelopt_export import tensors_of
-from tests.tiny import make_target
+from tests.tiny import read_tensors
 from tools.benchmarks.full_size_layer import make_layer
 from trtspec.formats import shared_partners
 from trtspec.quant.plan import ConversionOptions
@@ -37,15 +36,13 @@ def decoded(tensors: dict[str, torch.Tensor], module: str) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_all_61_layers_equal_modelopts_path(tmp_path):
-    source = make_target(
-        tmp_path / "in", format="int4", layers=61, experts=8, shards=16, vision=True
-    )
-    place = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+def test_all_61_layers_equal_modelopts_path(out, new_target):
+    source = new_target(format="int4", layers=61, experts=8, shards=16, vision=True)
+    place = read_json(source / "model.safetensors.index.json")["weight_map"]
     torn = [name for name in place if name.endswith("gate_proj.weight_packed")]
     torn = [name for name in torn if place[name] != place[name.replace("gate_proj", "up_proj")]]
-    result = quantize_checkpoint(source, tmp_path / "out", K25, ConversionOptions(workers=1))
-    stored, got = tensors_of(source), tensors_of(tmp_path / "out")
+    result = quantize_checkpoint(source, out, K25, ConversionOptions(workers=1))
+    stored, got = read_tensors(source), read_tensors(out)
     modules = modules_of(got)
     assert len(modules) == result.quantized == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
     for module in modules:
@@ -66,7 +63,7 @@ def test_all_61_layers_equal_modelopts_path(tmp_path):
             torch.bfloat16, scale=scale, double_scale=scale_2, block_sizes={-1: 16}
         )
         assert torch.equal(real, ours(got, module, torch.bfloat16)), module
-    assert compare(tmp_path / "out", source, 0).problems == []
+    assert compare(out, source, 0).problems == []
 
 
 def measured(source: Path, out: Path, found: Any) -> None:
@@ -77,17 +74,17 @@ def measured(source: Path, out: Path, found: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("format", ["int4", "bf16"])
-def test_memory_is_flat_from_shards_of_half_a_gigabyte_to_four(tmp_path, format):
+def test_memory_is_flat_from_shards_of_half_a_gigabyte_to_four(tmp_path, format, out):
     """Matrices of Kimi's own size; each conversion in a process of its own, whose peak it is."""
     spawn, peaks = multiprocessing.get_context("spawn"), []
     for experts in (12, 154) if format == "int4" else (3, 43):
         source, found = make_layer(tmp_path / "in", format, experts, 1), spawn.Queue()
-        process = spawn.Process(target=measured, args=(source, tmp_path / "out", found))
+        process = spawn.Process(target=measured, args=(source, out, found))
         process.start()
         peaks.append(found.get(timeout=3000))
         process.join()
         size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         print(f"{format}: one shard of {size / 1e9:.2f} GB, peak RSS {peaks[-1] / 2**20:.0f} MiB")
         shutil.rmtree(source)
-        shutil.rmtree(tmp_path / "out")
+        shutil.rmtree(out)
     assert max(peaks) < 2e9 and peaks[1] < peaks[0] + (256 << 20)  # at most one more set of buffers

@@ -1,6 +1,5 @@
 """`quantize` end to end on tiny checkpoints: bytes, names, configs, resume, refusals."""
 
-import json
 import os
 import random
 from dataclasses import replace
@@ -12,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command_line import calls_of, killed_at
+from tests.json_files import read_json, write_json
 from tests.quant.test_full_disk import files
-from tests.quant.test_modelopt_export import accepted, different, tensors_of
-from tests.tiny import make_target
+from tests.quant.test_modelopt_export import accepted, different
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
@@ -39,14 +39,14 @@ def weights(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("policy", [K25, K26], ids=["k2.5", "k2.6"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, nested):
-    source = make_target(
-        tmp_path / "in", format=format, layers=3, shards=3, nested=nested, vision=nested
-    )
-    result = quantize_checkpoint(source, tmp_path / "out", policy, ConversionOptions(workers=1))
-    origin, got = LazyTensors(Checkpoint.open(source)), tensors_of(tmp_path / "out")
+def test_every_tensor_is_what_its_source_decodes_to(
+    tmp_path, format, policy, nested, out, new_target
+):
+    source = new_target(format=format, layers=3, shards=3, nested=nested, vision=nested)
+    result = quantize_checkpoint(source, out, policy, ConversionOptions(workers=1))
+    origin, got = LazyTensors(Checkpoint.open(source)), read_tensors(out)
     spec, expected = target_spec(origin.checkpoint), {}
-    plain = tensors_of(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
+    plain = read_tensors(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
     for name in plain:
         weight = decoded(origin, spec, name)
         if not policy.quantizes(name):
@@ -68,16 +68,16 @@ def test_every_tensor_is_what_its_source_decodes_to(tmp_path, format, policy, ne
     assert result.quantized + result.decoded + result.copied == len(plain)
 
 
-def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path):
-    quantize_checkpoint(make_target(tmp_path / "in", layers=3), tmp_path / "out", K25)
-    expected = tensors_of(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
-    got = tensors_of(tmp_path / "out")
+def test_nvfp4_of_the_same_weights_is_the_hand_made_checkpoint(tmp_path, out, new_target):
+    quantize_checkpoint(new_target(layers=3), out, K25)
+    expected = read_tensors(make_target(tmp_path / "nvfp4", format="nvfp4", layers=3))
+    got = read_tensors(out)
     assert set(got) == set(expected) and different(expected, got) == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_configs_index_and_files(tmp_path, format):
-    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
+def test_configs_index_and_files(tmp_path, format, new_target):
+    source = new_target(format=format, layers=3, vision=True)
     (source / "LICENSE").write_bytes(b"licence\r\n")
     (source / "tokenization_kimi.py").write_text("print('code')\n")
     quantize_checkpoint(source, tmp_path / "out", K25)
@@ -85,12 +85,10 @@ def test_configs_index_and_files(tmp_path, format):
         tmp_path / "out",
         make_target(tmp_path / "nvfp4", format="nvfp4", layers=3, vision=True),
     )
-    config, expected = (json.loads((path / "config.json").read_text()) for path in (out, published))
+    config, expected = (read_json(path / "config.json") for path in (out, published))
     config["quantization_config"].pop("producer"), expected["quantization_config"].pop("producer")
     assert config == expected
-    quant, wanted = (
-        json.loads((path / "hf_quant_config.json").read_text()) for path in (out, published)
-    )
+    quant, wanted = (read_json(path / "hf_quant_config.json") for path in (out, published))
     assert quant["quantization"] == wanted["quantization"]
     for name in (
         "LICENSE",
@@ -100,33 +98,30 @@ def test_configs_index_and_files(tmp_path, format):
         "chat_template.jinja",
     ):
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index = read_json(out / "model.safetensors.index.json")
     found = Checkpoint.open(out)
     assert index["weight_map"] == {name: info.shard for name, info in found.tensors.items()}
     assert index["metadata"]["total_size"] == found.bytes
     assert target_spec(found).quant.format == "nvfp4" and target_spec(found).quant.kv_cache == "fp8"
-    provenance = json.loads((out / "provenance.json").read_text())
+    provenance = read_json(out / "provenance.json")
     assert provenance["command"] == "quantize" and provenance["options"]["policy"]["name"] == "k2.5"
     assert "routed experts down_proj" in (out / "README.md").read_text()
     assert not list(out.glob(".*.partial"))
 
 
-def test_without_an_fp8_kv_cache(tmp_path):
+def test_without_an_fp8_kv_cache(tmp_path, out, new_target):
     quantize_checkpoint(
-        make_target(tmp_path / "in", layers=2),
-        tmp_path / "out",
+        new_target(layers=2),
+        out,
         K26,
         ConversionOptions(kv_cache=None),
     )
-    assert (
-        "kv_cache_scheme"
-        not in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    )
-    assert target_spec(Checkpoint.open(tmp_path / "out")).quant.kv_cache is None
+    assert "kv_cache_scheme" not in read_json(tmp_path / "out/config.json")["quantization_config"]
+    assert target_spec(Checkpoint.open(out)).quant.kv_cache is None
 
 
-def test_input_scales_from_a_file(tmp_path):
-    source = make_target(tmp_path / "in", layers=2)
+def test_input_scales_from_a_file(tmp_path, out, new_target):
+    source = new_target(layers=2)
     prefix = "model.layers.1.mlp.experts"
     amax = {"gate": 5.0, "up": 7.0, "down": 2.0}
     values = {
@@ -136,8 +131,8 @@ def test_input_scales_from_a_file(tmp_path):
     values |= {f"{prefix}.3.down_proj.input_scale": torch.tensor(0.25)}
     path = tmp_path / "scales.safetensors"
     save_file(values, path)
-    quantize_checkpoint(source, tmp_path / "out", K26, accepted(path))
-    got = tensors_of(tmp_path / "out")
+    quantize_checkpoint(source, out, K26, accepted(path))
+    got = read_tensors(out)
     scale = {
         name: got[f"language_model.{prefix}.{name}.input_scale"]
         for name in ("0.gate_proj", "1.up_proj")
@@ -154,13 +149,13 @@ def test_input_scales_from_a_file(tmp_path):
     assert not (tmp_path / "out3").exists()
 
 
-def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
-    source = make_target(tmp_path / "in", layers=2, shards=1)
-    tensors = load_file(source / "model.safetensors")
+def test_dead_weights_get_positive_scales_and_are_reported(tmp_path, out, new_target):
+    source = new_target(layers=2, shards=1)
+    tensors = read_tensors(source)
     module = "language_model.model.layers.1.mlp.experts.2.down_proj"
     tensors[f"{module}.weight"].zero_()
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    result = quantize_checkpoint(source, tmp_path / "out", K26)
+    write_tensors(source, tensors)
+    result = quantize_checkpoint(source, out, K26)
     got = load_file(tmp_path / "out/model.safetensors")
     (found,) = result.problems
     assert (found.code, found.severity, found.where) == (
@@ -179,11 +174,11 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path):
     assert module in (tmp_path / "out/README.md").read_text()
 
 
-def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
-    source = make_target(tmp_path / "in", format="fp8-block", layers=3)
-    plan = quantize_checkpoint(source, tmp_path / "out", K26, again=OutputOptions(dry_run=True))
-    assert not (tmp_path / "out").exists()
-    done = quantize_checkpoint(source, tmp_path / "out", K26)
+def test_dry_run_writes_nothing_and_tells_the_size(out, new_target):
+    source = new_target(format="fp8-block", layers=3)
+    plan = quantize_checkpoint(source, out, K26, again=OutputOptions(dry_run=True))
+    assert not out.exists()
+    done = quantize_checkpoint(source, out, K26)
     same = (
         "policy",
         "weight_scales",
@@ -195,11 +190,11 @@ def test_dry_run_writes_nothing_and_tells_the_size(tmp_path):
         "bytes_out",
     )
     assert [getattr(plan, key) for key in same] == [getattr(done, key) for key in same]
-    assert done.bytes_out == Checkpoint.open(tmp_path / "out").bytes
+    assert done.bytes_out == Checkpoint.open(out).bytes
 
 
-def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
-    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(out, new_target):
+    source = new_target(layers=3, shards=3)
     quantize_checkpoint(source, out, K26)
     before, times = (
         weights(out),
@@ -221,8 +216,8 @@ def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(tmp_path):
     )
 
 
-def test_changed_options_or_source_are_refused_until_restart(tmp_path):
-    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+def test_changed_options_or_source_are_refused_until_restart(out, new_target):
+    source = new_target(layers=2)
     quantize_checkpoint(source, out, K26)
     with pytest.raises(UsageError, match='options.policy.name was "k2.6", now "k2.5";') as caught:
         quantize_checkpoint(source, out, K25)
@@ -245,9 +240,9 @@ def test_changed_options_or_source_are_refused_until_restart(tmp_path):
         quantize_checkpoint(source, out, K25)
 
 
-def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path):
+def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path, new_target, out):
     """As after a download was repeated: no output mixes two sources."""
-    source, out = make_target(tmp_path / "in", layers=3, shards=3), tmp_path / "out"
+    source = new_target(layers=3, shards=3)
     quantize_checkpoint(source, out, K26)
     shard = source / "model-00002-of-00003.safetensors"
     data = bytearray(shard.read_bytes())
@@ -258,9 +253,9 @@ def test_a_shard_whose_source_was_written_since_is_converted_again(tmp_path):
     assert weights(out) == weights(tmp_path / "fresh")
 
 
-def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
+def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
     source, foreign = (
-        make_target(tmp_path / "in", layers=2),
+        new_target(layers=2),
         make_target(tmp_path / "other", layers=1, shards=3),
     )
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
@@ -294,10 +289,10 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path):
     assert (out / "adapter.safetensors").read_bytes() == b"mine"
 
 
-def test_two_runs_at_once_are_refused(tmp_path):
+def test_two_runs_at_once_are_refused(out, new_target):
     import fcntl
 
-    source, out = make_target(tmp_path / "in", layers=2), tmp_path / "out"
+    source = new_target(layers=2)
     quantize_checkpoint(source, out, K26)
     with (out / JOURNAL_NAME).open() as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -308,17 +303,15 @@ def test_two_runs_at_once_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["no blocks", "integers", "nvfp4", "nothing", "same directory"])
-def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
-    source = make_target(
-        tmp_path / "in", format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1
-    )
-    policy, out = K26, tmp_path / "out"
+def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
+    source = new_target(format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
+    policy = K26
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
-    tensors = load_file(source / "model.safetensors")
+    tensors = read_tensors(source)
     if case == "no blocks":
-        config = json.loads((source / "config.json").read_text())
+        config = read_json(source / "config.json")
         config["text_config"]["moe_intermediate_size"] = 24
-        (source / "config.json").write_text(json.dumps(config))
+        write_json(source / "config.json", config)
         for key in tensors:
             if "experts." in key:
                 narrow = tensors[key][:, :24] if "down_proj" in key else tensors[key][:24]
@@ -327,7 +320,7 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
         tensors[name] = tensors[name].to(torch.int64)
     elif case == "nothing":
         policy = replace(K26, quantize=("model.layers.*.no_such_proj",))
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    write_tensors(source, tensors)
     message = {
         "no blocks": "down_proj.weight has shape .64, 24., which has no whole blocks",
         "integers": f"{name} is I64",
@@ -347,10 +340,8 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, case):
 @pytest.mark.parametrize(
     ("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)]
 )
-def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts):
-    source = make_target(
-        tmp_path / "in", format="int4", layers=6, hidden=128, experts=16, shards=12
-    )
+def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts, new_target):
+    source = new_target(format="int4", layers=6, hidden=128, experts=16, shards=12)
     expected = tmp_path / "expected" / "Kimi"
     out, draw, kills = tmp_path / "out" / "Kimi", random.Random(workers), 0
 

@@ -1,6 +1,5 @@
 """`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged that way."""
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -8,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.checkpoint.test_clean_targets import above_info
 from tests.command_line import inspected
-from tests.tiny import make_target
+from tests.json_files import read_json, write_json
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.checkpoint.describe import describe, hash_problems
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import resolve
@@ -45,17 +45,17 @@ def codes(out: Path, source: Path, sample: int = 0) -> set[str]:
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 @pytest.mark.parametrize("policy", ["k2.5", "k2.6", "k2.7-code"])
-def test_a_good_conversion_has_no_problem(tmp_path, format, policy):
-    source = make_target(tmp_path / "in", format=format, layers=3, vision=True)
-    quantize_checkpoint(source, tmp_path / "out", load_policy(policy))
-    report = compare(tmp_path / "out", source, 0)
+def test_a_good_conversion_has_no_problem(format, policy, out, new_target):
+    source = new_target(format=format, layers=3, vision=True)
+    quantize_checkpoint(source, out, load_policy(policy))
+    report = compare(out, source, 0)
     assert report.problems == [] and report.compared == report.tensors
-    assert not above_info(tmp_path / "out")
-    assert describe(resolve(str(tmp_path / "out")), hashes=True).hashes_verified == 2
+    assert not above_info(out)
+    assert describe(resolve(str(out)), hashes=True).hashes_verified == 2
     assert all(
         0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values()
     )
-    assert compare(tmp_path / "out", source, 10).compared == 10
+    assert compare(out, source, 10).compared == 10
 
 
 Changed = Callable[[torch.Tensor], torch.Tensor | None]
@@ -87,10 +87,10 @@ def test_each_damage_is_found(pair, tmp_path, name, change, code):
     source, good = pair
     for file in ("config.json", "hf_quant_config.json"):
         (tmp_path / file).write_bytes((good / file).read_bytes())
-    tensors = load_file(good / "model.safetensors")
+    tensors = read_tensors(good)
     changed = change(tensors.pop(name, torch.empty(0)))
     tensors |= {} if changed is None else {name: changed}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    write_tensors(tmp_path, tensors)
     assert code in codes(tmp_path, source)
 
 
@@ -103,9 +103,9 @@ def test_each_damage_is_found(pair, tmp_path, name, change, code):
 )
 def test_the_exclude_list_must_fit_the_tensors(pair, tmp_path, change):
     source, good = pair
-    config = json.loads((good / "config.json").read_text())
+    config = read_json(good / "config.json")
     config["quantization_config"]["ignore"] = change(config["quantization_config"]["ignore"])
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     (tmp_path / "model.safetensors").symlink_to(good / "model.safetensors")
     assert codes(tmp_path, source, 1) == {"TS-TARGET-EXCLUDE"}
 
@@ -128,10 +128,10 @@ def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:
 
 
 @pytest.mark.parametrize("weight_scales", ["max", pytest.param("mse", marks=pytest.mark.slow)])
-def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales):
+def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales, out, new_target):
     """Against the source, but for input_scale, which follows from no weight; by the recorded hashes, all."""
-    source = make_target(tmp_path / "in", format="int4", layers=2, experts=2, shards=1, vision=True)
-    good, draw, unseen = tmp_path / "out", random.Random(0), []
+    source = new_target(format="int4", layers=2, experts=2, shards=1, vision=True)
+    good, draw, unseen = out, random.Random(0), []
     quantize_checkpoint(
         source, good, load_policy("k2.6"), ConversionOptions(weight_scales=weight_scales)
     )
@@ -150,7 +150,7 @@ def test_a_wrong_weight_scale_2_is_found_against_the_source(pair, tmp_path, fact
     source, good = pair
     shutil.copytree(good, tmp_path / "bad")
     for module in (MODULE, MODULE.replace("down_proj", "gate_proj")):
-        tensors = load_file(good / "model.safetensors")
+        tensors = read_tensors(good)
         tensors[f"{module}.weight_scale_2"] *= factor
         save_file(tensors, tmp_path / "bad/model.safetensors", {"format": "pt"})
         found = [
@@ -172,7 +172,7 @@ def test_another_exporter_is_not_accused(pair, tmp_path):
     ):  # a broken record makes no other exporter
         compare(tmp_path / "theirs", source)
     (tmp_path / "theirs/provenance.json").unlink()
-    tensors = load_file(good / "model.safetensors")
+    tensors = read_tensors(good)
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:
         tensors[name] *= 1.02
     save_file(tensors, tmp_path / "theirs/model.safetensors", {"format": "pt"})

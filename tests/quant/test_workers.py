@@ -1,12 +1,10 @@
 """`--workers`: any number of threads writes the same bytes and the same journal; how many a run starts by itself."""
 
-import json
-
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.json_files import read_lines
 from tests.quant.test_streaming import JOURNAL_NAME, K25, K26, weights
-from tests.tiny import make_target
 from trtspec import machine
 from trtspec.errors import TrtspecError
 from trtspec.quant import native
@@ -17,10 +15,10 @@ from trtspec.quant.run import quantize_checkpoint
 
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
-def test_threads_write_the_same_bytes(tmp_path, format, weight_scales):
+def test_threads_write_the_same_bytes(tmp_path, format, weight_scales, new_target):
     """Matrices of different sizes, so that the scratch buffers of a thread grow and are used again."""
     source, outputs = (
-        make_target(tmp_path / "in", format=format, layers=3, hidden=256, shards=4),
+        new_target(format=format, layers=3, hidden=256, shards=4),
         [],
     )
     for workers in (1, 2, 8):
@@ -28,13 +26,13 @@ def test_threads_write_the_same_bytes(tmp_path, format, weight_scales):
         result = quantize_checkpoint(
             source, out, K25, ConversionOptions(weight_scales=weight_scales, workers=workers)
         )
-        journal = [json.loads(line) for line in (out / JOURNAL_NAME).read_text().splitlines()]
+        journal = read_lines(out / JOURNAL_NAME)
         outputs.append((weights(out), (out / "README.md").read_text(), journal, result.classes))
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_threads_of_torch_write_the_same_bytes(tmp_path, monkeypatch):
-    source = make_target(tmp_path / "in", format="fp8-block", layers=2, shards=2)
+def test_threads_of_torch_write_the_same_bytes(tmp_path, monkeypatch, new_target):
+    source = new_target(format="fp8-block", layers=2, shards=2)
     quantize_checkpoint(source, tmp_path / "c", K26)
     native.load_kernel.cache_clear()
     monkeypatch.setenv("TRTSPEC_KERNEL", "torch")
@@ -48,8 +46,8 @@ def test_threads_of_torch_write_the_same_bytes(tmp_path, monkeypatch):
         native.load_kernel.cache_clear()
 
 
-def test_the_first_bad_tensor_is_the_one_that_is_named(tmp_path):
-    source, messages = make_target(tmp_path / "in", layers=3, experts=8, shards=3), set()
+def test_the_first_bad_tensor_is_the_one_that_is_named(out, new_target):
+    source, messages = new_target(layers=3, experts=8, shards=3), set()
     shard = source / "model-00002-of-00003.safetensors"
     tensors = load_file(shard)
     for name in (name for name in tensors if ".experts." in name):
@@ -59,9 +57,9 @@ def test_the_first_bad_tensor_is_the_one_that_is_named(tmp_path):
         with pytest.raises(
             TrtspecError, match=r"model-00002-of-00003.* NaN or infinity at \[0, 0\]"
         ) as caught:
-            quantize_checkpoint(source, tmp_path / "out", K26, ConversionOptions(workers=workers))
+            quantize_checkpoint(source, out, K26, ConversionOptions(workers=workers))
         messages.add(caught.value.message)
-        assert not list((tmp_path / "out").glob(".*.partial"))
+        assert not list(out.glob(".*.partial"))
     assert len(messages) == 1 and caught.value.remedy
 
 

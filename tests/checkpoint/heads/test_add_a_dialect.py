@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy, touched
-from tests.tiny import make_head, make_target
+from tests.tiny import make_head, make_target, read_tensors
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 # a made-up project: SpecForge's names and mask, ids at the top that count the layers that ran
@@ -48,11 +48,11 @@ def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
     source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)
     there, back = tmp_path / "there", tmp_path / "back"
     run(copied, "convert", source, "-o", there, "--to", "newcomer", "--target", target)
-    config = json.loads((there / "config.json").read_text())
+    config = read_json(there / "config.json")
     assert config[IDS] == [
-        layer + 1 for layer in json.loads((source / "config.json").read_text())["eagle_config"][IDS]
+        layer + 1 for layer in read_json(source / "config.json")["eagle_config"][IDS]
     ]
-    names = set(load_file(there / "model.safetensors"))
+    names = set(read_tensors(there))
     assert {"t2d", "embed_tokens.weight", "midlayer.hidden_norm.weight"} <= names
     (there / "provenance.json").unlink()  # so that config.json alone tells the dialect
     found = run(copied, "inspect", there)
@@ -60,6 +60,6 @@ def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
     result = run(copied, "convert", there, "-o", back, "--to", "trtllm", "--target", target)
     assert result["from"] == "newcomer"
-    ours, theirs = (load_file(path / "model.safetensors") for path in (back, source))
+    ours, theirs = (read_tensors(path) for path in (back, source))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

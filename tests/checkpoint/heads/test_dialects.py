@@ -1,7 +1,6 @@
 """Heads of every dialect become the same HeadSpec, and every silent trap in a head is reported."""
 
 import ast
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from tests.heads.convert import foreign_heads
 from tests.heads.convert.foreign_heads import IDS, Change, changed_head, drop, set_key
+from tests.json_files import read_json
 from tests.tiny import make_head
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
@@ -274,12 +274,8 @@ def test_tensor_parallel_sizes(tmp_path: Path, target_dir: Path) -> None:
 def test_published_draft_configs(upstream_data: Path) -> None:
     """TorchSpec's own config files for Kimi-K2.5, as an outside witness for the config reader."""
     folder = upstream_data / "draft_configs"
-    mla = head_spec_from_config(
-        json.loads((folder / "torchspec--kimi_k25_eagle3_mla.json").read_text())
-    )
-    mha = head_spec_from_config(
-        json.loads((folder / "torchspec--kimi_k25_eagle3.json").read_text())
-    )
+    mla = head_spec_from_config(read_json(folder / "torchspec--kimi_k25_eagle3_mla.json"))
+    mha = head_spec_from_config(read_json(folder / "torchspec--kimi_k25_eagle3.json"))
     assert (mla.attention, mla.aux_layers, mla.kv_elements_per_token) == ("mla", (1, 29, 57), 576)
     assert (mha.attention, mha.aux_layers, mha.kv_elements_per_token) == ("mha", None, 16384)
     assert (mla.rope.beta_fast, mha.rope.beta_fast) == (1, 32)

@@ -3,7 +3,6 @@
 TRTSPEC_SEED chooses another slice for the default test.
 """
 
-import json
 import os
 import random
 from collections import Counter, defaultdict
@@ -12,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.heads.faults import REFUSED, Fault, changed, faults
 from tests.checkpoint.target_faults import edit_header, header_changes
 from tests.command_line import inspected
-from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head
+from tests.heads.convert.foreign_heads import DIALECTS, expressible, store, stored, write_head
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import head_spec
@@ -65,10 +63,7 @@ class Judge:
             write_head(
                 path, self.target, dialect, attention=attention, eagle=eagle, draft_vocab=vocab
             )
-            self.heads[head] = (
-                json.loads((path / "config.json").read_text()),
-                load_file(path / "model.safetensors"),
-            )
+            self.heads[head] = stored(path)
         return self.heads[head]
 
     def all(self) -> list[tuple[tuple[Any, ...], Fault]]:
@@ -78,11 +73,7 @@ class Judge:
         config, tensors = changed(fault, *self.clean(head))
         path = self.room / "faulty"
         path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config))
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            path / "model.safetensors",
-        )
+        store(path, config, tensors)
         self.ask(
             path, "-".join(map(str, head)), fault, CLEAN.get((head[0], head[1], head[3]), set())
         )

@@ -1,6 +1,5 @@
 """A head remembers the weights that it learned from, and every command that pairs it says when they are others."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
+from tests.json_files import read_json, write_json
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.heads.pairing import learned_problems, target_record
 from trtspec.checkpoint.hub import resolve
@@ -36,7 +36,7 @@ def head(base: Path, tmp_path: Path) -> Path:
 
 def recorded(head: Path, source: Any) -> None:
     record = {"command": "train", "source": source}
-    (head / "provenance.json").write_text(json.dumps(record))
+    write_json(head / "provenance.json", record)
 
 
 def severities(head: Path, target: Path) -> list[str]:
@@ -70,17 +70,16 @@ def test_a_fine_tune_of_one_kind_of_tensor_is_seen(base: Path, head: Path, kind:
 
 
 def test_the_record_survives_a_conversion(base: Path, tuned: Path, head: Path) -> None:
-    record = json.loads((head / "provenance.json").read_text())
+    record = read_json(head / "provenance.json")
     converted = {"command": "convert", "source": {"provenance": record}}
-    (head / "provenance.json").write_text(json.dumps(converted))
+    write_json(head / "provenance.json", converted)
     assert (severities(head, base), severities(head, tuned)) == ([], ["warning"])
 
 
 def test_a_target_that_quantize_made_is_its_source(base: Path, tuned: Path, head: Path) -> None:
     for source, told in ((base, []), (tuned, ["info"])):
         out = head.parent / f"nvfp4-{source.name}"
-        done = trtspec("quantize", str(source), "-o", str(out), "--policy", "k2.5")
-        assert done.status == 0, done.stderr
+        succeeded("quantize", source, "-o", out, "--policy", "k2.5")
         assert severities(head, out) == told
         recorded(head, {"target": "nvfp4", **target_record(out)})
         assert severities(head, source) == [], "learned from the quantized one"
@@ -106,6 +105,6 @@ def test_every_command_that_pairs_them_says_so(base: Path, tuned: Path, head: Pa
     ):
         for target, count in ((tuned, 1), (base, 0)):
             given = [str(target) if word == "TARGET" else word for word in words]
-            answer = json.loads(trtspec(*given, "--json").stdout)
+            answer = trtspec(*given, "--json").json
             codes = [problem["code"] for problem in answer["problems"]]
             assert codes.count(CODE) == count, (given, answer.get("error"))

@@ -4,16 +4,22 @@ Key sets, names and maps are those of the projects' exporters and of published l
 are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are changed.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.command_line import inspected
-from tests.heads.convert.foreign_heads import IDS, Change, target_embedding, write_head
+from tests.heads.convert.foreign_heads import (
+    IDS,
+    Change,
+    store,
+    stored,
+    target_embedding,
+    write_head,
+)
+from tests.json_files import read_json
 
 Config = dict[str, Any]
 MLA, MHA = {"attention": "mla"}, {"attention": "mha"}
@@ -61,7 +67,7 @@ def upstream(name: str) -> Change:
     """TorchSpec's own config file with the sizes and layer ids of the tiny head."""
 
     def change(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-        text = json.loads(Path(change.place, "draft_configs", name).read_text())  # type: ignore[attr-defined]
+        text = read_json(Path(change.place, "draft_configs", name))  # type: ignore[attr-defined]
         sizes = {
             key: config[key]
             for key in text
@@ -119,19 +125,13 @@ def test_published_heads_have_nothing_above_info(
     kind: dict[str, Any],
 ) -> None:
     path = write_head(tmp_path / "head", target_dir, dialect, **kind)
-    config, tensors = (
-        json.loads((path / "config.json").read_text()),
-        load_file(path / "model.safetensors"),
-    )
+    config, tensors = stored(path)
     if change.__qualname__.startswith("upstream"):
         change.place = request.getfixturevalue("upstream_data")  # type: ignore[attr-defined]
     change(config, tensors)
     assert "embed_tokens.weight" not in tensors or torch.equal(
         tensors["embed_tokens.weight"], target_embedding(target_dir)
     )
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(
-        {key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors"
-    )
+    store(path, config, tensors)
     problems = inspected(str(path), str(target_dir), sample=0).problems
     assert [(one.code, one.message) for one in problems if one.severity != "info"] == []

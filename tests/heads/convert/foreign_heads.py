@@ -3,15 +3,15 @@
 The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in published heads.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.tiny import make_head
+from tests.json_files import read_json, write_json
+from tests.tiny import make_head, read_tensors, write_tensors
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -35,28 +35,20 @@ def expressible(dialect: str, attention: str, eagle: str, vocab: int | None = No
 
 
 def target_embedding(target: Path) -> torch.Tensor:
-    for shard in sorted(target.glob("*.safetensors")):
-        for name, tensor in load_file(shard).items():
-            if name.endswith("embed_tokens.weight"):
-                return tensor
-    raise LookupError(f"{target} has no embedding")
+    tensors = read_tensors(target)
+    return next(tensors[name] for name in tensors if name.endswith("embed_tokens.weight"))
 
 
 def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> Path:
     """The head of make_head(**options) as `dialect` stores it; returns its directory."""
     make_head(directory, target, **options)
-    config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors")
+    config, tensors = stored(directory)
     config["rope_parameters"] = (config["rope_scaling"] or {"rope_type": "default"}) | {
         "rope_theta": config["rope_theta"]
     }
     config["draft_vocab_size"] = len(tensors["lm_head.weight"])
-    save_file(
-        _tensors(tensors, config, target, dialect),
-        directory / "model.safetensors",
-        {"format": "pt"},
-    )
-    (directory / "config.json").write_text(json.dumps(_config(config, dialect)))
+    write_tensors(directory, _tensors(tensors, config, target, dialect))
+    write_json(directory / "config.json", _config(config, dialect))
     return directory
 
 
@@ -70,19 +62,24 @@ def changed_head(
         if dialect
         else make_head(directory, target, **options)
     )
-    config, tensors = (
-        json.loads((path / "config.json").read_text()),
-        load_file(path / "model.safetensors"),
-    )
+    config, tensors = stored(path)
     for name in [name for name in tensors if name.endswith("input_layernorm.weight")]:
         tensors[name] = torch.ones_like(tensors[name])
     if change:
         change(config, tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
-    )
+    store(path, config, tensors)
     return path
+
+
+def stored(head: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return read_json(head / "config.json"), read_tensors(head)
+
+
+def store(head: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Without metadata, as several trainers do."""
+    write_json(head / "config.json", config)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, head / "model.safetensors")
 
 
 def set_key(key: str, value: Any) -> Change:

@@ -4,7 +4,6 @@ The expected files come from foreign_heads.py, which knows the projects' layouts
 """
 
 import itertools
-import json
 import re
 import shutil
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
+from tests.json_files import read_json, write_json
+from tests.tiny import read_tensors
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.hub import resolve
@@ -55,7 +55,7 @@ def errors(result: HeadConversion) -> set[str]:
 
 
 def assert_same_tensors(path: Path, expected: Path) -> None:
-    found, wanted = load_file(path / "model.safetensors"), load_file(expected / "model.safetensors")
+    found, wanted = read_tensors(path), read_tensors(expected)
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {
         name: (t.dtype, t.shape) for name, t in wanted.items()
     }
@@ -75,9 +75,7 @@ def there_and_back(
     assert not errors(convert(middle, back, one, target_dir))
     assert_same_tensors(back, begin)
     assert not errors(convert(begin, canonical, one, target_dir))
-    assert json.loads((back / "config.json").read_text()) == json.loads(
-        (canonical / "config.json").read_text()
-    )
+    assert read_json(back / "config.json") == read_json(canonical / "config.json")
     assert (back / "model.safetensors").read_bytes() == (
         canonical / "model.safetensors"
     ).read_bytes()
@@ -150,7 +148,7 @@ def test_layer_ids_follow_each_convention(
     for dialect in DIALECTS[:-1]:
         output = room / f"ids-{layers}-{dialect}"
         result = convert(source, output, dialect, target_dir)
-        config = json.loads((output / "config.json").read_text())
+        config = read_json(output / "config.json")
         nested = (config.get("eagle_config") or {}).get(IDS)
         if dialect in ("vllm", "speculators"):
             assert config[IDS] == inputs
@@ -172,14 +170,14 @@ STORED = [dialect for dialect in DIALECTS if dialect != "safeailab"]
 def restated(source: Path, output: Path, nested: list[int] | None, top: list[int] | None) -> Path:
     """The head with these layer ids in eagle_config and at the top level of config.json."""
     shutil.copytree(source, output)
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     config.pop(IDS, None)
     (config.get("eagle_config") or {}).pop(IDS, None)
     if nested is not None:
         config.setdefault("eagle_config", {})[IDS] = nested
     if top is not None:
         config[IDS] = top
-    (output / "config.json").write_text(json.dumps(config))
+    write_json(output / "config.json", config)
     return output
 
 

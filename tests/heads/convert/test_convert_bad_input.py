@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.command_line import Done, calls_of, killed_at, trtspec
+from tests.command_line import Done, calls_of, killed_at, succeeded, trtspec
 from tests.heads.convert.foreign_heads import (
     IDS,
     Change,
@@ -23,7 +23,8 @@ from tests.heads.convert.foreign_heads import (
     target_embedding,
     write_head,
 )
-from tests.tiny import make_target
+from tests.json_files import read_json, write_json
+from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec import machine
 
 
@@ -100,14 +101,14 @@ def test_inspect_names_it(
     done = trtspec("inspect", path, "--against", target_dir, "--json")
     assert done.status == status
     assert code in codes(done, info=code == "TS-HEAD-ROPE-TORCHSPEC")
-    assert all(problem["remedy"] for problem in json.loads(done.stdout)["problems"])
+    assert all(problem["remedy"] for problem in done.json["problems"])
 
 
 def medusa(room: Path) -> Path:
     path = room / "medusa"
     path.mkdir()
-    (path / "config.json").write_text(
-        json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 64})
+    write_json(
+        path / "config.json", {"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": 64}
     )
     weights = {
         f"{i}.{j}": torch.zeros(64, 64) for i in range(2) for j in ("0.linear.weight", "1.weight")
@@ -125,7 +126,7 @@ def eagle_1(room: Path) -> Path:
         "num_hidden_layers": 1,
         "hidden_size": 64,
     }
-    (path / "config.json").write_text(json.dumps(config))
+    write_json(path / "config.json", config)
     weights = {
         "fc.weight": torch.zeros(64, 128),
         "layers.0.self_attn.q_proj.weight": torch.zeros(64, 64),
@@ -140,9 +141,9 @@ def test_other_drafts_and_whole_models_are_told_by_code(room: Path, target_dir: 
         assert (inspected.status, codes(inspected)) == (3, {code})
         assert code in trtspec("inspect", path, "--against", target_dir).stdout
         refused = trtspec("convert", path, "-o", room / "none", "--to", "vllm", "--json")
-        assert (refused.status, json.loads(refused.stdout)["error"]["code"]) == (3, code)
+        assert (refused.status, refused.json["error"]["code"]) == (3, code)
     whole = trtspec("convert", target_dir, "-o", room / "none", "--to", "trtllm", "--json")
-    assert (whole.status, json.loads(whole.stdout)["error"]["code"]) == (3, "TS-HEAD-FULL-MODEL")
+    assert (whole.status, whole.json["error"]["code"]) == (3, "TS-HEAD-FULL-MODEL")
     assert not (room / "none").exists()
 
 
@@ -160,9 +161,7 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
     bad = changed_head(room / "mend-bad", target_dir, "specforge", spoil, draft_vocab=128)
     for name in ("good", "bad"):
         source = {"good": good, "bad": bad}[name]
-        assert (
-            trtspec("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm").status == 0
-        )
+        succeeded("convert", source, "-o", room / f"mended-{name}", "--to", "trtllm")
     files = [
         (room / f"mended-{name}" / "model.safetensors").read_bytes() for name in ("good", "bad")
     ]
@@ -184,7 +183,7 @@ def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir:
     assert codes(trtspec("inspect", path, "--json")) == {"TS-HEAD-CONFIG", "TS-HEAD-ROPE-TWICE"}
     words = ("--to", "vllm", "--rope-theta", "10000")
     for source, output in ((path, "words-out"), (good, "right-out")):
-        assert trtspec("convert", source, "-o", room / output, *words).status == 0
+        succeeded("convert", source, "-o", room / output, *words)
     assert (room / "words-out" / "config.json").read_text() == (
         room / "right-out" / "config.json"
     ).read_text()
@@ -201,8 +200,8 @@ def test_a_borrowed_lm_head_is_borrowed_by_every_engine(
     assert "TS-HEAD-CONFIG" in codes(trtspec("inspect", path, "--json"))
     for to in ("trtllm", "vllm", "sglang"):
         output = room / f"borrowed-{dialect}-{to}"
-        assert trtspec("convert", path, "-o", output, "--to", to).status == 0
-        assert json.loads((output / "config.json").read_text()).get("draft_vocab_size") is None
+        succeeded("convert", path, "-o", output, "--to", to)
+        assert read_json(output / "config.json").get("draft_vocab_size") is None
         assert codes(trtspec("inspect", output, "--json")) == set()
 
 
@@ -210,12 +209,12 @@ def test_an_embedding_is_never_lost_silently(room: Path, target_dir: Path) -> No
     trained = changed_head(room / "trained", target_dir, "vllm", trained_embedding)
     words = ("convert", trained, "-o", room / "trained-out", "--target", target_dir, "--to")
     assert codes(trtspec(*words, "trtllm", "--json")) == {"TS-CONVERT-EMBED"}
-    assert trtspec(*words, "trtllm", "--embed-tokens", "target").status == 0
-    borrowed = load_file(room / "trained-out" / "model.safetensors")["embed_tokens.weight"]
+    succeeded(*words, "trtllm", "--embed-tokens", "target")
+    borrowed = read_tensors(room / "trained-out")["embed_tokens.weight"]
     assert torch.equal(borrowed, target_embedding(target_dir))
     alone = trtspec("convert", trained, "-o", room / "trained-alone", "--to", "sglang", "--json")
     assert (alone.status, codes(alone)) == (0, {"TS-CONVERT-EMBED"})
-    assert "embed_tokens.weight" in load_file(room / "trained-alone" / "model.safetensors")
+    assert "embed_tokens.weight" in read_tensors(room / "trained-alone")
 
 
 def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> None:
@@ -224,15 +223,10 @@ def test_lm_head_is_borrowed_where_it_must_be(room: Path, target_dir: Path) -> N
     assert codes(trtspec("convert", bare, "-o", output, "--to", "torchspec", "--json")) == {
         "TS-CONVERT-LM-HEAD"
     }
-    assert (
-        trtspec("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir).status
-        == 0
-    )
-    assert load_file(output / "model.safetensors")["lm_head.weight"].shape == (512, 64)
-    assert trtspec("convert", bare, "-o", room / "bare-sglang", "--to", "sglang").status == 0
-    assert (
-        json.loads((room / "bare-sglang" / "config.json").read_text())["draft_vocab_size"] is None
-    )
+    succeeded("convert", bare, "-o", output, "--to", "torchspec", "--target", target_dir)
+    assert read_tensors(output)["lm_head.weight"].shape == (512, 64)
+    succeeded("convert", bare, "-o", room / "bare-sglang", "--to", "sglang")
+    assert read_json(room / "bare-sglang" / "config.json")["draft_vocab_size"] is None
 
 
 def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir: Path) -> None:
@@ -264,7 +258,7 @@ def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir
         "--embed-tokens",
         "target",
     )
-    assert trtspec(*words).status == 0
+    succeeded(*words)
     assert not (room / "no").exists()
 
 
@@ -273,11 +267,9 @@ def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -
     pickled = room / "pickled"
     pickled.mkdir()
     (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
-    torch.save(
-        {"state_dict": load_file(plain / "model.safetensors")}, pickled / "pytorch_model.bin"
-    )
+    torch.save({"state_dict": read_tensors(plain)}, pickled / "pytorch_model.bin")
     for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
-        assert trtspec("convert", source, "-o", room / name, "--to", "trtllm").status == 0
+        succeeded("convert", source, "-o", room / name, "--to", "trtllm")
     files = [
         (room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")
     ]
@@ -336,9 +328,9 @@ def test_force_replaces_heads_only(room: Path, target_dir: Path) -> None:
     source = changed_head(room / "forced", target_dir, "modelopt")
     output = room / "forced-out"
     words = ("convert", source, "-o", output, "--to", "vllm")
-    assert trtspec(*words).status == 0
+    succeeded(*words)
     assert trtspec(*words).status == 1 or "already exists" in trtspec(*words).stderr
-    assert trtspec(*words, "--force").status == 0
+    succeeded(*words, "--force")
     for name in ("notes.txt", "adapter.safetensors"):
         (output / name).write_text("mine")
         assert "did not write" in trtspec(*words, "--force").stderr
@@ -355,19 +347,18 @@ def test_the_result_is_re_read_against_its_source(room: Path, target_dir: Path) 
         room / "reread", target_dir, "torchspec", attention="mla", eagle="3.1", draft_vocab=128
     )
     output = room / "reread-out"
-    assert trtspec("convert", source, "-o", output, "--to", "vllm").status == 0
-    done = trtspec("inspect", output, "--against", source, "--json")
-    report = json.loads(done.stdout)
-    assert done.status == 0
+    succeeded("convert", source, "-o", output, "--to", "vllm")
+    done = succeeded("inspect", output, "--against", source, "--json")
+    report = done.json
     assert (
         report["comparison"]["identical"]
         == report["comparison"]["compared"]
         == report["comparison"]["tensors"]
     )
     assert report["comparison"]["absent"] == ["t2d"]
-    tensors = load_file(output / "model.safetensors")
+    tensors = read_tensors(output)
     tensors["norm.weight"] = tensors["norm.weight"] + 1
-    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    write_tensors(output, tensors)
     assert codes(trtspec("inspect", output, "--against", source, "--json")) >= {"TS-HEAD-DIFFERS"}
 
 
@@ -391,9 +382,7 @@ def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None
             4,
             "--json",
         )
-        assert json.loads(built.stdout)["config"]["speculative_config"][
-            "eagle3_layers_to_capture"
-        ] == [2, 6, 9]
+        assert built.json["config"]["speculative_config"]["eagle3_layers_to_capture"] == [2, 6, 9]
 
 
 @pytest.mark.slow
@@ -401,12 +390,12 @@ def test_a_killed_conversion_leaves_no_head(tmp_path: Path, target_dir: Path) ->
     """Nor anything in the way of the same command, which then writes what an undisturbed one writes."""
     source = write_head(tmp_path / "head", target_dir, "vllm")
     words, out = ("convert", source, "--to", "trtllm", "-o"), tmp_path / "out"
-    assert trtspec(*words, tmp_path / "first").status == 0
+    succeeded(*words, tmp_path / "first")
     calls = calls_of(lambda: trtspec(*words, tmp_path / "whole"))
     for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.95):
         assert killed_at(share * calls, lambda: trtspec(*words, out))
         assert not (out / "config.json").exists()
-    assert trtspec(*words, out).status == 0
+    succeeded(*words, out)
     for name in ("config.json", "model.safetensors"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert {file.name for file in out.iterdir()} >= {"README.md", "provenance.json"}
@@ -422,14 +411,10 @@ def test_each_repair_is_listed(room: Path, target_dir: Path) -> None:
     """In the output, in JSON, in provenance.json and in the card."""
     path = changed_head(room / "repaired", target_dir, "torchspec", damaged, draft_vocab=128)
     wanted = {"TS-HEAD-CONFIG", "TS-HEAD-T2D-VALUES"}
-    done = trtspec("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
-    assert (
-        done.status == 0 and {one["code"] for one in json.loads(done.stdout)["repairs"]} == wanted
-    )
+    done = succeeded("convert", path, "-o", room / "repaired out", "--to", "vllm", "--json")
+    assert {one["code"] for one in done.json["repairs"]} == wanted
     output = room / "repaired out"
-    assert {
-        one["code"] for one in json.loads((output / "provenance.json").read_text())["repairs"]
-    } == wanted
+    assert {one["code"] for one in read_json(output / "provenance.json")["repairs"]} == wanted
     card = (output / "README.md").read_text()
     assert all(code in card for code in wanted)
     assert (

@@ -3,17 +3,16 @@
 tests/oracles/test_head_loaders.py loads them into the classes of other projects.
 """
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.command_line import printed_json
 from tests.heads.convert.foreign_heads import write_head
+from tests.tiny import read_tensors
 from trtspec.checkpoint.hub import resolve
 from trtspec.heads.convert.conversion import Options, convert_head
 
@@ -66,9 +65,6 @@ def test_modelopt_exports_the_same_names(tmp_path: Path, target_dir: Path, atten
         "import json, modelopt.torch.export.plugins.hf_spec_export as export\n"
         f"print(json.dumps(sorted(export.{name}_EAGLE_SINGLE_LAYER['required'])))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    required = {f"{name}.weight" for name in json.loads(done.stdout.strip().splitlines()[-1])}
+    required = {f"{name}.weight" for name in printed_json(sys.executable, "-c", script)}
     maps = {"d2t"} if attention == "mha" else set()
-    assert set(load_file(path / "model.safetensors")) == required | {"lm_head.weight"} | maps
+    assert set(read_tensors(path)) == required | {"lm_head.weight"} | maps

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.json_files import read_json
+from tests.tiny import read_tensors
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import Objective, draft_states
 from trtspec.heads.training.options import TrainOptions, new_head_spec
@@ -143,10 +145,8 @@ def test_stock_modelopt_fails_the_same_check(tmp_path, target):
 
 def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
     """Same tensors as ModelOpt's exporter writes, and none of the YaRN that it adds to a head trained without."""
-    import json
 
     from modelopt.torch.export import export_speculative_decoding
-    from safetensors.torch import load_file
 
     spec = new_head_spec(
         target.spec, TrainOptions(attention="mha", eagle="3", draft_vocab_size=100)
@@ -157,12 +157,10 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
         target, spec, {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}
     )
     export_speculative_decoding(stock, export_dir=tmp_path / "stock")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "stock"))
+    ours, theirs = (read_tensors(tmp_path / name) for name in ("ours", "stock"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name].float(), theirs[name].float()) for name in ours)
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "stock")
-    ]
+    configs = [read_json(tmp_path / name / "config.json") for name in ("ours", "stock")]
     assert configs[1]["rope_scaling"]["rope_type"] == "yarn"
     assert configs[0]["rope_scaling"] is None
     assert configs[0]["rope_theta"] == target.spec.rope.theta

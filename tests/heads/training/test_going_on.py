@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.command_line import ROOT, inspected
+from tests.command_line import ROOT, inspected, printed_json
 from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
+from tests.json_files import read_json, read_lines
+from tests.tiny import read_tensors
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
 from trtspec.models.head_weights import load_head
@@ -37,12 +38,8 @@ def assert_usable(head_dir: Path, target_dir: Path) -> None:
     )
 
 
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
 def same_weights(ours: Path, theirs: Path) -> bool:
-    one, other = weights(ours), weights(theirs)
+    one, other = read_tensors(ours), read_tensors(theirs)
     return all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -77,11 +74,11 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
         "checkpoint-6",
         "checkpoint-8",
     ]
-    record = json.loads((output / "checkpoint-6" / "provenance.json").read_text())["training"]
+    record = read_json(output / "checkpoint-6" / "provenance.json")["training"]
     assert (record["steps"], record["total"], record["finished"]) == (6, 9, False)
     held = [row for row in curve(output) if "held_out" in row]
     figures = [row["held_out"]["loss"] for row in held]
-    best = json.loads((output / "best" / "provenance.json").read_text())["training"]
+    best = read_json(output / "best" / "provenance.json")["training"]
     assert best["held_out_figures"]["loss"] == min(figures)
     assert best["steps"] == held[figures.index(min(figures))]["step"]
     for name in ("checkpoint-6", "best", "."):
@@ -91,7 +88,7 @@ def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
         for row in curve(output)
         if "loss" in row
     )
-    speed = [json.loads(line) for line in (output / "speed.jsonl").read_text().splitlines()]
+    speed = read_lines(output / "speed.jsonl")
     assert [row["step"] for row in speed] == list(range(1, 10)) and all(
         row["tokens_per_second"] > 0 for row in speed
     )
@@ -159,12 +156,8 @@ def test_memory_of_twenty_thousand_tokens_grows_with_the_length(tmp_path):
     it kept, which differs by a third from run to run."""
     peaks, environment = [], os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for tokens in (5000, 20000):
-        done = subprocess.run(
-            [sys.executable, "-c", LONG, str(tokens), str(tmp_path / f"t{tokens}")],
-            cwd=ROOT, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        peaks.append(json.loads(done.stdout.splitlines()[-1]))
+        command = [sys.executable, "-c", LONG, tokens, tmp_path / f"t{tokens}"]
+        peaks.append(printed_json(*command, cwd=ROOT, env=environment))
     slope = (peaks[1] - peaks[0]) / 15000
     logits = 3 * 512 * 4
     print(f"{peaks[0] >> 20} and {peaks[1] >> 20} MiB, {slope:,.0f} bytes per token")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.command_line import calls_of, killed_at
 from tests.heads.data.test_synthesize import asked, serving, write
 from tests.heads.training.test_training import OPTIONS, curve, train_once
+from tests.tiny import read_tensors
 from trtspec.cli.synthesize import SynthesizeOptions, synthesize
 from trtspec.heads.synthesis import read_prompts
 from trtspec.heads.training.curve import is_finished
@@ -70,7 +70,7 @@ def test_train_killed_twenty_times(tmp_path, target_dir, data):
     torch.set_num_threads(1)
     whole = tmp_path / "whole"
     calls = calls_of(partial(quiet_train, target_dir, data, whole))
-    want = load_file(whole / "model.safetensors")
+    want = read_tensors(whole)
     shuffle, kills, finished = random.Random(1), 0, [tmp_path / "head-0"]
     while True:
         call = shuffle.uniform(0, 0.7 * calls) if kills < KILLS else math.inf
@@ -85,7 +85,7 @@ def test_train_killed_twenty_times(tmp_path, target_dir, data):
             finished.append(tmp_path / f"head-{len(finished)}")
     for output in finished:
         assert curve(output) == curve(whole)
-        ours = load_file(output / "model.safetensors")
+        ours = read_tensors(output)
         assert all(torch.equal(ours[name], want[name]) for name in want)
         assert (output / "provenance.json").read_bytes() == (whole / "provenance.json").read_bytes()
     print(

@@ -1,6 +1,5 @@
 """Loss, accumulation, schedules, data and the estimate, each against a calculation by hand."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.heads.training.test_exported_equals_trained import places_of, training_module
+from tests.json_files import write_lines
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.heads.training.loop import (
     Gradients,
@@ -208,8 +208,7 @@ def test_data_order(count, batch, accumulation, epochs):
 
 
 def write(path: Path, rows: list[tuple[str, str]]) -> str:
-    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in rows))
-    return str(path)
+    return str(write_lines(path, ({"prompt": a, "completion": b} for a, b in rows)))
 
 
 def test_duplicates_are_counted_and_ids_differ(tmp_path, target_dir):

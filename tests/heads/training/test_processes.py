@@ -1,6 +1,5 @@
 """Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do, by torchrun."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +7,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.command_line import ROOT, printed, ran
 from tests.heads.training.test_training import after_steps, curve
+from tests.json_files import read_json
+from tests.tiny import read_tensors
 from trtspec.errors import UsageError
 from trtspec.heads.training.processes import World, world_from_env
 
-ROOT = Path(__file__).parents[3]
 LAUNCHERS = {
     "alone": [],
     "replicated": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -37,11 +37,15 @@ def command(launcher: str, *arguments: str) -> list[str]:
     return [sys.executable, *LAUNCHERS[launcher], "-m", "trtspec", *arguments]
 
 
+@pytest.fixture(scope="module")
+def train(target_dir, data):
+    """The words of the same training, but for its output."""
+    words = ["train", str(target_dir), str(data), *OPTIONS]
+    return lambda output, prompts="0": [*words, "-o", str(output), "--acceptance-prompts", prompts]
+
+
 def run(launcher: str, *arguments: str) -> None:
-    done = subprocess.run(
-        command(launcher, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
+    printed(*command(launcher, *arguments), cwd=ROOT, timeout=900)
 
 
 def assert_same_curve(ours: Path, theirs: Path) -> None:
@@ -53,41 +57,21 @@ def assert_same_curve(ours: Path, theirs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory, target_dir, data):
+def one_process(tmp_path_factory, train):
     output = tmp_path_factory.mktemp("one") / "head"
-    run(
-        "alone",
-        "train",
-        str(target_dir),
-        str(data),
-        "-o",
-        str(output),
-        *OPTIONS,
-        "--acceptance-prompts",
-        "0",
-    )
+    run("alone", *train(output))
     return output
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, data):
+def test_two_processes_have_the_curve_of_one(tmp_path, one_process, train):
     output = tmp_path / "head"
-    arguments = [
-        "train",
-        str(target_dir),
-        str(data),
-        "-o",
-        str(output),
-        *OPTIONS,
-        "--acceptance-prompts",
-        "2",
-    ]
-    run("replicated", *arguments)
+    run("replicated", *train(output, "2"))
     assert_same_curve(output, one_process)
     assert {p.name for p in output.iterdir()} == {p.name for p in one_process.iterdir()}
-    training = json.loads((output / "provenance.json").read_text())["training"]
+    training = read_json(output / "provenance.json")["training"]
     assert training["processes"] == 2
-    ours, theirs = (load_file(path / "model.safetensors") for path in (output, one_process))
+    ours, theirs = (read_tensors(path) for path in (output, one_process))
     worst = max(float((ours[n].float() - theirs[n].float()).abs().max()) for n in theirs)
     apart = max(
         abs(a["loss"] - b["loss"])
@@ -106,18 +90,9 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, target_dir, 
     ("killed", "resumed"),
     [("replicated", "replicated"), ("replicated", "alone"), ("alone", "replicated")],
 )
-def test_two_processes_killed_go_on(tmp_path, one_process, target_dir, data, killed, resumed):
+def test_two_processes_killed_go_on(tmp_path, one_process, train, killed, resumed):
     output = tmp_path / "head"
-    arguments = [
-        "train",
-        str(target_dir),
-        str(data),
-        "-o",
-        str(output),
-        *OPTIONS,
-        "--acceptance-prompts",
-        "0",
-    ]
+    arguments = train(output)
     group = subprocess.Popen(command(killed, *arguments), cwd=ROOT)
     after_steps(group, output, 7)
     launcher = psutil.Process(group.pid)  # its workers lead sessions of their own
@@ -154,16 +129,9 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
         "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
         "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
     )
-    line = [
-        sys.executable,
-        *LAUNCHERS["replicated"],
-        "--no-python",
-        sys.executable,
-        "-c",
-        script,
-        str(tmp_path),
-    ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode != 0
+    python = sys.executable
+    line = [python, *LAUNCHERS["replicated"], "--no-python", python, "-c", script, tmp_path]
+    done = ran(*line, cwd=ROOT, timeout=900)
+    assert done.status != 0
     assert "1 of 2 processes do not see" in done.stderr and "/run-" in done.stderr
     assert not list(tmp_path.rglob(".shared-*"))

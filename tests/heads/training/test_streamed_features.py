@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.command_line import printed
 from tests.heads.training.test_training import curve
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
@@ -207,20 +208,19 @@ def test_the_command_killed_and_resumed(tmp_path, target_dir, data):
 
     for name, way in (("memory", ["memory", "--acceptance-prompts", "0"]), ("whole", ["stream"])):
         line = [*base, "-o", str(tmp_path / name), "--features", *way]
-        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
-        assert done.returncode == 0, done.stderr
+        printed(*line, cwd=ROOT)
     assert curve(tmp_path / "whole") == curve(tmp_path / "memory")
-    output = tmp_path / "killed"
-    line = [*base, "-o", str(output), "--features", "stream"]
+    killed = tmp_path / "killed"
+    line = [*base, "-o", str(killed), "--features", "stream"]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     while process.poll() is None and (
-        not (output / "training.jsonl").exists() or len(curve(output)) < 3
+        not (killed / "training.jsonl").exists() or len(curve(killed)) < 3
     ):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    subprocess.run(line, capture_output=True, cwd=ROOT, check=True)
-    assert curve(output) == curve(tmp_path / "whole")
+    printed(*line, cwd=ROOT)
+    assert curve(killed) == curve(tmp_path / "whole")
     weights = [
         (tmp_path / name / "model.safetensors").read_bytes()
         for name in ("killed", "whole", "memory")

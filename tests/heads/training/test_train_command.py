@@ -1,10 +1,9 @@
 """`trtspec train` as it is typed: a head on disk, measured in the engine; and what it refuses."""
 
-import json
-
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import succeeded, trtspec
+from tests.json_files import read_json
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import identity
 
@@ -15,13 +14,12 @@ SMALL = ["--seq-len", "96", "--steps", "6", "--acceptance-prompts", "2"]
 def trained(tmp_path_factory, target_dir, data):
     output = tmp_path_factory.mktemp("trained") / "head"
     options = ["--attention", "mha", "--eagle", "3.1", "--draft-vocab-size", "64"]
-    done = trtspec("train", target_dir, data, "-o", output, *options, *SMALL, "--json")
-    assert done.status == 0, done.stderr
-    return output, json.loads(done.stdout)
+    done = succeeded("train", target_dir, data, "-o", output, *options, *SMALL, "--json")
+    return output, done.json
 
 
 def test_the_record_names_the_weights_that_it_learned_from(trained, target_dir):
-    source = json.loads((trained[0] / "provenance.json").read_text())["source"]
+    source = read_json(trained[0] / "provenance.json")["source"]
     marks = identity(Checkpoint.open(target_dir))
     assert source["target_samples"] == [marks["sample"]]
     assert source["target_tensors"] == marks["tensors"] and "commit" not in source
@@ -39,9 +37,7 @@ def test_the_command_writes_and_measures_a_head(trained):
         "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
         "best", ".trtspec", ".trtspec-train.jsonl",
     }  # fmt: skip
-    assert (
-        json.loads((output / "provenance.json").read_text())["acceptance"] == record["acceptance"]
-    )
+    assert read_json(output / "provenance.json")["acceptance"] == record["acceptance"]
     card = (output / "README.md").read_text()
     assert "acceptance length" in card
     assert "trtspec serve" in card
@@ -49,23 +45,23 @@ def test_the_command_writes_and_measures_a_head(trained):
 
 
 def test_the_checkpoint_room_reads_what_was_written(trained, target_dir):
-    done = trtspec("inspect", str(trained[0]), "--against", str(target_dir), "--json")
-    found = json.loads(done.stdout)
+    done = trtspec("inspect", trained[0], "--against", target_dir, "--json")
+    found = done.json
     assert (found["kind"], found["eagle"], found["attention"]) == ("head", "3.1", "mha")
     assert (found["dialect"], found["draft_vocab_size"]) == ("modelopt", 64)
     assert [problem for problem in found["problems"] if problem["severity"] == "error"] == []
 
 
 def test_a_finished_head_is_not_overwritten(trained, target_dir, data):
-    done = trtspec("train", str(target_dir), str(data), "-o", str(trained[0]), *SMALL)
+    done = trtspec("train", target_dir, data, "-o", trained[0], *SMALL)
     assert done.status == 2
     assert "--force" in done.stderr
 
 
 def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     output = tmp_path / "head"
-    done = trtspec("train", str(target_dir), str(data), "-o", str(output), "--dry-run", "--json")
-    plan = json.loads(done.stdout)
+    done = trtspec("train", target_dir, data, "-o", output, "--dry-run", "--json")
+    plan = done.json
     assert plan["feature_bytes"] == plan["tokens"] * 4 * 64 * 2
     assert plan["aux_layers"] == [1, 3, 4]
     assert not output.exists()
@@ -80,9 +76,7 @@ def test_a_dry_run_writes_nothing(tmp_path, target_dir, data):
     ],
 )
 def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, message):
-    done = trtspec(
-        "train", str(target_dir), str(data), "-o", str(tmp_path / "head"), "--dry-run", *arguments
-    )
+    done = trtspec("train", target_dir, data, "-o", tmp_path / "head", "--dry-run", *arguments)
     assert done.status == 2
     assert message in done.stderr
 

@@ -1,6 +1,5 @@
 """A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses what changed."""
 
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from tests.command_line import wait_for
+from tests.json_files import edit_json, read_lines
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
@@ -35,7 +35,7 @@ def train_once(
 
 
 def curve(path: Path) -> list[dict]:
-    return [json.loads(line) for line in (path / "training.jsonl").read_text().splitlines()]
+    return read_lines(path / "training.jsonl")
 
 
 def after_steps(process: subprocess.Popen, output: Path, count: int) -> None:
@@ -91,8 +91,7 @@ def test_init_continues_from_a_head(tmp_path, whole_run, target_dir, data):
     assert abs(begun[0] - trained[-1]) < 0.3 < trained[0] - begun[0]
     other = TrainOptions(**{**OPTIONS.__dict__, "steps": 2, "eagle": "3.1"})
     spoilt = shutil.copytree(whole_run[0], tmp_path / "spoilt")
-    config = json.loads((spoilt / "config.json").read_text())
-    (spoilt / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    edit_json(spoilt / "config.json", hidden_act="gelu")
     with pytest.raises(TrtspecError, match="TS-HEAD-FUNCTION"):
         train_once(target_dir, data, tmp_path / "from-spoilt", short, init=spoilt)
     with pytest.raises(TrtspecError, match=r"fc_norm.0.weight is missing"):
