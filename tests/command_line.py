@@ -41,6 +41,11 @@ class Done:
         return json.loads(self.stdout)
 
 
+def problem_codes(report: Any) -> set[str]:
+    """The codes of a report's problems."""
+    return {problem["code"] for problem in report["problems"]}
+
+
 def trtspec(*words: object, **environment: str) -> Done:
     """Runs the command with these additional variables, in a wide terminal so that tables do not wrap."""
     out, err, status = io.StringIO(), io.StringIO(), 0

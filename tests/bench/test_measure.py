@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.bench.conftest import measured, timed
-from tests.command_line import succeeded, trtspec
+from tests.command_line import problem_codes, succeeded, trtspec
 from tests.json_files import read_json, write_json
 from trtspec.bench.load import assemble, measure
 from trtspec.bench.questions.datasets import Dataset, load_dataset
@@ -24,7 +24,7 @@ def run(urls: dict[str, str], dataset: Path, **options: Any) -> dict[str, Any]:
 
 
 def codes(results: dict[str, Any]) -> set[str]:
-    return {problem["code"] for problem in results["problems"]}
+    return problem_codes(results)
 
 
 def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:

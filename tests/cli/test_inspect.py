@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import Done, succeeded, trtspec
+from tests.command_line import Done, problem_codes, succeeded, trtspec
 from tests.tiny import make_head, make_target, read_tensors
 
 TARGET_KEYS = {
@@ -71,7 +71,7 @@ def test_an_error_exits_with_3_and_still_prints_the_report(tmp_path: Path, targe
     save_file(tensors, path / "model.safetensors")
     done = run(path, "--json")
     assert done.status == 3
-    assert "TS-HEAD-D2T-MISSING" in [problem["code"] for problem in done.json["problems"]]
+    assert "TS-HEAD-D2T-MISSING" in problem_codes(done.json)
 
 
 def test_a_published_pair_offline() -> None:
@@ -85,7 +85,7 @@ def test_a_published_pair_offline() -> None:
     )
     assert report["problems"] == []
     other = run("nvidia/Kimi-K2.5-Eagle3", "--against", "nvidia/Kimi-K2.6-NVFP4", "--json").json
-    assert "TS-PAIR-OTHER-TARGET" in [problem["code"] for problem in other["problems"]]
+    assert "TS-PAIR-OTHER-TARGET" in problem_codes(other)
 
 
 def test_a_target_against_a_head_is_turned_around(head: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.command_line import Done, ran, trtspec
+from tests.command_line import Done, problem_codes, ran, trtspec
 
 VERSION = ("--trtllm-version", "1.3.0rc20")
 CLEAN = "stream_interval: 2\n"
@@ -70,7 +70,7 @@ def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict
     assert status == 2 and found["ok"] is False and found["version"] is None
     assert [item["ok"] for item in found["files"]] == [True, False, False, False]
     assert found["files"][2]["error"]["code"] == "TS-ERROR-FILE"
-    assert {problem["code"] for problem in found["problems"]} == {
+    assert problem_codes(found) == {
         "TS-LINT-UNKNOWN-KEY",
         "TS-LINT-SYNTAX",
     }

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -152,6 +153,11 @@ def launch(target: Path, head: str, *options: str) -> Running:
             threading.Thread(target=running.log.extend, args=(process.stderr,), daemon=True).start()
             return running
     raise AssertionError(f"the server ended with status {process.wait()}")
+
+
+def choice_of(answer: Any) -> Any:
+    """The first choice of an answer, or of a chunk of a stream."""
+    return answer.choices[0]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.command_line import ran
-from tests.engine.conftest import SERVER, Running, launch, wait_until_idle
+from tests.engine.conftest import SERVER, Running, choice_of, launch, wait_until_idle
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -28,7 +28,7 @@ def test_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0
     )
-    choice = answer.choices[0]
+    choice = choice_of(answer)
     assert choice.finish_reason in ("length", "stop")
     assert answer.usage is not None and answer.usage.prompt_tokens == 9
     assert (
@@ -44,14 +44,14 @@ def test_completion(client: openai.OpenAI) -> None:
     again = client.completions.create(
         model="tiny-kimi", prompt="once upon", max_tokens=12, temperature=0
     )
-    assert again.choices[0].text == choice.text
+    assert choice_of(again).text == choice.text
 
 
 def test_token_ids_of_prompt_and_answer_come_whole_and_streamed(client: openai.OpenAI) -> None:
     asked = {"model": "tiny-kimi", "messages": HELLO, "max_tokens": 12, "temperature": 0}
     extra = {"return_token_ids": True}
     whole = client.chat.completions.create(**asked, extra_body=extra)  # type: ignore[call-overload]
-    told = whole.choices[0].model_extra
+    told = choice_of(whole).model_extra
     assert len(told["prompt_token_ids"]) == whole.usage.prompt_tokens
     assert len(told["token_ids"]) == whole.usage.completion_tokens
     ids, prompt = [], []
@@ -76,12 +76,12 @@ def test_stream_equals_whole(client: openai.OpenAI) -> None:
             **common, stream=True, stream_options={"include_usage": True}
         )
     )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(choice_of(chunk).delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == choice_of(whole).message.content
+    assert choice_of(chunks[0]).delta.role == "assistant"
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert chunks[-2].choices[0].model_extra["spec_decode"]["steps"] > 0
+    assert choice_of(chunks[-2]).finish_reason == choice_of(whole).finish_reason
+    assert choice_of(chunks[-2]).model_extra["spec_decode"]["steps"] > 0
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
@@ -102,8 +102,8 @@ def test_stop_string(client: openai.OpenAI) -> None:
             stream=stream,
         )
         parts = list(answer) if stream else [answer]
-        assert "".join(part.choices[0].text for part in parts) == free[: free.index(word)]
-        assert parts[-1].choices[0].finish_reason == "stop"
+        assert "".join(choice_of(part).text for part in parts) == free[: free.index(word)]
+        assert choice_of(parts[-1]).finish_reason == "stop"
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -115,8 +115,8 @@ def test_logprobs(client: openai.OpenAI) -> None:
         logprobs=True,
         top_logprobs=3,
     )
-    assert answer.choices[0].logprobs is not None and answer.usage is not None
-    entries = answer.choices[0].logprobs.content or []
+    assert choice_of(answer).logprobs is not None and answer.usage is not None
+    entries = choice_of(answer).logprobs.content or []
     assert len(entries) == answer.usage.completion_tokens
     for entry in entries:
         assert len(entry.top_logprobs) == 3
@@ -124,8 +124,8 @@ def test_logprobs(client: openai.OpenAI) -> None:
     legacy = client.completions.create(
         model="tiny-kimi", prompt="x", max_tokens=5, temperature=0, logprobs=2
     )
-    assert legacy.choices[0].logprobs is not None
-    assert len(legacy.choices[0].logprobs.tokens or []) == 5
+    assert choice_of(legacy).logprobs is not None
+    assert len(choice_of(legacy).logprobs.tokens or []) == 5
 
 
 def test_several_choices(client: openai.OpenAI) -> None:
@@ -139,7 +139,7 @@ def test_several_choices(client: openai.OpenAI) -> None:
     )
     texts = ["", "", "", ""]
     for chunk in stream:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
+        texts[choice_of(chunk).index] += choice_of(chunk).text
     assert texts == [choice.text for choice in answer.choices]
 
 
@@ -228,7 +228,7 @@ def test_concurrent_requests_share_the_batch(client: openai.OpenAI) -> None:
         answer = client.completions.create(
             model="tiny-kimi", prompt=f"p{number}", max_tokens=20, temperature=0
         )
-        return answer.choices[0].text
+        return choice_of(answer).text
 
     alone = [ask(number) for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -259,7 +259,7 @@ def test_prompt_tokens_are_those_of_the_template(
         max_tokens=8,
         extra_body={"chat_template_kwargs": {"thinking": True}},
     )
-    assert thinking.choices[0].message.model_extra["reasoning_content"]
+    assert choice_of(thinking).message.model_extra["reasoning_content"]
 
 
 @pytest.mark.parametrize(

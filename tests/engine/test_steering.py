@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
-from tests.engine.conftest import HeadOf, Running
+from tests.engine.conftest import HeadOf, Running, choice_of
 from tests.engine.test_sampled_engine import before_penalties
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine import grammars
@@ -187,12 +187,12 @@ def test_a_demanded_tool_is_called(
         )  # fmt: skip
         if stream:
             parts = list(answer)
-            calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
-            reason = parts[-1].choices[0].finish_reason
+            calls = [call for part in parts for call in choice_of(part).delta.tool_calls or []]
+            reason = choice_of(parts[-1]).finish_reason
         else:
             calls, reason = (
-                answer.choices[0].message.tool_calls or [],
-                answer.choices[0].finish_reason,
+                choice_of(answer).message.tool_calls or [],
+                choice_of(answer).finish_reason,
             )
         assert reason == "tool_calls" and len(calls) == 1
         assert calls[0].function.name in names
@@ -212,14 +212,14 @@ def test_a_demanded_call_that_is_cut_off_is_a_partial_call(
     answer = client.chat.completions.create(**asked, max_tokens=36, temperature=0, stream=stream)
     if stream:
         parts = list(answer)
-        (call,) = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+        (call,) = [call for part in parts for call in choice_of(part).delta.tool_calls or []]
         content, reason = (
-            "".join(part.choices[0].delta.content or "" for part in parts),
-            parts[-1].choices[0].finish_reason,
+            "".join(choice_of(part).delta.content or "" for part in parts),
+            choice_of(parts[-1]).finish_reason,
         )
     else:
-        (call,) = answer.choices[0].message.tool_calls or []
-        content, reason = answer.choices[0].message.content or "", answer.choices[0].finish_reason
+        (call,) = choice_of(answer).message.tool_calls or []
+        content, reason = choice_of(answer).message.content or "", choice_of(answer).finish_reason
     assert call.function.name == "get_weather" and not content and reason == "length"
     assert '{"name":"ab","n":99}'.startswith(call.function.arguments[:2])
 
@@ -237,10 +237,10 @@ def test_a_strict_function_is_called_as_it_says(
     begin = str(tokenizer.special_id("<|tool_calls_section_begin|>"))
     one = {"max_tokens": 200, "logit_bias": {begin: 100}, "parallel_tool_calls": False}
     called = client.chat.completions.parse(**asked, **one)
-    (call,) = called.choices[0].message.tool_calls or []
+    (call,) = choice_of(called).message.tool_calls or []
     assert call.function.name == "Lookup" and isinstance(call.function.parsed_arguments, Lookup)
     free = client.chat.completions.create(**asked, max_tokens=8)
-    assert free.choices[0].message.content and not free.choices[0].message.tool_calls
+    assert choice_of(free).message.content and not choice_of(free).message.tool_calls
 
 
 def test_structured_output(client: openai.OpenAI) -> None:
@@ -268,8 +268,8 @@ def test_structured_output(client: openai.OpenAI) -> None:
         temperature=0,
         response_format={"type": "json_object"},
     )
-    assert free.choices[0].finish_reason == "length" or isinstance(
-        json.loads(free.choices[0].message.content), dict
+    assert choice_of(free).finish_reason == "length" or isinstance(
+        json.loads(choice_of(free).message.content), dict
     )
 
 
@@ -284,14 +284,14 @@ def test_echo_scores_the_prompt(
     common = {"model": "tiny-kimi", "prompt": text, "echo": True, "logprobs": 2, "temperature": 0}
     for max_tokens in (0, 1, 5):
         answer = client.completions.create(**common, max_tokens=max_tokens)
-        scores = answer.choices[0].logprobs
-        assert scores is not None and answer.choices[0].text.startswith(text)
+        scores = choice_of(answer).logprobs
+        assert scores is not None and choice_of(answer).text.startswith(text)
         assert scores.token_logprobs[0] is None and len(scores.tokens) == len(ids) + max_tokens
         assert scores.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
         assert answer.usage.completion_tokens == max_tokens
         stream = list(client.completions.create(**common, max_tokens=max_tokens, stream=True))
-        assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
-        scored = [part.choices[0].logprobs for part in stream if part.choices[0].logprobs]
+        assert "".join(choice_of(part).text for part in stream) == choice_of(answer).text
+        scored = [choice_of(part).logprobs for part in stream if choice_of(part).logprobs]
         told = [value for scores in scored for value in scores.token_logprobs]
         assert told[1:] == pytest.approx(scores.token_logprobs[1:])
 

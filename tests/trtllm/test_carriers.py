@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import problem_codes, trtspec
 from trtspec.trtllm.carriers import carried
 
 PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
@@ -78,7 +78,7 @@ def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(
     tmp_path: Path,
 ) -> None:
     report = lint("trtllm-serve M --max_batch_sise 8 --config /made/elsewhere.yml\n", tmp_path)
-    codes = {item["code"] for item in report["problems"]}
+    codes = problem_codes(report)
     assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-OPTION-UNCERTAIN", "TS-NAME-ABSENT"}
 
 

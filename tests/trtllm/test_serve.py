@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import trtspec
+from tests.command_line import problem_codes, trtspec
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import CheckFailed
 from trtspec.launch.options import ServeOptions
@@ -46,7 +46,7 @@ def test_dry_run_json_has_the_contracts_keys() -> None:
     assert {"argv", "env", "config", "problems"} <= set(answer)
     assert answer["config"]["speculative_config"]["max_draft_len"] == 3
     assert "--trust_remote_code" in answer["argv"]
-    assert "TS-SERVE-REMOTE-CODE" not in {problem["code"] for problem in answer["problems"]}
+    assert "TS-SERVE-REMOTE-CODE" not in problem_codes(answer)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_bad_request_is_told_at_once_and_ends_with_3() -> None:
     answer = dry(
         *K25, "--", "--no_such_option", "1", TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS="2"
     )
-    codes = {problem["code"] for problem in answer["problems"]}
+    codes = problem_codes(answer)
     assert answer["status"] == 3
     assert {"TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-FORCED-ACCEPTANCE"} <= codes
 
@@ -144,9 +144,7 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
     answer = dry(
         K25[0], "--config", str(file), "--max-batch-size", "32", "--trtllm-version", "1.4.0rc1"
     )
-    assert answer["status"] == 3 and "TS-LINT-SET-TWICE" in {
-        problem["code"] for problem in answer["problems"]
-    }
+    assert answer["status"] == 3 and "TS-LINT-SET-TWICE" in problem_codes(answer)
 
 
 @pytest.mark.parametrize(
