@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +29,9 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
     dict.fromkeys(("connect", "read", "write", "pool"), 300)
 )
+
+settings.register_profile("without a clock", deadline=None)
+settings.load_profile("without a clock")
 
 gc.disable()  # what importing and collecting makes stays, and is not searched for garbage, then or later
 

@@ -146,7 +146,7 @@ def test_variables_follow_the_long_flag(
         json_=st.booleans(),
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_words_make_the_same_record_again(options: Options) -> None:
     assert parse(Options, words(options)) == options
 

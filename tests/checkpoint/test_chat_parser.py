@@ -88,7 +88,7 @@ def joined(deltas: list[Delta]) -> list[tuple[str, object]]:
     return result
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(ANSWERS), st.lists(st.integers(1, 9)))
 def test_any_split_gives_the_same(answer: tuple[str, bool], sizes: list[int]) -> None:
     text, thinking = answer

@@ -86,9 +86,7 @@ def sharegpt(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(any_row, min_size=1, max_size=4), ascii_only=st.booleans())
 def test_every_format_gives_the_same_records(
     tmp_path: Path, rows: list[dict[str, Any]], ascii_only: bool

@@ -145,7 +145,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         max_size=8,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_safetensors_reads_back_every_byte(tmp_path_factory, layout):
     tensors = {
         name: random_tensor(DTYPES[code], tuple(shape)) for name, (code, shape) in layout.items()

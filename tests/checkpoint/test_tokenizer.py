@@ -73,7 +73,7 @@ def test_encode_by_definition(trained: Path, text: str) -> None:
     assert text != SAMPLE or len(ids) < len(text.encode()) / 2  # the merges matter
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60))
 def test_any_text_survives(trained: Path, text: str) -> None:
     tokenizer = KimiTokenizer(trained)
@@ -82,7 +82,7 @@ def test_any_text_survives(trained: Path, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=40), st.lists(st.integers(1, 4), max_size=30))
 def test_streamed_text_is_whole_characters(trained: Path, text: str, sizes: list[int]) -> None:
     """However tokens arrive, no broken character is shown and the pieces add up."""
@@ -293,7 +293,7 @@ SPECIAL = [
 strangers_text = st.lists(st.sampled_from(SPECIAL), max_size=5).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(user=strangers_text, tool=strangers_text, said=strangers_text)
 def test_the_template_alone_writes_special_tokens(
     tiny: KimiTokenizer, user: str, tool: str, said: str

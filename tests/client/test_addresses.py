@@ -111,7 +111,7 @@ def test_what_is_taken() -> None:
     assert SECRET not in repr(TargetEndpoint("http://h/v1", SECRET))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
 )

@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from trtspec.engine.sampling import accept_sampled, draw, leading, residual
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(
@@ -42,7 +42,7 @@ def distributions(shape: tuple[int, ...], seed: int, sharpness: float) -> torch.
     return logits.double().softmax(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), sharpness=st.floats(0.1, 5), vocab=st.integers(2, 12))
 def test_one_draft_leaves_exactly_p(seed: int, sharpness: float, vocab: int) -> None:
     """P(token) = q(x) min(1, p/q) + P(reject) residual(x), computed without any random number, is p."""

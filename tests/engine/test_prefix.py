@@ -29,7 +29,7 @@ def entry(text: list[int], tokens: int, word: int) -> int:
     return random.Random(f"{word}:{text[:tokens]}").randrange(1, 256)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=25),
     st.integers(1, 9),

@@ -9,7 +9,7 @@ from trtspec.engine.sequence import TextStream
 WORDS = st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text("ab\u00e9", max_size=30), stop=WORDS, sizes=st.lists(st.integers(1, 5)))
 def test_any_grouping_cuts_at_the_first_completed_stop(
     tokenizer: KimiTokenizer, text: str, stop: list[str], sizes: list[int]

@@ -14,7 +14,7 @@ def probabilities(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tens
     return BatchSampling(torch.arange(len(logits)), *parameters).probabilities(logits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     temperature=st.floats(0.1, 3),

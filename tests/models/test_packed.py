@@ -27,7 +27,7 @@ def stored_as_bf16(seed: int, exponent: int = 0) -> torch.Tensor:
 
 
 @needs_fbgemm
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-90, 90))
 def test_every_bf16_weight_comes_back(seed: int, exponent: int) -> None:
     weight = stored_as_bf16(seed, exponent)

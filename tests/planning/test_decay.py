@@ -84,7 +84,7 @@ def test_the_draft_length_from_three_positions_loses_at_most_two_percent(
 
 
 @given(known=st.lists(rates, min_size=1, max_size=6), drafts=st.integers(1, 16))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_measured_is_kept_and_the_rest_only_falls(known: list[float], drafts: int) -> None:
     found = Acceptance("test", tuple(known))
     all_rates = found.rates(drafts)
@@ -95,7 +95,7 @@ def test_what_is_measured_is_kept_and_the_rest_only_falls(known: list[float], dr
 
 
 @given(length=st.floats(1.01, 3.99), drafts=st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_longer_draft_never_accepts_less(length: float, drafts: int) -> None:
     found = Acceptance("test", length_at=(length, 3))
     assert found.length(drafts) <= found.length(drafts + 1) + 1e-9

@@ -141,7 +141,7 @@ def test_published_speed_ups_within_ten_percent(concurrency: int, published: flo
 
 
 @given(sequences=st.sampled_from([1, 3, 4, 16, 50, 128]), queries=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_more_work_never_costs_less(sequences: int, queries: int) -> None:
     for layout in (Layout(4), Layout(8, True), Layout(8, True, True)):
         model = steps("b200", layout=layout)

@@ -19,7 +19,7 @@ PREFIX = "language_model.model.layers.1.mlp"
 
 
 @given(st.integers(1, 80), st.sampled_from([1, 2, 5, 224]), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_int4_equals_compressed_tensors(rows, groups, seed):
     generator = torch.Generator().manual_seed(seed)
     columns = 32 * groups

@@ -92,7 +92,7 @@ def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_sha
     ("how", "message"),
     [
         ("a weight", "the weights differ"),
-        ("a dtype", "dtypes or shapes differ"),
+        ("a dtype", "dtypes or shapes and the weights differ"),
         ("the config", "the config differ"),
     ],
 )

@@ -107,7 +107,7 @@ bits16 = st.lists(st.integers(0, 0xFFFF), min_size=32, max_size=32)
 
 
 @given(bits16, st.sampled_from([torch.bfloat16, torch.float16]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bit_pattern(bits, dtype):
     weight = torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype).reshape(2, 16)
     weight = torch.where(weight.isfinite(), weight, 1.0)
@@ -118,7 +118,7 @@ def test_any_bit_pattern(bits, dtype):
 @given(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=32, max_size=32)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_float32(values):
     weight = torch.tensor(values, dtype=torch.float32).reshape(2, 16)
     if float(weight.abs().max() / 2688) > 0:

@@ -106,7 +106,7 @@ bits16 = st.lists(st.integers(0, 0xFFFF), min_size=64, max_size=64)
 
 @NEEDS_COMPILER
 @given(bits16, st.floats(1, 4, width=32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_bf16_bits(portable, bits, more):
     rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     amax = TorchPacker().amax(rows)
@@ -118,7 +118,7 @@ def test_any_bf16_bits(portable, bits, more):
 
 @NEEDS_COMPILER
 @given(st.lists(st.integers(0, 15), min_size=128, max_size=128), bits16)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_int4_codes_and_scales(portable, codes, bits):
     """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every packer."""
     words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(
@@ -207,7 +207,7 @@ def test_errors_are_those_of_the_dequantized_rows():
     [0] * 63 + [0x1380]
 )  # 2^-88: every error squared is zero, and the smallest scale is as good as any
 @example([0] * 47 + [1] + [0] * 15 + [0x4C60])  # and so in a block that vanishes beside a large one
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
     rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
     results = [packed(packer, rows) for packer in (*packers("mse"), portable_mse)]
@@ -217,7 +217,7 @@ def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
 
 @NEEDS_COMPILER
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 40]), st.sampled_from([0.0, 1.0, 6.0]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_mse_of_int4_is_that_of_its_bf16_values(portable_mse, narrow_mse, seed, variety, spread):
     """Scales of either sign, zero ones, blocks of zeros, few and many classes: the search by classes finds what the
     search by values finds, in every build."""

@@ -55,7 +55,7 @@ def grid(generator: torch.Generator, steps: int, exponents: tuple[int, int]) -> 
 
 
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0, 4.0]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_random_weights(seed, tail):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(16, 128, generator=generator)
@@ -69,14 +69,14 @@ def test_random_weights(seed, tail):
     st.sampled_from([3, 8, 24]),
     st.sampled_from([None, 2688.0, 1344.0 * 3, 7.0 * 2**6]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_ties(seed, steps, amax):
     weight = grid(torch.Generator().manual_seed(seed), steps, (-12, 4))
     assert_modelopts_choice(weight, None if amax is None else max(amax, float(weight.abs().amax())))
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_int4_grids(seed):
     """Codes from -8 to 7 times BF16 scales of groups of 32, rounded as compressed-tensors does."""
     generator = torch.Generator().manual_seed(seed)

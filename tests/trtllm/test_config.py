@@ -330,7 +330,7 @@ INTENTS = st.builds(
 
 
 @given(intent=INTENTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
     intent: Intent,
 ) -> None:

@@ -135,10 +135,11 @@ def test_options_status_and_kinds_are_read_too(read: dict[str, Any]) -> None:
 def test_differences_are_named_with_their_source() -> None:
     done = run("tools.snapshots", "compare", engine=False)
     lines = done.stdout.splitlines()
-    start = "1.4.0rc1 cache_transceiver_config transceiver_runtime: default 'auto' -> 'PYTHON' (documentation"
+    start = "1.4.0rc1 `cache_transceiver_config` `transceiver_runtime`: default 'auto' -> 'PYTHON' (documentation"
     assert any(line.startswith(start) for line in lines)
     assert any(
-        line.startswith("1.4.0rc1 speculative_config:Eagle3 eagle_choices: gone") for line in lines
+        line.startswith("1.4.0rc1 `speculative_config:Eagle3` `eagle_choices`: gone")
+        for line in lines
     )
     assert run("tools.snapshots", "installed", engine=False).returncode == 4
 

@@ -160,4 +160,5 @@ def descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), int(sys.argv[2])))
+    # at once: while an interpreter ends, its signal handlers are gone
+    os._exit(main(float(sys.argv[1]), int(sys.argv[2])))

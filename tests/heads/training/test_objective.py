@@ -184,7 +184,7 @@ def test_transformers_schedule_is_the_same():
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(1, 40), batch=st.integers(1, 5), accumulation=st.integers(1, 4), epochs=st.integers(1, 6)
 )  # fmt: skip
