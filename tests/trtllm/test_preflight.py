@@ -35,6 +35,7 @@ def smi(directory: Path, gpus: int) -> None:
 
 def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     smi(tmp_path, 4)
     assert list(check_gpus(4, read_gpus())) == []
     assert [problem.code for problem in check_gpus(8, read_gpus())] == ["TS-SERVE-NO-GPU"]
