@@ -114,17 +114,17 @@ class Checkpoint:
         config = read_config(path / "config.json")
         quant_path = path / HF_QUANT_NAME
         hf_quant = read_config(quant_path) if quant_path.is_file() else None
-        weight_map = _weight_map(path)
-        if weight_map is not None:
-            names = tuple(sorted(set(weight_map.values())))
+        shard_of = weight_map(path)
+        if shard_of is not None:
+            names = tuple(sorted(set(shard_of.values())))
         shards = names or _loose_shards(path)
         tensors = _all_headers(
             path,
             shards,
             headers(shards) if headers else map(read_header, map(path.joinpath, shards)),
         )
-        if weight_map is not None:
-            _check_index(path, weight_map, tensors)
+        if shard_of is not None:
+            _check_index(path, shard_of, tensors)
         return Checkpoint(path, config, hf_quant, tensors, shards)
 
     @property
@@ -247,7 +247,7 @@ def downloads_in(directory: Path, shard: str) -> list[str]:
     return [path.name for path in (*beside, *hub) if path.is_file()]
 
 
-def _weight_map(path: Path) -> dict[str, PlainName] | None:
+def weight_map(path: Path) -> dict[str, PlainName] | None:
     """Tensor name -> shard, as the index states it; None if there is no index."""
     index = path / INDEX_NAME
     if not index.is_file():

@@ -12,12 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, read_config, read_json
+from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
 from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.foreign import HUB_NAME, HubId, parse_hub_id
-from trtspec.specs import HeadSpec, ModelSpec, Values
+from trtspec.specs import HeadSpec, ModelSpec
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -291,13 +291,10 @@ def commit_record(directory: Path) -> dict[str, str]:
 
 
 def _has_all_shards(snapshot: Path) -> bool:
-    index = snapshot / INDEX_NAME
-    if index.is_file():
-        return all(
-            (snapshot / shard).exists()
-            for shard in set(Values(read_json(index)).mapping("weight_map").values.values())
-        )
-    return any(snapshot.glob("*.safetensors"))
+    shards = weight_map(snapshot)
+    if shards is None:
+        return any(snapshot.glob("*.safetensors"))
+    return all((snapshot / shard).exists() for shard in set(shards.values()))
 
 
 def download(hub_id: HubId, patterns: list[str]) -> Path:
