@@ -175,28 +175,51 @@ def program(path: Path, script: str) -> Path:
     return path
 
 
-class FixedServer(ThreadingHTTPServer):
-    """Gives the text that `bodies` holds for a path; 404 for others."""
+class LocalServer(ThreadingHTTPServer):
+    """Answers on a free port of this machine, or on the one that is given, until it is shut down."""
 
     daemon_threads = True
 
-    def __init__(self, bodies: dict[str, str], port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.bodies = bodies
+    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: FixedServer
+class LocalHandler(BaseHTTPRequestHandler):
+    """Sends whole answers, their headers alone to HEAD."""
 
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path in self.server.bodies else 404)
+    def answer(self, status: int, body: bytes, **headers: str) -> None:
+        """Header names have underscores in place of hyphens."""
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
-        self.wfile.write(self.server.bodies.get(self.path, "").encode())
+        if self.command != "HEAD":
+            self.write(body)
+
+    def write(self, body: bytes) -> None:
+        self.wfile.write(body)
 
     def log_message(self, format: str, *words: object) -> None:
         pass
+
+
+class FixedServer(LocalServer):
+    """Gives the text that `bodies` holds for a path; 404 for others."""
+
+    def __init__(self, bodies: dict[str, str], port: int = 0) -> None:
+        self.bodies = bodies
+        super().__init__(_Handler, port)
+
+
+class _Handler(LocalHandler):
+    server: FixedServer
+
+    def do_GET(self) -> None:
+        body = self.server.bodies.get(self.path)
+        self.answer(404 if body is None else 200, (body or "").encode())
 
 
 def free_port() -> int:

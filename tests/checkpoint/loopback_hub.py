@@ -3,30 +3,24 @@
 import hashlib
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.command_line import LocalHandler, LocalServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class LoopbackHub(ThreadingHTTPServer):
+class LoopbackHub(LocalServer):
     """Serves directories under `org/name`, at `main`, which is COMMIT, and `older` ones at their commits. `refuses` is
     the status that every request gets; `token` must come with each. `sent` counts bytes of bodies by file name."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.older: dict[str, dict[str, Path]] = {}
         self.tags = {"main": COMMIT}
         self.refuses, self.token = 0, ""
         self.sent: dict[str, int] = {}
-        self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
 
     def at(self, name: str, revision: str) -> tuple[str, Path] | None:
         """The commit and the directory of a revision; None if the repository lacks it."""
@@ -39,102 +33,77 @@ class LoopbackHub(ThreadingHTTPServer):
         return sum(count for name, count in self.sent.items() if name.endswith(".safetensors"))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LocalHandler):
     protocol_version = "HTTP/1.1"
     server: LoopbackHub
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
         hub = self.server
+        models = (
+            r"/api/(?:models|datasets)/([^/]+/[^/?]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?"
+        )
+        files = r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)"
         if hub.refuses:
-            self.answer(
-                hub.refuses, b"{}", {"X-Error-Code": "GatedRepo"} if hub.refuses == 403 else {}
-            )
+            self.refuse(hub.refuses, "GatedRepo" if hub.refuses == 403 else "")
         elif hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            self.answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif found := re.match(
-            r"/api/(?:models|datasets)/([^/]+/[^/?]+)(?:/revision/([^/?]+))?(?:/tree/([^/?]+))?",
-            self.path,
-        ):
+            self.refuse(401, "RepoNotFound")
+        elif found := re.match(models, self.path):
             self.listing(found[1], found[2] or found[3] or "main", tree=bool(found[3]))
-        elif found := re.match(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)", self.path):
+        elif found := re.match(files, self.path):
             self.file(found[1], found[2], found[3])
         else:
-            self.answer(404, b"{}")
+            self.refuse(404, "")
+
+    def refuse(self, status: int, code: str) -> None:
+        self.answer(status, b"{}", X_Error_Code=code)
 
     def listing(self, name: str, revision: str, tree: bool) -> None:
         if name not in self.server.repositories:
-            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            self.refuse(404, "RepoNotFound")
             return
         found = self.server.at(name, revision)
         if found is None:
-            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            self.refuse(404, "RevisionNotFound")
             return
         commit, directory = found
         files = sorted(path for path in directory.iterdir() if path.is_file())
-        if tree:
-            entries = [
-                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0"}
-                for path in files
-            ]
-            self.answer(200, json.dumps(entries).encode())
-            return
-        siblings = [
-            {"rfilename": path.name, "size": path.stat().st_size, "blobId": "0"} for path in files
+        sizes = {path.name: path.stat().st_size for path in files}
+        entries = [
+            {"type": "file", "path": name, "rfilename": name, "size": size, "oid": "0"}
+            for name, size in sizes.items()
         ]
-        body = {
-            "_id": "0",
-            "id": name,
-            "modelId": name,
-            "sha": commit,
-            "private": False,
-            "tags": [],
-            "downloads": 0,
-        }
-        self.answer(200, json.dumps(body | {"likes": 0, "siblings": siblings}).encode())
+        body = {"_id": "0", "id": name, "sha": commit, "private": False, "tags": []}
+        body |= {"downloads": 0, "likes": 0, "siblings": entries}
+        self.answer(200, json.dumps(entries if tree else body).encode())
 
     def file(self, name: str, revision: str, file: str) -> None:
         found = self.server.at(name, revision) if name in self.server.repositories else None
         commit, path = (found[0], found[1] / file) if found else ("", Path("/nowhere"))
         if not path.is_file():
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+            self.refuse(404, "EntryNotFound")
             return
         data = path.read_bytes()
-        headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
+        tag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {"ETag": tag, "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if wanted and int(wanted[2]) < len(data):
             begin, end = int(wanted[1]), int(wanted[2])
-            headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
-            self.answer(206, data[begin : end + 1], headers, path.name)
+            ranges = f"bytes {begin}-{end}/{len(data)}"
+            self.answer(206, data[begin : end + 1], **headers, Content_Range=ranges)
         else:
-            self.answer(200, data, headers, path.name)
+            self.answer(200, data, **headers)
 
-    def answer(
-        self, status: int, body: bytes, headers: dict[str, str] | None = None, name: str = ""
-    ) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
+    def write(self, body: bytes) -> None:
+        """Counts what the client takes of a file or a page."""
         sent = 0
         try:
             for start in range(0, len(body), 1 << 14):
-                self.wfile.write(body[start : start + (1 << 14)])
-                sent += len(body[start : start + (1 << 14)])
+                sent += self.wfile.write(body[start : start + (1 << 14)])
         except OSError:  # the client has seen enough
             self.close_connection = True
-        if name:
-            with self.server.lock:
-                self.server.sent[name] = self.server.sent.get(name, 0) + sent
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        with self.server.lock:
+            self.server.sent[name] = self.server.sent.get(name, 0) + sent

@@ -7,11 +7,10 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.command_line import trtspec
+from tests.command_line import LocalHandler, LocalServer, trtspec
 
 MEASURED = (
     "seconds", "created", "peak_rss_bytes", "free_bytes", "free_memory_bytes", "sha256",
@@ -63,38 +62,38 @@ def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
     return {name: replace(effect, slow=True) for name, effect in table.items()}
 
 
-class Recorder(ThreadingHTTPServer):
+def conversations(questions: list[str]) -> list[dict[str, Any]]:
+    """A row of training data for each question."""
+    return [
+        {"conversation_id": str(number), "conversations": [
+            {"role": "user", "content": question}, {"role": "assistant", "content": f"{question} indeed"}
+        ]}
+        for number, question in enumerate(questions)
+    ]  # fmt: skip
+
+
+class Recorder(LocalServer):
     """An OpenAI-compatible server that keeps every request: path, key and body. Its answers follow from the prompt."""
 
-    daemon_threads = True
     request_queue_size = 128  # a check asks 32 at once; the default of 5 resets some of them
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.requests: list[str] = []
         self.pages = {"/v1/models": '{"data": [{"id": "tiny"}, {"id": "other"}]}', "/health": "{}"}
         self.busy = self.most = 0
-        self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(_Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up is no news."""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(LocalHandler):
     server: Recorder
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path)
-        self._send(page or "{}", 200 if page else 404)
+        self.answer(200 if page else 404, (page or "{}").encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -106,64 +105,63 @@ class _Handler(BaseHTTPRequestHandler):
         threading.Event().wait(body.get("delay", 0.005))  # as --extra-body asks
         with self.server.lock:
             self.server.busy -= 1
-        asked = body.get("prompt") or str(body["messages"])
-        words = [
-            hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5]
-            for n in range(min(12, body["max_tokens"]))
-        ]
-        text = "<think> why </think> " + " ".join(words)
-        usage = {"prompt_tokens": 5, "completion_tokens": len(words)}
-        if body.get("echo"):  # 0.4 nats behind the best token everywhere
-            told = {
-                "token_logprobs": [-0.5] * len(asked),
-                "top_logprobs": [{"best": -0.1, "this": -0.5}] * len(asked),
-            }
-            self._send(
-                json.dumps({"choices": [{"text": "", "logprobs": told, "finish_reason": "length"}]})
-            )
-            return
-        if not body.get("stream"):
-            part = (
-                {"text": text}
-                if "prompt" in body
-                else {"message": {"role": "assistant", "content": text}}
-            )
-            self._send(json.dumps({"choices": [part | {"finish_reason": "stop"}], "usage": usage}))
-            return
-        pieces, drafts = text.split(), body.get("drafts")
-        if drafts:  # as --extra-body asks: a chunk is a step
-            pieces = [" ".join(pieces[at : at + 3]) for at in range(0, len(pieces), 3)]
-        ids = {"token_ids": [5]} if body.get("return_token_ids") else {}
-        chunks = [
-            {"choices": [({"text": w} if "prompt" in body else {"delta": {"content": w}}) | ids]}
-            for w in pieces
-        ]
-        end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
-        if drafts:
-            steps = len(pieces)
-            end["spec_decode"] = {
-                "steps": steps,
-                "accepted": len(words) - steps,
-                "drafted": steps * drafts,
-            }
-        chunks.append({"choices": [end], "usage": usage})
-        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        self._send(
-            events[0], kind="text/event-stream", more="".join(events[1:]) + "data: [DONE]\n\n"
-        )
+        if body.get("echo"):
+            self.send(scored(body["prompt"]))
+        elif body.get("stream"):
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in streamed(body)]
+            text = "".join([*events, "data: [DONE]\n\n"])
+            self.answer(200, text.encode(), Content_Type="text/event-stream")
+        else:
+            text = " ".join(answer_to(body))
+            message = {"message": {"role": "assistant", "content": text}}
+            choice = {"text": text} if "prompt" in body else message
+            self.send({"choices": [choice | {"finish_reason": "stop"}], "usage": usage_of(body)})
 
-    def _send(
-        self, text: str, status: int = 200, kind: str = "application/json", more: str = ""
-    ) -> None:
-        payload = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(payload) + len(more.encode())))
-        self.end_headers()
-        self.wfile.write(payload)
-        if more:
+    def send(self, value: Any) -> None:
+        self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
+
+    def write(self, body: bytes) -> None:
+        """Pauses after the first event of a stream."""
+        first, end, others = body.partition(b"\n\n")
+        self.wfile.write(first + end)
+        if others:
             threading.Event().wait(0.005)
-            self.wfile.write(more.encode())
+            self.wfile.write(others)
+
+
+def answer_to(body: dict[str, Any]) -> list[str]:
+    """The words of an answer, which begins with a thought."""
+    asked = body.get("prompt") or body["messages"]
+    numbers = range(min(12, body["max_tokens"]))
+    words = [hashlib.sha256(f"{asked}{n}".encode()).hexdigest()[:5] for n in numbers]
+    return ["<think>", "why", "</think>", *words]
+
+
+def usage_of(body: dict[str, Any]) -> dict[str, int]:
+    return {"prompt_tokens": 5, "completion_tokens": len(answer_to(body)) - 3}
+
+
+def scored(text: str) -> dict[str, Any]:
+    """Log-probabilities of a prompt: 0.4 nats behind the best token everywhere."""
+    tokens = {"token_logprobs": [-0.5], "top_logprobs": [{"best": -0.1, "this": -0.5}]}
+    lists = {name: values * len(text) for name, values in tokens.items()}
+    return {"choices": [{"text": "", "logprobs": lists, "finish_reason": "length"}]}
+
+
+def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chunks of a stream: a word each, or, with `drafts` in --extra-body, a step of three words."""
+    words, drafts, usage = answer_to(body), body.get("drafts"), usage_of(body)
+    end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
+    if drafts:
+        words = [" ".join(words[at : at + 3]) for at in range(0, len(words), 3)]
+        accepted = usage["completion_tokens"] - len(words)
+        counts = {"steps": len(words), "accepted": accepted, "drafted": len(words) * drafts}
+        end["spec_decode"] = counts
+    ids = {"token_ids": [5]} if body.get("return_token_ids") else {}
+    choices = [
+        ({"text": w} if "prompt" in body else {"delta": {"content": w}}) | ids for w in words
+    ]
+    return [{"choices": [choice]} for choice in choices] + [{"choices": [end], "usage": usage}]
 
 
 @dataclass
@@ -177,6 +175,9 @@ class Stage:
 
     def words(self, words: tuple[str, ...]) -> list[str]:
         return [word.format(**self.places, out=self.out, url=self.server.url) for word in words]
+
+    def line(self, text: str) -> list[str]:
+        return self.words(tuple(text.split()))
 
     def see(
         self,

@@ -1,20 +1,20 @@
 """Every option of every command in every mode is honoured, seen in what the run leaves, or refused by its flag; every
 environment variable works or is noted. The table is complete by test: an option without a row fails."""
 
-import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.matrix import Effect, Recorder, Situation, Stage
+from tests.cli.matrix import Effect, Recorder, Situation, Stage, conversations
 from tests.cli.matrix_making import MAKING
 from tests.cli.matrix_serving import SERVING, an_engine_file
-from tests.command_line import trtspec
-from tests.tiny import make_head, make_target
+from tests.command_line import succeeded, trtspec
+from tests.json_files import read_json, write_json, write_lines
+from tests.tiny import make_head, make_target, read_tensors, write_tensors
 from trtspec import records
 from trtspec.cli.app import COMMANDS
 from trtspec.errors import CheckFailed
@@ -56,11 +56,8 @@ def declared_modes(command: str) -> set[str]:
 NOTHING = (
     "acceptance_length_interval", "per_turn_mean", "conditional", "per_question_mean", "surplus",
 )  # fmt: skip
-WATCHED = {
-    "steps": 1000,
-    "draft_tokens": 3000,
-    "accepted_tokens": 1350,
-}  # 10 % below the baseline of the table
+# 10 % below the baseline of the table
+WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}
 
 
 CLOCKS = ("timeout", "wait_ready", "concurrency")  # whose effect a clock or an overlap shows
@@ -99,39 +96,20 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
     places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
     places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
-    places |= {
-        name: room / name for name in ("missing", "nvfp4", "results", "recording", "shorter")
-    }
-    rows = [
-        f"what is {word}"
-        for word in ("red", "green", "blue", "yellow", "white", "black", "brown", "pink", "grey")
-    ]
-    turns = [
-        [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
-        for row in rows
-    ]
-    kept = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
-    for name, count in (("data", 9), ("answers", 6)):
-        places[name] = room / f"{name}.jsonl"
-        places[name].write_text(
-            "".join(json.dumps(conversation) + "\n" for conversation in kept[:count])
-        )
-    places["prompts"] = room / "prompts.jsonl"
-    places["prompts"].write_text("\n".join(json.dumps({"prompt": row}) for row in rows))
-    places["questions"] = room / "questions.jsonl"
-    places["questions"].write_text(
-        "".join(json.dumps({"prompt": f"why {n}", "id": n}) + "\n" for n in range(24))
-    )
-    places["recipe"] = room / "recipe.yaml"
+    fresh = ("missing", "nvfp4", "results", "recording", "shorter", "bench")
+    places |= {name: room / name for name in fresh}
+    colours = "red green blue yellow white black brown pink grey"
+    rows = [f"what is {colour}" for colour in colours.split()]
+    asked = [{"prompt": f"why {number}", "id": number} for number in range(24)]
+    lines = {
+        "data": conversations(rows), "answers": conversations(rows[:6]), "prompts": [{"prompt": row} for row in rows],
+        "questions": asked,
+    }  # fmt: skip
+    places |= {name: write_lines(room / f"{name}.jsonl", rows) for name, rows in lines.items()}
+    places |= {name: room / name for name in ("recipe.yaml", "engine.yml", "front.yml")}
+    places = {Path(name).stem: path for name, path in places.items()}
     places["recipe"].write_text("seed: 11\n")
-    places |= {"engine": room / "engine.yml", "front": room / "front.yml"}
     an_engine_file(places["engine"])
-    servers = [
-        f"--context-url=127.0.0.1:{server.server_port}",
-        f"--generation-url=localhost:{server.server_port}",
-    ]
-    front = trtspec("build-config", "nvidia/Kimi-K2.5-NVFP4", "--role", "front", *servers)
-    places["front"].write_text(front.stdout)
     found = Stage({name: str(path) for name, path in places.items()}, room / "run" / "out", server)
     # below the ports that the system gives to outgoing connections of other tests
     found.places |= {
@@ -139,41 +117,24 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         "port": "21310",
         "taken": str(server.server_port),
     }
-    short = [
-        "check",
-        server.url,
-        "--max-tokens",
-        8,
-        "--context-tokens",
-        0,
-        "--tokenizer",
-        "kimi-nano",
-    ]
-    for words in (
-        ["quantize", places["target"], "-o", places["nvfp4"]],
-        [
-            "bench",
-            server.url,
-            "--samples",
-            3,
-            "--concurrency",
-            1,
-            "--max-tokens",
-            8,
-            "-o",
-            room / "bench",
-        ],
-        [*short, "--samples", 3, "--record", places["recording"]],
-        [*short, "--samples", 2, "--record", places["shorter"]],
+    front = (
+        "build-config nvidia/Kimi-K2.5-NVFP4 --role front --context-url=127.0.0.1:{taken} "
+        "--generation-url=localhost:{taken}"
+    )
+    places["front"].write_text(succeeded(*found.line(front)).stdout)
+    short = "check {url} --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano"
+    for line in (
+        "quantize {target} -o {nvfp4}",
+        "bench {url} --samples 3 --concurrency 1 --max-tokens 8 -o {bench}",
+        f"{short} --samples 3 --record {{recording}}",
+        f"{short} --samples 2 --record {{shorter}}",
     ):
-        done = trtspec(*words)
+        done = trtspec(*found.line(line))
         assert done.status in (0, 3), done.stderr
-    shutil.copy(room / "bench" / "results.json", places["results"])
+    shutil.copy(places["bench"] / "results.json", places["results"])
     for name, drafts in (("drafted", 3), ("middling", 2), ("shallow", 1)):
         found.places[name] = str(room / f"{name}.json")
-        Path(found.places[name]).write_text(
-            json.dumps(drafting(json.loads(places["results"].read_text()), drafts))
-        )
+        write_json(Path(found.places[name]), drafting(read_json(places["results"]), drafts))
     hide_a_nan(places["broken"], "fc.weight")
     hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
@@ -182,16 +143,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
     """Results as of a server with so many drafts: each step accepts one of them, and its answers took a while."""
-    told = {
-        "turns": 2,
-        "questions": 2,
-        "tokens": 200,
-        "steps": 100,
-        "drafted": 100 * drafts,
-        "accepted": 100,
-    }
-    told |= {"histogram": [0, 100, *[0] * (drafts - 1)], "acceptance_length": 2.0}
-    told |= {"cumulative": [1.0, *[0.0] * (drafts - 1)], "draft_acceptance_rate": 1 / drafts}
+    told = dict.fromkeys(("turns", "questions"), 2) | dict.fromkeys(("steps", "accepted"), 100)
+    told |= {"tokens": 200, "drafted": 100 * drafts, "acceptance_length": 2.0}
+    told |= {"histogram": [0, 100, *[0] * (drafts - 1)], "draft_acceptance_rate": 1 / drafts}
+    told["cumulative"] = [1.0, *[0.0] * (drafts - 1)]
     results |= told
     if drafts != 3:  # results for --at are of the same options as the run beside them
         results["workload"]["extra_body"] = {"drafts": 3}
@@ -206,11 +161,10 @@ def drafting(results: dict[str, Any], drafts: int) -> dict[str, Any]:
 def hide_a_nan(checkpoint: Path, name: str) -> None:
     """In a place that samples of the values miss."""
     import torch
-    from safetensors.torch import load_file, save_file
 
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = read_tensors(checkpoint)
     tensors[name].view(-1)[1000] = torch.nan
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    write_tensors(checkpoint, tensors)
 
 
 @pytest.fixture(autouse=True)
@@ -221,47 +175,40 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         "training": {"steps": 1, "tokens_seen": 1, "seconds": 1.0, "accuracy": [0.5]},
     }
 
-    def train(*given: Any) -> dict[str, Any]:
-        stage.handed.append(repr(given))
-        return finished
+    def handing(answer: Any) -> Callable[..., Any]:
+        """Keeps its arguments and returns the answer, or raises it."""
 
-    monkeypatch.setattr("trtspec.cli.train._train", train)
+        def hand(*given: Any) -> Any:
+            stage.handed.append(repr(given))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-    def launch(plan: Any) -> int:
-        stage.handed.append(repr(plan.limits))
-        return 0
-
-    monkeypatch.setattr("trtspec.launch.preflight.launch", launch)
-    monkeypatch.setattr("trtspec.cli.serve._run", lambda start: stage.handed.append(repr(start)))
+        return hand
 
     async def watch_on(*given: Any) -> None:  # until a signal
         stage.handed.append(repr(given))
 
     async def read(watch: Any, client: Any) -> None:
-        watch.take(
-            "".join(
-                f"trtspec_spec_decode_{name}_total {count}\n" for name, count in WATCHED.items()
-            )
-        )
+        counters = [f"trtspec_spec_decode_{name}_total {n}" for name, n in WATCHED.items()]
+        watch.take("\n".join(counters) + "\n")
 
-    monkeypatch.setattr("trtspec.cli.watch._watch_on", watch_on)
-    monkeypatch.setattr("trtspec.bench.watch.Watch.read", read)
-
-    def prove(*given: Any) -> None:
-        stage.handed.append(repr(given))
-        raise CheckFailed("begun")
+    def launch(plan: Any) -> int:
+        stage.handed.append(repr(plan.limits))
+        return 0
 
     def all_stages(demo: Any) -> None:
         stage.handed.append(repr((demo.directory, demo.port)))
         demo.evidence = {"sentence": "", "ok": True}
 
-    monkeypatch.setattr("trtspec.bench.prove.prove", prove)
-    monkeypatch.setattr("trtspec.cli.demo.Demo.all_stages", all_stages)
-    for name, size in {
-        "WHOLE": 1024,
-        "PIECE": 16,
-        "PIECES": 8,
-    }.items():  # so that values of a tiny head are sampled
+    for function, replacement in {
+        "cli.train._train": handing(finished), "launch.preflight.launch": launch, "cli.serve._run": handing(None),
+        "cli.watch._watch_on": watch_on, "bench.watch.Watch.read": read,
+        "bench.prove.prove": handing(CheckFailed("begun")), "cli.demo.Demo.all_stages": all_stages,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"trtspec.{function}", replacement)
+    # so that values of a tiny head are sampled
+    for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -315,8 +262,13 @@ def test_the_same_words_leave_the_same(stage: Stage, command: str) -> None:
 def sample_of(command: str, name: str) -> tuple[str, ...]:
     """Words that set the option, from a mode that uses it."""
     flag = fields_of(command)[name].typed
-    lines = [s.effects[name].words for s in TABLE[command].values() if name in s.effects]
+    lines = lines_of(command, name)
     return next(words for words in lines if flag in words or words[0].startswith("--"))
+
+
+def lines_of(command: str, name: str) -> list[tuple[str, ...]]:
+    """The words of the option's row in each mode that has one."""
+    return [s.effects[name].words for s in TABLE[command].values() if name in s.effects]
 
 
 @pytest.mark.parametrize(("command", "mode", "name"), UNUSED)
@@ -364,8 +316,9 @@ def test_every_variable_sets_what_its_flag_sets(
     run = click_command(command, record_of(command), kept.append)
     for name, field in fields_of(command).items():
         flag = field.typed
-        lines = [s.effects[name].words for s in TABLE[command].values() if name in s.effects]
-        lines = [words for words in lines if words and words[0].startswith(("--", "-o"))]
+        lines = [
+            line for line in lines_of(command, name) if line and line[0].startswith(("--", "-o"))
+        ]
         if field.is_argument or not lines:  # required, or what selects the mode
             continue
         words = stage.words(lines[0])

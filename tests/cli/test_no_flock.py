@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_journal import without_flock
-from tests.cli.matrix import Recorder
+from tests.cli.matrix import Recorder, conversations
 from tests.command_line import process
 from tests.json_files import write_lines
 from tests.tiny import make_target
@@ -16,12 +16,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = tmp_path_factory.mktemp("no-flock")
     make_target(room / "Kimi-K2.5", layers=7)
     rows = [f"what is {word}" for word in ("red", "green", "blue", "yellow", "white", "black")]
-    turns = [
-        [{"role": "user", "content": row}, {"role": "assistant", "content": f"{row} indeed"}]
-        for row in rows
-    ]
-    lines = [{"conversation_id": str(n), "conversations": turn} for n, turn in enumerate(turns)]
-    write_lines(room / "data.jsonl", lines)
+    write_lines(room / "data.jsonl", conversations(rows))
     write_lines(room / "prompts.jsonl", [{"prompt": row} for row in rows])
     return room
 
