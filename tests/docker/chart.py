@@ -32,10 +32,10 @@ def chart() -> Any:
     return helm_python.Chart.load(str(CHART))
 
 
-def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+def merged(*files: dict[str, Any]) -> dict[str, Any]:
     """As Helm merges the files of several `-f`."""
-    found = copy.deepcopy(base)
-    for other in others:
+    found: dict[str, Any] = {}
+    for other in files:
         for key, value in other.items():
             both = isinstance(value, dict) and isinstance(found.get(key), dict)
             found[key] = merged(found[key], value) if both else copy.deepcopy(value)
@@ -44,10 +44,18 @@ def merged(base: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _read(path: Path) -> dict[str, Any]:
-    """A values file of the tests adds to what build-config writes: `build` holds its words, one line for each file."""
-    values = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
-    written = [yaml.load(built(line), Loader=LOADER) for line in values.pop("build", [])]
-    return merged(IMAGE, *written, values)
+    return merged(IMAGE, with_recipes(table(path.name, path.parent)))
+
+
+def table(name: str, directory: Path = HERE) -> dict[str, Any]:
+    """A YAML file of the tests."""
+    return yaml.load((directory / name).read_text(encoding="utf-8"), Loader=LOADER)
+
+
+def with_recipes(values: dict[str, Any]) -> dict[str, Any]:
+    """Values over what build-config writes: `build` holds its words, one line for each file."""
+    lines = values.pop("build", [])
+    return merged(*(yaml.load(built(line), Loader=LOADER) for line in lines), values)
 
 
 @functools.cache

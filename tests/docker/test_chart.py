@@ -26,6 +26,7 @@ from tests.docker.chart import (
     named,
     objects,
     objects_of,
+    table,
 )
 from tests.json_files import read_json
 from trtspec.launch.options import ENGINE, FRONT, ServeOptions
@@ -335,151 +336,14 @@ def test_values_file_schema_and_page_name_the_same_values() -> None:
         assert part.get("description"), name
 
 
-LATENCY, ENV = "one-node-latency", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 BAD = [
-    (LATENCY, "image.tag", "latest", "image/tag"),
-    (
-        LATENCY,
-        "image.tag",
-        "1.2.1",
-        "was written for TensorRT-LLM 1.3.0rc20 and image.tag is 1.2.1",
-    ),
-    (
-        LATENCY,
-        "image.repository",
-        "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20",
-        "image/repository",
-    ),
-    (LATENCY, "image.repository", "", "image/repository"),
-    (LATENCY, "image.digest", "sha256:abc", "image/digest"),
-    (
-        LATENCY,
-        "model.target",
-        "nvidia/Kimi-K2.6-NVFP4",
-        "was not written for model.target nvidia/Kimi-K2.6",
-    ),
-    (LATENCY, "model.target", "Kimi", "model/target"),
-    (LATENCY, "model.target", "nvidia/Kimi-K2.5-NVFP4@v1", "was not written for model.target"),
-    (LATENCY, "model.target", "nvidia/Kimi-K2.5-NVFP4@../x", "model/target"),
-    (LATENCY, "model.head", "nvidia/Kimi-K2.5-Eagle3@--x", "model/head"),
-    ("pinned", "model.head", "nvidia/Kimi-K2.6-Eagle3", "Kimi-K2.6-Eagle3/snapshots/fedcba"),
-    (LATENCY, "model.target", "/data/Kimi", "was not written for model.target /data/Kimi"),
-    (
-        LATENCY,
-        "model.head",
-        None,
-        'model.head is "" and engineConfig names "nvidia/Kimi-K2.5-Eagle3"',
-    ),
-    (LATENCY, "model.sizeGiB", "556", "model/sizeGiB"),
-    (LATENCY, "stage", "all", "stage"),
-    (
-        LATENCY,
-        "gpusPerNode",
-        8,
-        "engineConfig uses 4 GPUs (tp 4 x pp 1 x cp 1) and nodes x gpusPerNode is 8",
-    ),
-    (LATENCY, "nodes", 0, "nodes"),
-    (LATENCY, "gpuProduct", "A100", "gpuProduct"),
-    (
-        LATENCY,
-        "server.args",
-        ["--config", "x.yml"],
-        "server.args has --config, which the chart decides",
-    ),
-    (
-        LATENCY,
-        "server.args",
-        ["--host=localhost"],
-        "server.args has --host=localhost, which the chart decides",
-    ),
-    (
-        LATENCY,
-        "server.args",
-        ["--tp-size", "8"],
-        "uses 8 GPUs (tp 8 x pp 1 x cp 1) and nodes x gpusPerNode is 4",
-    ),
-    (LATENCY, "server.args", ["--", "--pp_size", "2"], "uses 8 GPUs (tp 4 x pp 2 x cp 1)"),
-    (LATENCY, "server.env", [{"name": ENV, "value": "2"}], "corrupt"),
-    (LATENCY, "server.env", [{"name": "A", "valu": "2"}], "server/env"),
-    (LATENCY, "engineConfig", "max_batch_size: 8\n", "does not begin with the line"),
-    (LATENCY, "engineConfig", "", "does not begin with the line"),
-    (LATENCY, "engineConfig+", "a: [\n", "engineConfig is not YAML"),
-    (
-        LATENCY,
-        "engineConfig+",
-        "max_batch_sise: 8\n",
-        "has the key max_batch_sise, which no known release",
-    ),
-    (LATENCY, "engineConfig+", "moe_config:\n  backnd: x\n", "the key moe_config.backnd, which"),
-    (LATENCY, "podLabels", {"app.kubernetes.io/name": "x"}, "podLabels has app.kubernetes.io/name"),
-    (LATENCY, "extraObjects", [{"kind": "ConfigMap"}], "extraObjects"),
-    (LATENCY, "hfToken", "hf_abcdef", "hfToken"),
-    (LATENCY, "hfToken.token", "hf_abcdef", "hfToken"),
-    (
-        LATENCY,
-        "cache.size",
-        "500Gi",
-        "cache.size 500Gi does not hold the 556 GiB of the checkpoints",
-    ),
-    (LATENCY, "cache.size", "0.5Ti", "cache.size 0.5Ti does not hold the 556 GiB"),
-    (LATENCY, "cache.size", "590G", "cache.size 590G does not hold the 556 GiB"),
-    (LATENCY, "cache.size", "1TB", "cache/size"),
-    (LATENCY, "cache.accessMode", "ReadOnlyMany", "a ReadOnlyMany claim cannot be filled"),
-    (LATENCY, "cache.type", "nodeLocal", "needs cache.nodeLocal.path"),
-    (LATENCY, "cache.type", "objectStore", "needs cache.objectStore.driver"),
-    (LATENCY, "replicas", 2, "set cache.accessMode to ReadWriteMany"),
-    (
-        LATENCY,
-        "metrics.serviceMonitor.enabled",
-        True,
-        "build-config --set return_perf_metrics=true",
-    ),
-    (LATENCY, "metrics.podMonitor.enabled", True, "build-config --set return_perf_metrics=true"),
-    (LATENCY, "quantize.enabled", True, "needs quantize.source and quantize.image"),
-    (LATENCY, "shutdown.stopSeconds", 5, "shutdown/stopSeconds"),
-    (LATENCY, "resources.memory", "256GiB", "resources/memory"),
-    (LATENCY, "resources.cpu", 0, "resources/cpu"),
-    (LATENCY, "rdma.resource", "rdma/ib", "rdma needs both"),
-    (LATENCY, "rdma.count", 8, "rdma needs both"),
-    (LATENCY, "ingress.enabled", True, "ingress.enabled needs ingress.host"),
-    (LATENCY, "ingress.path", "v1", "ingress/path"),
-    (LATENCY, "autoscaling.enabled", True, "needs autoscaling.metric"),
-    (
-        LATENCY,
-        "update",
-        {"strategy": "RollingUpdate", "maxSurge": 0, "maxUnavailable": 0},
-        "cannot both be 0",
-    ),
-    (LATENCY, "service.port", 70000, "service/port"),
-    (LATENCY, "sever", {"args": []}, "sever"),
-    ("edge", "autoscaling.minReplicas", 9, "autoscaling.minReplicas is larger"),
-    ("two-nodes", "ssh.existingSecret", "", "several nodes need ssh.existingSecret"),
-    ("two-nodes", "cache.accessMode", "ReadWriteOnce", "set cache.accessMode to ReadWriteMany"),
-    ("object-store", "download.enabled", True, "reads plain directories"),
-    ("quantized", "download.enabled", "yes", "download/enabled"),
-    ("quantized", "quantize.enabled", False, "cannot be downloaded"),
-    ("quantized", "cache.size", "1Ti", "does not hold the 1115 GiB of the checkpoints"),
-    ("quantized", "quantize.source", "/data/Kimi-K2.6", "the cache is mounted at /models"),
-    ("disaggregated", "engineConfig", "a: 1", "engineConfig and disaggregated are both set"),
-    (
-        "disaggregated",
-        "disaggregated.generation.engineConfig",
-        "",
-        "generation.engineConfig does not begin",
-    ),
-    ("disaggregated", "disaggregated.context.replicas", 0, "replicas"),
-    (
-        "disaggregated",
-        "autoscaling",
-        {"enabled": True, "metric": "queue"},
-        "not for a disaggregated deployment",
-    ),
+    pytest.param(base, *row, id=f"{row[0]}={row[1]}"[:50])
+    for base, rows in table("refused.yaml").items()
+    for row in rows
 ]
 
 
-@pytest.mark.parametrize(
-    ("base", "key", "value", "says"), BAD, ids=[f"{key}={value}"[:50] for _, key, value, _ in BAD]
-)
+@pytest.mark.parametrize(("base", "key", "value", "says"), BAD)
 def test_bad_values_are_refused_with_the_reason(base: str, key: str, value: Any, says: str) -> None:
     values = load(named(base))
     place = values

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.docker.chart import VALUES, built, load, merged, named, objects, objects_of
-from tests.docker.test_chart import LOADER
+from tests.docker.chart import VALUES, load, merged, named, objects, objects_of, table, with_recipes
 
 pytest.importorskip("helm_python")
 
@@ -62,44 +61,7 @@ def refused(before: Objects, after: Objects) -> list[str]:
     return found
 
 
-def recipe(line: str) -> dict[str, Any]:
-    import yaml
-
-    return yaml.load(built(line), Loader=LOADER)
-
-
-K26 = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20 --trust-remote-code --gpu b200"
-K25 = "nvidia/Kimi-K2.5-NVFP4 --head nvidia/Kimi-K2.5-Eagle3 --trtllm-version 1.3.0rc20 --trust-remote-code --gpu b200"
-NEWER = K26.replace("1.3.0rc20", "1.3.0rc22")
-CHANGES: dict[str, dict[str, Any]] = {
-    "a token": {"hfToken": {"existingSecret": "other"}},
-    "an image tag": {"image": {"tag": "1.3.0rc20-7"}},
-    "an image digest": {"image": {"digest": "sha256:" + 64 * "b"}},
-    "a registry": {"image": {"repository": "mirror.example.com/trtspec"}},
-    "a pull secret": {"imagePullSecrets": [{"name": "registry"}]},
-    "a pull policy": {"image": {"pullPolicy": "Always"}},
-    "the pod's security context": {"podSecurityContext": {"runAsUser": 2000, "fsGroup": 2000}},
-    "the container's security context": {"securityContext": {"readOnlyRootFilesystem": True}},
-    "tolerations": {"tolerations": []},
-    "a node selector": {"nodeSelector": {"pool": "b200"}},
-    "job placement": {"jobs": {"nodeSelector": {"pool": "cpu"}, "ttlSeconds": 60}},
-    "download resources": {"download": {"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}},
-    "resources": {"resources": {"cpu": "8", "memory": "512Gi", "sharedMemory": "100Gi"}},
-    "a larger claim": {"cache": {"size": "2Ti"}},
-    "the account": {"serviceAccount": {"create": False}},
-    "the service": {"service": {"type": "LoadBalancer", "port": 80}},
-    "probes": {"probes": {"loadMiBPerSecond": 2000}, "shutdown": {"drainSeconds": 5}},
-    "environment": {"server": {"env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}},
-    "a scheduler": {"schedulerName": "kai-scheduler", "priorityClassName": "serving"},
-    "the stage": {"stage": "models"},
-    "a budget and a policy": {"podDisruptionBudget": {"enabled": True}, "networkPolicy": {"enabled": True}},
-    "a bench job": {"bench": {"enabled": True}},
-    "sizes": {"engineConfig": recipe(f"{K26} --max-batch-size 8")["engineConfig"]},
-    "eight GPUs": {"gpusPerNode": 8, "engineConfig": recipe(f"{K26} --tp-size 8")["engineConfig"]},
-    "two nodes": recipe(f"{K26} --tp-size 16 --nodes 2") | {"ssh": {"existingSecret": "mpi"}},
-    "another release": recipe(NEWER),
-    "another model": recipe(K25),
-}  # fmt: skip
+CHANGES = {name: with_recipes(change) for name, change in table("changes.yaml").items()}
 
 
 @pytest.mark.parametrize("stage", ["models", "serve"])
@@ -132,13 +94,14 @@ def test_what_users_change_is_taken(stage: str) -> None:
 
 
 def test_nodes_of_a_group_change() -> None:
+    pair = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20"
+    line = f"{pair} --trust-remote-code --gpu gb200 --goal throughput"
     two, four = (
-        by_name(objects(merged(load(named("two-nodes")), recipe(line))))
-        for line in (
-            K26.replace("b200", "gb200") + " --tp-size 8 --nodes 2 --goal throughput",
-            K26.replace("b200", "gb200") + " --tp-size 16 --nodes 4 --goal throughput",
+        by_name(
+            objects(merged(load(named("two-nodes")), with_recipes({"build": [f"{line} {size}"]})))
         )
-    )  # fmt: skip
+        for size in ("--tp-size 8 --nodes 2", "--tp-size 16 --nodes 4")
+    )
     assert not refused(two, four) and not refused(four, two)
 
 
