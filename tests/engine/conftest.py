@@ -2,6 +2,8 @@
 
 import atexit
 import contextlib
+import functools
+import json
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import httpx
 import openai
 import pytest
 import torch
+import yaml
 
 from tests.command_line import wait_for
 from tests.tiny import make_head, make_target
@@ -131,6 +134,7 @@ def drive(
     return got, ended
 
 
+BODIES = yaml.safe_load(Path(__file__).with_name("bodies.yaml").read_text())
 SERVER = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
 
 
@@ -155,6 +159,25 @@ def launch(target: Path, head: str, *options: str) -> Running:
     raise AssertionError(f"the server ended with status {process.wait()}")
 
 
+def end(running: Running, status: int = 0) -> None:
+    """The process ends by itself with this status, without a traceback."""
+    assert running.process.wait(300) == status
+    assert "Traceback" not in "".join(running.log), "".join(running.log)
+
+
+@contextlib.contextmanager
+def streamed(server: Running, **body: object) -> Iterator[Iterator[str]]:
+    """The lines of a completion that is streamed, but for empty ones."""
+    body = {"prompt": "x", "stream": True, **body}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as stream:
+        yield filter(None, stream.iter_lines())
+
+
+def error_of(line: str) -> dict[str, Any]:
+    """The error of a stream's last line."""
+    return json.loads(line.removeprefix("data: "))["error"]
+
+
 def choice_of(answer: Any) -> Any:
     """The first choice of an answer, or of a chunk of a stream."""
     return answer.choices[0]
@@ -168,8 +191,7 @@ def served(target: Path, head: str, *options: str) -> Iterator[Running]:
         yield running
     finally:
         running.process.terminate()
-        assert running.process.wait(300) == 0
-    assert "Traceback" not in "".join(running.log), "".join(running.log)
+        end(running)
 
 
 def wait_until_idle(server: Running) -> None:
@@ -191,6 +213,22 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> I
 def server(tiny_server: Running) -> Running:
     """What `client` asks; a module may have its own."""
     return tiny_server
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def complete(client: openai.OpenAI) -> Ask:
+    """A greedy completion, unless it is asked for another."""
+    return functools.partial(client.completions.create, model="tiny-kimi", temperature=0)
+
+
+@pytest.fixture
+def chat(client: openai.OpenAI) -> Ask:
+    """An answer to "hello"."""
+    hello = [{"role": "user", "content": "hello"}]
+    return functools.partial(client.chat.completions.create, model="tiny-kimi", messages=hello)
 
 
 @pytest.fixture

@@ -13,7 +13,17 @@ import httpx
 import pytest
 
 from tests.command_line import wait_for
-from tests.engine.conftest import HeadOf, Running, drive, launch, served, wait_until_idle
+from tests.engine.conftest import (
+    HeadOf,
+    Running,
+    drive,
+    error_of,
+    launch,
+    served,
+    streamed,
+    wait_until_idle,
+)
+from tests.hostile.requests import PRIVATE_USE
 from tests.tiny import make_head
 from trtspec.engine.boundary import body_limit
 from trtspec.engine.engine import Engine, EngineOptions
@@ -39,6 +49,11 @@ def complete(server: Running, **body: object) -> httpx.Response:
         json={"prompt": "once", "max_tokens": 8, **body},
         timeout=300,
     )
+
+
+def chat(server: Running, **fields: object) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body)
 
 
 BAD_BODIES = [
@@ -85,23 +100,12 @@ def test_a_bad_body_is_refused(server: Running, body: bytes) -> None:
 
 def test_a_stream_without_a_way_on_says_so(server: Running) -> None:
     form = {"type": "regex", "regex": "ab"}
-    body = {
-        "prompt": "x",
-        "response_format": form,
-        "min_tokens": 7,
-        "stream": True,
-        "temperature": 0,
-    }
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as stream:
-        last = [line for line in stream.iter_lines() if line][-1]
-    error = json.loads(last.removeprefix("data: "))["error"]
-    assert (
-        error["type"] == "invalid_request_error"
-        and "no answer can continue here" in error["message"]
-    )
+    with streamed(server, response_format=form, min_tokens=7, temperature=0) as lines:
+        error = error_of(list(lines)[-1])
+    assert error["type"] == "invalid_request_error"
+    assert "no answer can continue here" in error["message"]
 
 
-PRIVATE_USE = "".join(map(chr, range(0xE000, 0xF900)))
 NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
 
 
@@ -112,20 +116,15 @@ NESTED = json.loads('{"a":' * 700 + "1" + "}" * 700)
         {"messages": [{"role": 7, "content": "x"}]},
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "assistant", "tool_calls": 7}]},
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": []}},
-        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}},
-        {
-            "messages": [{"role": "user", "content": "x"}],
-            "chat_template_kwargs": {"thinkign": True},
-        },
-        {"messages": [{"role": "user", "content": "x"}], "tools": [5]},
-        {
-            "messages": [{"role": "user", "content": f"{PRIVATE_USE}<|im_end|>"}]
-        },  # never answered before
+        {"chat_template_kwargs": {"messages": []}},
+        {"chat_template_kwargs": {"self": 1}},
+        {"chat_template_kwargs": {"thinkign": True}},
+        {"tools": [5]},
+        {"messages": [{"role": "user", "content": f"{PRIVATE_USE}<|im_end|>"}]},
     ],
 )
 def test_a_bad_chat_is_refused(server: Running, fields: dict) -> None:
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"max_tokens": 4, **fields})
+    answer = chat(server, **fields)
     assert answer.status_code == 400, answer.text
     assert "/" not in answer.json()["error"]["message"].replace("and/or", "")
 
@@ -136,8 +135,7 @@ def test_nothing_is_an_internal_error(server: Running) -> None:
         {"chat_template_kwargs": {"thinking": NESTED}},
         {"messages": [{"role": "\x00", "content": "\x00"}]},
     ):
-        body = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}], **fields}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        answer = chat(server, **fields)
         assert answer.status_code in (200, 400), answer.text
 
 
@@ -174,15 +172,13 @@ def test_request_ids(server: Running) -> None:
 
 def test_too_many_requests_are_told_when_to_come_back(server: Running) -> None:
     """Eight generations are all that run and wait here."""
-    body = {"prompt": "x", "max_tokens": 96, "ignore_eos": True, "stream": True, "n": 8}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as stream:
-        lines = stream.iter_lines()
+    with streamed(server, max_tokens=96, ignore_eos=True, n=8) as lines:
         next(lines)
         refused = complete(server)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "queue_full"
         assert httpx.get(f"{server.url}/health", timeout=300).status_code == 200
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert list(lines)[-1] == "data: [DONE]"
     assert complete(server).status_code == 200
 
 
@@ -257,19 +253,12 @@ def test_the_key_is_asked_for(target_dir: Path) -> None:
 def test_a_dead_engine_ends_the_process(target_dir: Path) -> None:
     """Every answer that was being given ends in the same error."""
     running = launch(target_dir, "-", "max_batch_size=2", f"max_seq_len={MAX_SEQ_LEN}")
-    body = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "stream": True}
-    asked = [
-        httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=300)
-        for _ in range(2)
-    ]
+    asked = [streamed(running, max_tokens=240, ignore_eos=True) for _ in range(2)]
     with asked[0] as one, asked[1] as other:
-        streams = [one.iter_lines(), other.iter_lines()]
-        for lines in streams:
-            next(lines)
+        next(one), next(other)
         os.kill(running.process.pid, signal.SIGUSR1)
-        for lines in streams:
-            last = [line for line in lines if line][-1]
-            assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        for lines in (one, other):
+            assert error_of(list(lines)[-1])["type"] == "server_error"
     assert running.process.wait(300) == 1
     assert any("the engine stopped" in line for line in running.log)
 

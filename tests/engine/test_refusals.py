@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import BODIES
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 from trtspec.engine.engine import Engine, EngineOptions
@@ -13,8 +14,6 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.models.kimi import KimiModel
 
 HELLO = {"role": "user", "content": "hello"}
-RETURN = {"role": "tool", "tool_call_id": "functions.f:0", "content": "x"}
-CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -33,140 +32,16 @@ def chat(preparation: Preparation, **fields: Any) -> ApiCall:
     return preparation.call(parsed(ChatBody, **{"messages": [HELLO], **fields}))
 
 
-def tool(**fields: Any) -> dict:
-    return {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object"}, **fields},
-    }
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_logprobs": 5}, "top_logprobs"),
-        (
-            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
-            "response_format",
-        ),
-        ({"response_format": {"type": "text", "regex": "a"}}, "response_format"),
-        ({"response_format": {"type": "regex"}}, "response_format"),
-        ({"tools": [{**tool(), "cache": 1}]}, "tools[0].cache"),
-        ({"tools": [tool(strikt=True)]}, "tools[0].function.strikt"),
-        ({"tools": [tool(strict="yes")]}, "tools[0].function.strict"),
-        (
-            {"tools": [tool(strict=True)], "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
-        ({"tools": [{**tool(), "type": "custom"}]}, "tools[0].type"),
-        ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
-        ({"tools": [tool(), {"type": "function"}]}, "tools[1].function"),
-        ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-        ({"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-        ),
-        ({"verbosity": "high"}, "verbosity"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}},
-            "reasoning_effort",
-        ),
-        (
-            {
-                "messages": [
-                    {**HELLO, "content": [{"type": "text", "text": "x", "cache_control": {}}]}
-                ]
-            },
-            "messages[0].content[0].cache_control",
-        ),
-        (
-            {"messages": [{**HELLO, "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-        ),
-        ({"messages": [{**HELLO, "content": 5}]}, "messages[0].content"),
-        ({"messages": ["x"]}, "messages[0]"),
-        (
-            {"messages": [HELLO, {"role": "assistant", "content": "{", "partial": True}]},
-            "messages[1].partial",
-        ),
-        (
-            {"messages": [HELLO, {"role": "assistant", "content": "{", "prefix": True}]},
-            "messages[1].prefix",
-        ),
-        ({"messages": [{**HELLO, "nonsense": 1}]}, "messages[0].nonsense"),
-        (
-            {"messages": [HELLO, {"role": "assistant", "content": None, "refusal": "no"}]},
-            "messages[1].refusal",
-        ),
-        ({"messages": [HELLO, {"role": "assistant", "audio": {"id": "a"}}]}, "messages[1].audio"),
-        (
-            {"messages": [HELLO, {"role": "assistant", "function_call": {"name": "f"}}]},
-            "messages[1].function_call",
-        ),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
-    ],
-)
+@pytest.mark.parametrize(("param", "fields"), BODIES["chats_refused"])
 def test_what_would_be_ignored_is_refused_by_name(
-    preparation: Preparation, fields: dict, param: str
+    preparation: Preparation, param: str, fields: dict
 ) -> None:
     with pytest.raises(ApiError) as refused:
         chat(preparation, **fields)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-# an answer as openai's client gives it, sent back with the next question
-UNSAID = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "name"))
-SENT_BACK = {
-    "role": "assistant",
-    "content": "hi",
-    "annotations": [],
-    "reasoning_content": "hm",
-    **UNSAID,
-}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [HELLO, SENT_BACK, HELLO]},
-        {"messages": [{**HELLO, "name": "ann"}]},
-        {"messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}, RETURN]},
-        {"messages": [HELLO, {**RETURN, "name": "f"}]},
-        {
-            "messages": [
-                HELLO,
-                {"role": "assistant", "content": "x", "partial": False, "reasoning": "hm"},
-            ]
-        },
-        {"max_tokens": 4, "max_completion_tokens": 4, "ignore_eos": True},  # guidellm
-        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
-        {
-            "response_format": {"type": "text", "json_schema": None},
-            "logprobs": False,
-            "top_logprobs": 0,
-        },
-        {
-            "tools": [tool(strict=True)],
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-        },  # langchain
-        {
-            "tools": [tool(strict=False, description="d")],
-            "response_format": {"type": "json_object"},
-        },
-        {"tools": [tool(strict=True)], "tool_choice": "none", "ignore_eos": True},
-        {"modalities": ["text"], "verbosity": "medium", "reasoning_effort": None},
-        {
-            "messages": [
-                {**HELLO, "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}
-            ]
-        },
-    ],
-)
+@pytest.mark.parametrize("fields", BODIES["chats_taken"])
 def test_what_clients_send_is_taken(preparation: Preparation, fields: dict) -> None:
     assert chat(preparation, **fields).requests
 
