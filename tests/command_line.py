@@ -28,6 +28,7 @@ from trtspec.report import Result
 
 ROOT = Path(__file__).parents[1]
 TRTSPEC = [sys.executable, "-m", "trtspec"]
+SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.command_line import wait_for
+from tests.command_line import SEED, wait_for
 from tests.engine.conftest import end, launch
 from tests.hostile.requests import GRAMMARS, SCHEMAS
 
-SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 COUNT = int(os.environ.get("TRTSPEC_HOSTILE_GRAMMARS", "1000"))
 ROUNDS = int(os.environ.get("TRTSPEC_ROUNDS", "5"))
 AT_ONCE, VICTIMS = 64, 4

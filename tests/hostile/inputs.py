@@ -21,9 +21,44 @@ from tests.bench.test_statistics import run_of
 from tests.trtllm.test_nodes import BAD, GOOD
 
 SWAPPED = ("empty", "list", "word")  # given to every command that reads a file of this kind
-NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 VERSIONS = ("1.2.1", "1.3.0rc20", "1.4.0rc1")
 
+CHECKPOINT_COMMANDS = """inspect {broken}
+inspect {broken} --json
+inspect {head} --against {target}
+inspect {target} --against {target}
+convert {head} --to {dialect} --target {target} --output {out}
+convert {head} --to trtllm --output {out} --dry-run --json
+build-config {target} --head {head} --trtllm-version {version}
+build-config {target} --trtllm-version {version} --json --output {out}.yml
+plan {target} --head {head}
+plan {target} --json
+serve {target} --head {head} --dry-run --trtllm-version {version}
+serve {target} --backend reference --dry-run""".splitlines()
+YAML_COMMANDS = """lint {file} --trtllm-version {version}
+lint {file} --trtllm-version {version} --json
+lint {file} --trtllm-version {version} --target {target} --head {head} --fix
+serve {target} --config {file} --dry-run --trtllm-version {version}
+serve {target} --head {head} --config {file} --dry-run
+serve {target} --disaggregated {file} --dry-run""".splitlines()
+SHORT = "--output {out} --samples 2 --max-tokens 4"
+MEASURED_COMMANDS = {
+    "prompts.jsonl": [
+        f"bench {{url}} --dataset {{file}} {SHORT} --concurrency 1",
+        f"bench {{url}} {SHORT} --extra-body {{wrong}}",
+        "check {url} --dataset {file} --samples 2 --max-tokens 4 --min-acceptance 1",
+    ],
+    "results.json": [
+        f"bench {{url}} --compare {{file}} {SHORT} --concurrency 1",
+        "plan {target} --head {head} --acceptance {file}",
+    ],
+    "recording.json": [
+        "check {url} --against {file}",
+        "check {url} --score {file} --json",
+        "check http://127.0.0.1:9 --score {file}",  # the discard port: nothing listens there
+    ],
+    "acceptance.json": ["plan {target} --head {head} --acceptance {file}"],
+}
 DEEP = 60_000
 TEXTS: dict[str, bytes] = {
     "empty": b"",
@@ -95,6 +130,11 @@ NAMES = [
 ]
 
 
+def filled(line: str, names: dict[str, Any]) -> list[str]:
+    """The words of a command line, each with what it names in its place."""
+    return [word.format(**names) for word in line.split()]
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -154,17 +194,8 @@ class Damage:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        natures = (
-            "missing",
-            "directory",
-            "FIFO",
-            "loop",
-            "dangling",
-            "unreadable",
-            "huge",
-            "forbidden",
-        )
-        nature = self.rng.choice(natures)
+        natures = "missing directory FIFO loop dangling unreadable huge forbidden"
+        nature = self.rng.choice(natures.split())
         if nature == "directory":
             path.mkdir()
         elif nature == "FIFO":
@@ -310,21 +341,10 @@ class Inputs(Damage):
         if self.rng.random() < 0.05:
             wrong = f"the directory is {self._nature(broken)}"
         version = self.rng.choice(VERSIONS)
-        commands: list[list[str]] = [
-            ["inspect", str(broken)],
-            ["inspect", str(broken), "--json"],
-            ["inspect", str(head), "--against", str(target)],
-            ["inspect", str(target), "--against", str(target)],
-            ["convert", str(head), "--to", self.rng.choice(["trtllm", "vllm", "sglang", "speculators"]), "--target",
-             str(target), "--output", str(directory / "out")],
-            ["convert", str(head), "--to", "trtllm", "--output", str(directory / "out"), "--dry-run", "--json"],
-            ["build-config", str(target), "--head", str(head), "--trtllm-version", version],
-            ["build-config", str(target), "--trtllm-version", version, "--json", "--output", str(directory / "a.yml")],
-            ["plan", str(target), "--head", str(head)],
-            ["plan", str(target), "--json"],
-            ["serve", str(target), "--head", str(head), "--dry-run", "--trtllm-version", version],
-            ["serve", str(target), "--backend", "reference", "--dry-run"],
-        ]  # fmt: skip
+        names = {"broken": broken, "head": head, "target": target, "version": version}
+        names["out"] = directory / "out"
+        names["dialect"] = self.rng.choice(["trtllm", "vllm", "sglang", "speculators"])
+        commands = [filled(line, names) for line in CHECKPOINT_COMMANDS]
         argv = self.rng.choice(
             [words for words in commands if any(str(broken) in word for word in words)]
         )
@@ -338,25 +358,9 @@ class Inputs(Damage):
             self._spoil(file, {**TEXTS, **YAMLS}) if self.rng.random() < 0.9 else self._nature(file)
         )
         version = self.rng.choice(VERSIONS)
-        commands = [
-            ["lint", str(file), "--trtllm-version", version],
-            ["lint", str(file), "--trtllm-version", version, "--json"],
-            [
-                "lint",
-                str(file),
-                "--trtllm-version",
-                version,
-                "--target",
-                str(target),
-                "--head",
-                str(head),
-                "--fix",
-            ],
-            ["serve", str(target), "--config", str(file), "--dry-run", "--trtllm-version", version],
-            ["serve", str(target), "--head", str(head), "--config", str(file), "--dry-run"],
-            ["serve", str(target), "--disaggregated", str(file), "--dry-run"],
-        ]
-        return Case(f"engine YAML: {wrong}", self.rng.choice(commands), directory)
+        names = {"file": file, "version": version, "target": target, "head": head}
+        argv = filled(self.rng.choice(YAML_COMMANDS), names)
+        return Case(f"engine YAML: {wrong}", argv, directory)
 
     def _measured(self, directory: Path, target: Path, head: Path) -> Case:
         """Prompts, results and recordings, for bench, check and plan."""
@@ -376,27 +380,8 @@ class Inputs(Damage):
         file = directory / self.rng.choice(sorted(valid))
         file.write_text("\n".join(map(json.dumps, valid[file.name])) + "\n")
         wrong = self._spoil(file)
-        out = ["--output", str(directory / "out"), "--samples", "2", "--max-tokens", "4"]
-        commands = {
-            "prompts.jsonl": [
-                ["bench", self.url, "--dataset", str(file), *out, "--concurrency", "1"],
-                ["bench", self.url, *out, "--extra-body", wrong],
-                ["check", self.url, "--dataset", str(file), *out[2:], "--min-acceptance", "1"],
-            ],
-            "results.json": [
-                ["bench", self.url, "--compare", str(file), *out, "--concurrency", "1"],
-                ["plan", str(target), "--head", str(head), "--acceptance", str(file)],
-            ],
-            "recording.json": [
-                ["check", self.url, "--against", str(file)],
-                ["check", self.url, "--score", str(file), "--json"],
-                ["check", NOWHERE, "--score", str(file)],
-            ],
-            "acceptance.json": [
-                ["plan", str(target), "--head", str(head), "--acceptance", str(file)]
-            ],
-        }
-        argv = self.rng.choice(
-            self.rng.choice(list(commands.values())) if wrong in SWAPPED else commands[file.name]
-        )
+        of_file = MEASURED_COMMANDS[file.name]
+        lines = self.rng.choice(list(MEASURED_COMMANDS.values())) if wrong in SWAPPED else of_file
+        names = {"url": self.url, "file": file, "target": target, "head": head, "wrong": wrong}
+        argv = filled(self.rng.choice(lines), names | {"out": directory / "out"})
         return Case(f"{file.name}: {wrong}", argv, directory)

@@ -11,6 +11,12 @@ from typing import Any, Literal
 Manner = Literal["plain", "half-closed", "leaves", "large"]
 LARGE = 50_000_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 GRAMMARS = (
     "(a{1000}){1000}",
     "(?:a?){3000}a{3000}",
@@ -65,35 +71,15 @@ WORDS = (
     "\x7f",
     "/*x*/1",
 )
-FIELDS = (
-    "model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
-    "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "min_tokens", "logit_bias",
-    "response_format", "return_token_ids", "reasoning_effort", "modalities", "verbosity", "best_of", "suffix",
-    "max_tokens", "logprobs", "echo", "prompt", "messages", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "chat_template_kwargs", "max_completion_tokens",
-)  # fmt: skip
-IGNORED = (
-    "partial",
-    "prefix",
-    "refusal",
-    "audio",
-    "function_call",
-    "reasoning",
-    "annotations",
-    "name",
-    "nonsense",
+FIELDS = words(
+    "model stream stream_options temperature top_p top_k seed stop stop_token_ids n ignore_eos frequency_penalty "
+    "presence_penalty repetition_penalty min_p min_tokens logit_bias response_format return_token_ids "
+    "reasoning_effort modalities verbosity best_of suffix max_tokens logprobs echo prompt messages top_logprobs tools "
+    "tool_choice parallel_tool_calls chat_template_kwargs max_completion_tokens"
 )
-PATHS = (
-    COMPLETIONS,
-    CHAT,
-    "/health",
-    "/v1/models",
-    "/metrics",
-    "/openapi.json",
-    "/",
-    "/../etc/passwd",
-    "/%00",
-    "/v1",
+IGNORED = words("partial prefix refusal audio function_call reasoning annotations name nonsense")
+PATHS = words(
+    "/v1/completions /v1/chat/completions /health /v1/models /metrics /openapi.json / /../etc/passwd /%00 /v1"
 )
 JUNK = (
     b"\x16\x03\x01\x02\x00\x01",
@@ -134,6 +120,12 @@ class Attacks:
             self._large: 0.1,
         }
 
+    def chance(self, share: float) -> bool:
+        return self.random.random() < share
+
+    def pick(self, *options: Any) -> Any:
+        return self.random.choice(options)
+
     def next(self) -> Attack:
         (make,) = self.random.choices(list(self.kinds), list(self.kinds.values()))
         return make()
@@ -142,79 +134,70 @@ class Attacks:
         """A request that is served, of four tokens at most."""
         common: dict[str, Any] = {
             "max_tokens": self.random.randint(1, 4),
-            "stream": self.random.random() < 0.4,
+            "stream": self.chance(0.4),
         }
-        if self.random.random() < 0.5:
+        if self.chance(0.5):
             common["temperature"] = 0
-        if self.random.random() < 0.5:
+        if self.chance(0.5):
             return COMPLETIONS, {"prompt": f"once {self.random.randint(0, 9)}", **common}
         return CHAT, {"messages": [{"role": "user", "content": "hello"}], **common}
 
     def _value(self, depth: int = 0) -> Any:
-        if depth < 3 and self.random.random() < 0.3:
+        if depth < 3 and self.chance(0.3):
             items = [self._value(depth + 1) for _ in range(self.random.randint(0, 3))]
-            return (
-                items
-                if self.random.random() < 0.5
-                else {str(key): item for key, item in enumerate(items)}
-            )
-        return self.random.choice((None, True, False, *NUMBERS, *TEXTS))
+            return items if self.chance(0.5) else {str(key): item for key, item in enumerate(items)}
+        return self.pick(None, True, False, *NUMBERS, *TEXTS)
 
     def _odd_field(self) -> Attack:
         path, body = self._body()
         for _ in range(self.random.randint(1, 2)):
-            body[self.random.choice((*FIELDS, "unknown"))] = self._value()
+            body[self.pick(*FIELDS, "unknown")] = self._value()
         for name in ("max_tokens", "max_completion_tokens"):
             if type(body.get(name)) is int and 4 < body[name] < 10**9:
                 body[name] = 4
         if path == CHAT and not (body.get("max_tokens") or body.get("max_completion_tokens")):
             body["max_tokens"] = 4
-        return Attack("odd field", post(path, json.dumps(body).encode()))
+        return Attack("odd field", post_json(path, body))
 
     def _odd_text(self) -> Attack:
         """JSON that Python would not write: the text of one value replaced, or the whole cut off."""
         path, body = self._body()
         body[self.random.choice(FIELDS)] = "@@"
         text = json.dumps(body).replace('"@@"', self.random.choice(WORDS)).encode()
-        if self.random.random() < 0.2:
+        if self.chance(0.2):
             text = text[: self.random.randrange(len(text))]
-        if self.random.random() < 0.2:
-            text = text.replace(
-                b"o", self.random.choice((b"\xff", b"\xc0\x80", b"\xed\xa0\x80")), 1
-            )
+        if self.chance(0.2):
+            text = text.replace(b"o", self.pick(b"\xff", b"\xc0\x80", b"\xed\xa0\x80"), 1)
         return Attack("odd text", post(path, text))
 
     def _grammar(self) -> Attack:
         path, body = self._body()
-        if self.random.random() < 0.5:
+        if self.chance(0.5):
             body["response_format"] = {"type": "regex", "regex": self.random.choice(GRAMMARS)}
         else:
             schema = {"name": "x", "schema": self.random.choice(SCHEMAS)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return Attack("grammar", post(path, json.dumps(body).encode()))
+        return Attack("grammar", post_json(path, body))
 
     def _tokens(self) -> Attack:
         _, body = self._body()
-        ids = [
-            self.random.choice((0, 5, 300, 10**6, -1, 2**63))
-            for _ in range(self.random.randint(0, 5))
-        ]
-        body["prompt"] = self.random.choice((ids, [ids, ids], [[]], ids * 500, [1] * 5000))
+        ids = [self.pick(0, 5, 300, 10**6, -1, 2**63) for _ in range(self.random.randint(0, 5))]
+        body["prompt"] = self.pick(ids, [ids, ids], [[]], ids * 500, [1] * 5000)
         body |= {
-            "echo": self.random.random() < 0.5,
-            "logprobs": self.random.choice((None, 0, 20, 21)),
+            "echo": self.chance(0.5),
+            "logprobs": self.pick(None, 0, 20, 21),
         }
-        return Attack("tokens", post(COMPLETIONS, json.dumps(body).encode()))
+        return Attack("tokens", post_json(COMPLETIONS, body))
 
     def _scores(self) -> Attack:
         """More log-probabilities than fit into memory: many prompts that want those of all their tokens."""
-        count = self.random.choice((4, 300, 1000))
+        count = self.pick(4, 300, 1000)
         body = {"prompt": [[1] * 500] * count, "max_tokens": 0, "echo": True, "logprobs": 20}
-        return Attack("scores", post(COMPLETIONS, json.dumps(body).encode()))
+        return Attack("scores", post_json(COMPLETIONS, body))
 
     def _ignored(self) -> Attack:
         """What other servers honour or drop, in messages, tools and formats."""
-        role = self.random.choice(("user", "developer", "wizard", "function"))
+        role = self.pick("user", "developer", "wizard", "function")
         message: dict[str, Any] = {"role": role, "content": "x"}
         message[self.random.choice(IGNORED)] = self._value()
         body: dict[str, Any] = {"messages": [message], "max_tokens": 4}
@@ -223,15 +206,15 @@ class Attacks:
             "strict": self.random.choice((True, self._value())),
             "parameters": self._value(),
         }
-        if self.random.random() < 0.5:
+        if self.chance(0.5):
             body |= {
                 "tools": [{"type": "function", "function": function}],
-                "ignore_eos": self.random.random() < 0.2,
+                "ignore_eos": self.chance(0.2),
             }
-        if self.random.random() < 0.3:
-            key = self.random.choice(("json_schema", "regex"))
+        if self.chance(0.3):
+            key = self.pick("json_schema", "regex")
             body["response_format"] = {"type": "json_object", key: self._value()}
-        return Attack("ignored", post(CHAT, json.dumps(body).encode()))
+        return Attack("ignored", post_json(CHAT, body))
 
     def _marks(self) -> Attack:
         """Characters and names with which a server could tell a text's special tokens from the template's."""
@@ -244,13 +227,13 @@ class Attacks:
             "[EOS]",
         ]
         said = "".join(self.random.choices(texts, k=3))
-        role = self.random.choice(("user", "assistant", "tool"))
+        role = self.pick("user", "assistant", "tool")
         body = {"messages": [{"role": role, "content": said}], "max_tokens": 4}
-        return Attack("marks", post(CHAT, json.dumps(body).encode()))
+        return Attack("marks", post_json(CHAT, body))
 
     def _deep(self) -> Attack:
         path, body = self._body()
-        depth = self.random.choice((50, 500, 900, 990, 100_000))
+        depth = self.pick(50, 500, 900, 990, 100_000)
         body[self.random.choice(FIELDS)] = "@@"
         opening, closing = self.random.choice((("[", "]"), ('{"a":', "}")))
         nested = f"{opening * depth}1{closing * depth}"
@@ -283,20 +266,24 @@ class Attacks:
 
     def _manners(self) -> Attack:
         path, body = self._body()
-        manner: Manner = self.random.choice(("half-closed", "leaves", "leaves"))
+        manner: Manner = self.pick("half-closed", "leaves", "leaves")
         if manner == "leaves":
             body["max_tokens"] = 200
-        data = post(path, json.dumps(body).encode())
+        data = post_json(path, body)
         return Attack(
             manner, data[: self.random.choice((len(data), len(data), len(data) - 5, 30))], manner
         )
 
     def _large(self) -> Attack:
-        length = self.random.choice((LARGE, None))
+        length = self.pick(LARGE, None)
         head = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % LARGE
         return Attack(
             "large", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % head, "large"
         )
+
+
+def post_json(path: str, body: Any) -> bytes:
+    return post(path, json.dumps(body).encode())
 
 
 def post(

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.heads.faults import changed, faults
+from tests.command_line import SEED
 from tests.heads.convert.foreign_heads import store, stored, write_head
 from tests.hostile.inputs import Inputs
-from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
+from tests.hostile.test_malformed import SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import compare_heads

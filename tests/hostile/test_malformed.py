@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.bench.conftest import stand_in  # noqa: F401  # the server that bench and check are given
+from tests.command_line import SEED
 from tests.hostile.inputs import Case, Inputs
 
 pytestmark = pytest.mark.clock
 STATUSES = {0, 1, 2, 3, 4}
-SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 EVERY = 10  # each tenth case is a process of its own
 OTHERS = dict.fromkeys(("TRTSPEC_QUIET", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"), "1")

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 
+from tests.command_line import SEED
 from tests.engine.conftest import Running, launch, wait_until_idle
 from tests.hostile.crowd import Crowd, Good, Right, Soak, Watch, streamed_text
 from tests.hostile.requests import COMPLETIONS, Attacks, post
@@ -32,7 +33,6 @@ from trtspec.engine.request import GenerationRequest
 from trtspec.models.weights import load_target
 
 HEAD = DATA / "kimi-nano-eagle3"
-SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 HOSTILE = int(os.environ.get("TRTSPEC_HOSTILE_REQUESTS", "20000"))
 SOAK = int(os.environ.get("TRTSPEC_SOAK_REQUESTS", "10000"))
 SCHEMATHESIS = os.environ.get("TRTSPEC_SCHEMATHESIS_PYTHON", "")

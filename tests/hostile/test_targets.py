@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from tests.command_line import SEED
 from tests.hostile.inputs import Damage
-from tests.hostile.test_malformed import SEED, SLOW, Runner, runner  # noqa: F401  # a fixture
+from tests.hostile.test_malformed import SLOW, Runner, runner  # noqa: F401  # a fixture
 from tests.json_files import read_json
 from tests.tiny import make_target
 

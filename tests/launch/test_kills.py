@@ -14,13 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command_line import alive, free_port, wait_for
+from tests.command_line import SEED, alive, free_port, wait_for
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run
 
 SERVER = Path(__file__).with_name("ranks_server.py")
-SEED = int(os.environ.get("TRTSPEC_SEED", "1"))
 SUBREAPER = "another process ended the subreaper"
 
 
