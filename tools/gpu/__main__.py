@@ -19,7 +19,7 @@ import torch
 
 from tools.gpu.checks import CHECKS, Models, Row, Sizes
 from trtspec import data_files
-from trtspec.models.precision import dtype_name, serving_dtype
+from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.report import Table, print_tables, write_atomic
 
 FAILED, NO_GPU = 3, 4
@@ -45,7 +45,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print(f"test-gpu: no GPU: {why_none()}", file=sys.stderr)
         return NO_GPU
-    dtype = serving_dtype(device) if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = default_dtype(device) if options.dtype == "auto" else getattr(torch, options.dtype)
     machine = described(device, dtype)
     models = Models(
         options.target, options.head, device, dtype, Sizes.tiny() if options.tiny else Sizes()

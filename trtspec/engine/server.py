@@ -30,7 +30,7 @@ from trtspec.engine.worker import Worker
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, check_device, require_fitting
-from trtspec.models.precision import dtype_name, serving_dtype
+from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -102,7 +102,7 @@ def compute_dtype(options: ServerOptions) -> torch.dtype:
         )
     check_device(options.device)
     return (
-        serving_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
+        default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
     )
 
 

@@ -39,25 +39,9 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     return False
 
 
-def dtype_of_capability(capability: tuple[int, int]) -> torch.dtype:
-    """By a GPU's compute capability: bfloat16 from Ampere (8.0) on; float16 from Volta (7.0) on and on a P100 (6.0),
-    which multiply it fast; float32 on older GPUs, which compute float16 at 1/64 of its speed (CUDA C++ programming
-    guide, arithmetic throughput)."""
-    if capability >= (8, 0):
-        return torch.bfloat16
-    return torch.float16 if capability >= (7, 0) or capability == (6, 0) else torch.float32
-
-
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """bfloat16 where `device` has it natively, else float32."""
     return torch.bfloat16 if has_native_bf16(device) else torch.float32
-
-
-def serving_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """As `default_dtype`, and float16 on GPUs that multiply it fast and have no bfloat16."""
-    if torch.device(device).type == "cuda":
-        return dtype_of_capability(torch.cuda.get_device_capability(device))
-    return default_dtype(device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
