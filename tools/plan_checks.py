@@ -72,8 +72,9 @@ def steps(
     target: str, head: str | None, gpu: str, layout: Layout, context: int, kernel: str | None = None
 ) -> StepModel:
     model = load_target(target).spec
-    found = kernels(gpu_spec(gpu), model.quant.format, kernel)
+    found = kernels(gpu_spec(gpu), model.quant.format)
     assert found is not None
+    found = replace(found, moe_kernel=kernel or found.moe_kernel)
     return StepModel(model, load_head(head).spec if head else None, layout, found, context)
 
 

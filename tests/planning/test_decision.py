@@ -16,7 +16,7 @@ from trtspec.cli.plan import PlanOptions, choose_layout
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.planning.decision import Decision, command, decide
 from trtspec.planning.layout import Layout
-from trtspec.planning.report import tables_and_lines
+from trtspec.planning.report import no_choice, tables_and_lines
 from trtspec.records import parse
 from trtspec.report import print_tables
 
@@ -98,7 +98,8 @@ def test_what_build_config_refuses_is_never_recommended(
     words: tuple[str, ...], reason: str
 ) -> None:
     decision, printed = decided(*words)
-    assert decision.best is None and "No command" in printed and reason in printed
+    failure = no_choice(decision)
+    assert decision.best is None and failure is not None and reason in failure.message
     assert (
         "trtspec build-config" not in printed and run(["plan", *words]).exit_code == 1
     )  # raised: status 3 of main
@@ -112,8 +113,8 @@ def test_a_head_of_another_target_is_never_recommended() -> None:
     assert decision.best is None and {problem.code for problem in decision.refused} == {
         "TS-PAIR-WIDTH"
     }
-    _, lines = tables_and_lines(decision)
-    assert any(line.startswith("No command: the head fuses states of width 4096") for line in lines)
+    failure = no_choice(decision)
+    assert failure is not None and failure.message.startswith("the head fuses states of width 4096")
 
 
 def test_overrides_of_the_plan_reach_the_command() -> None:
@@ -144,11 +145,10 @@ def test_targets_are_met_with_the_best_throughput() -> None:
 def test_targets_that_nothing_meets_name_the_nearest() -> None:
     words = (NVFP4, "--head", HEAD, "--acceptance", "2.2@3", "--isl", "8192", "--osl", "1000")
     decision, printed = decided(*words, "--tpot", "3")
-    assert (
-        decision.best is None
-        and "nothing meets TPOT 3 ms" in printed
-        and "Nearest: TEP4 at concurrency 1" in printed
-    )
+    failure = no_choice(decision)
+    assert decision.best is None and printed_command(printed) is None
+    assert failure is not None and "nothing on 4 x B200 meets TPOT 3 ms" in failure.message
+    assert "nearest is TEP4 at concurrency 1" in failure.message
     nearest = decision.able[0]
     assert nearest.excess == min(row.excess for row in decision.able)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from trtspec.cli.options import Gpu, IntList
-from trtspec.errors import CheckFailed
 from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import Excludes, HeadOption, JsonOption, Needs, TargetArgument, option
 from trtspec.report import Result
@@ -85,13 +84,12 @@ class PlanOptions:
 def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
-    from trtspec.planning.report import tables_and_lines, to_dict
+    from trtspec.planning.report import no_choice, tables_and_lines, to_dict
 
     decision = choose_layout(options)
     tables, lines = tables_and_lines(decision, options.verbose)
-    return Result(
-        to_dict(decision), _warnings(decision.setting), tables, lines, _failure(decision, options)
-    )
+    warnings = _warnings(decision.setting)
+    return Result(to_dict(decision), warnings, tables, lines, no_choice(decision))
 
 
 def choose_layout(options: PlanOptions) -> Decision:
@@ -140,29 +138,3 @@ def _warnings(setting: Setting) -> list[Problem]:
     pair += learned_problems(head, target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
-
-
-def _failure(decision: Decision, options: PlanOptions) -> CheckFailed | None:
-    """Why nothing was recommended (it does not fit, does not run, or misses the limits)."""
-    setting = decision.setting
-    where, room = (
-        f"{options.gpus} x {setting.gpu.name.upper()}",
-        f"requests of {setting.workload.tokens} tokens",
-    )
-    more = "use more GPUs or larger ones, or shorter requests"
-    if not decision.fits:
-        return CheckFailed(f"{options.target} does not fit on {where} with {room}", more)
-    if decision.refused:
-        return CheckFailed(
-            decision.refused[0].message, decision.refused[0].remedy, decision.refused[0].code
-        )
-    if decision.best is None and setting.has_limits:
-        remedy = (
-            "the last line of the plan names what is nearest; use more GPUs, or shorter prompts"
-        )
-        return CheckFailed(f"nothing on {where} meets the targets", remedy)
-    if decision.best is None and not decision.able:
-        return CheckFailed(
-            f"no layout on {where} holds that many {room}", f"lower `concurrency`, {more}"
-        )
-    return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trtspec.errors import CheckFailed
 from trtspec.planning.acceptance import EXAMPLE
 from trtspec.planning.decision import Decision, Row, command
 from trtspec.planning.points import LayoutPlan
@@ -34,6 +35,10 @@ HEADINGS = (
     "trust",
 )  # 76 columns
 MOST_ROWS = 8  # of a search within targets
+UNKNOWN_SPEED = (
+    "holds it, but its speed is not known: no kernels of this format, shape and layout are in the tables, "
+    "which end at 8 ranks"
+)
 
 
 def to_dict(decision: Decision) -> dict[str, Any]:
@@ -216,10 +221,11 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
 
 
 def choice_lines(decision: Decision) -> Iterator[str]:
-    """The one command, with what it leaves open; or why there is none."""
+    """The one command, with what it leaves open. There is none where speeds are not known, or by `no_choice`."""
     row = decision.best
     if row is None:
-        yield f"No command: {no_choice(decision)}"
+        if no_choice(decision) is None:
+            yield f"No command: {decision.able[0].layout.short} {UNKNOWN_SPEED}"
         return
     yield from ("Next:", f"  {command(row)}")
     if decision.setting.head_name is None or row.point is None:
@@ -233,20 +239,26 @@ def choice_lines(decision: Decision) -> Iterator[str]:
         yield "Without the head: no draft length is worth its cost at this concurrency."
 
 
-def no_choice(decision: Decision) -> str:
+def no_choice(decision: Decision) -> CheckFailed | None:
+    """The reason why nothing is recommended. None if something is, or if its speed is not known."""
+    setting, row = decision.setting, next(iter(decision.able), None)
+    where = f"{decision.first.layout.gpus} x {setting.gpu.name.upper()}"
+    requests = f"requests of {setting.workload.tokens} tokens"
+    remedy = "use more GPUs or larger ones, or shorter requests"
+    if not decision.fits:
+        return CheckFailed(f"{setting.target} does not fit on {where} with {requests}", remedy)
     if decision.refused:
-        return "; ".join(dict.fromkeys(problem.message for problem in decision.refused))
-    row = next(iter(decision.able), None)
+        problem = decision.refused[0]
+        return CheckFailed(problem.message, problem.remedy, problem.code)
     if row is None:
-        return "no layout's cache holds that many requests."
-    if row.point is None:
-        return (
-            f"{row.layout.short} holds it, but its speed is not known: no kernels of this format, shape and layout are "
-            "in the tables, which end at 8 ranks."
-        )
-    asked = {"TTFT": decision.setting.ttft_ms, "TPOT": decision.setting.tpot_ms}
+        message = f"no layout on {where} holds that many {requests}"
+        return CheckFailed(message, f"lower `concurrency`, {remedy}")
+    if decision.best is not None or row.point is None:
+        return None
+    asked = {"TTFT": setting.ttft_ms, "TPOT": setting.tpot_ms}
     limits = " and ".join(f"{name} {limit:g} ms" for name, limit in asked.items() if limit)
-    return (
-        f"nothing meets {limits}. Nearest: {row.layout.short} at concurrency {row.concurrency} with "
-        f"{row.point.draft_len} drafts, TTFT {row.ttft_ms:.0f} ms, TPOT {row.tpot_ms:.1f} ms."
+    message = (
+        f"nothing on {where} meets {limits}; nearest is {row.layout.short} at concurrency {row.concurrency} with "
+        f"{row.point.draft_len} drafts: TTFT {row.ttft_ms:.0f} ms, TPOT {row.tpot_ms:.1f} ms"
     )
+    return CheckFailed(message, "use more GPUs, or shorter prompts")

@@ -304,10 +304,10 @@ def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
     return twin["allreduce"].row(ranks) if twin else own
 
 
-def kernels(gpu: GpuSpec, format: str, kernel: str | None = None) -> Kernels | None:
-    """The tables for weights of this format, by default of the first of MOE_KERNELS that they have; None when nobody
-    measured that on that GPU."""
+def kernels(gpu: GpuSpec, format: str) -> Kernels | None:
+    """The tables for weights of this format, with the first of MOE_KERNELS that they have; None when nobody measured
+    that on that GPU."""
     tables = read_tables(gpu.name)
     measured = tables["moe"].get(format, {}) if tables else {}
-    found = [name for name in MOE_KERNELS if name in measured and name == (kernel or name)]
+    found = [name for name in MOE_KERNELS if name in measured]
     return Kernels(gpu, tables, format, found[0]) if tables and found else None
