@@ -28,18 +28,6 @@ def gpu_names() -> list[str]:
     return sorted(load_yaml("gpus.yaml")["gpus"])
 
 
-def catalogue(name: str) -> list[str]:
-    """Of `targets`, `heads`, `datasets`, `releases` or problem `codes`."""
-    if name == "codes":
-        return list(documented())
-    if name == "releases":
-        return sorted(load_yaml("../trtllm/releases.yaml")["dynamo"]["releases"].values())
-    if name == "datasets":
-        return ["nano", *load_yaml("datasets.yaml")["datasets"]]
-    own = {"targets": "kimi-nano", "heads": "kimi-nano-eagle3"}[name]
-    return [own, *load_yaml("models.yaml")[name]]
-
-
 @cache
 def documented() -> dict[str, dict[str, str]]:
     """Every problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""

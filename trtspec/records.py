@@ -38,7 +38,7 @@ import typer
 from typer.core import TyperCommand
 
 from trtspec import errors
-from trtspec.data_files import catalogue, load_yaml
+from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
 from trtspec.report import note
 
@@ -51,9 +51,6 @@ CLICK_ERROR: Any = typer.BadParameter.__mro__[
 ]  # typer brings a click of its own and does not export this class
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
-# what the shell completes: parameter -> catalogue
-COMPLETED = {"target": "targets", "path": "targets", "source": "targets", "head": "heads", "dataset": "datasets",
-             "trtllm_version": "releases", "code": "codes"}  # fmt: skip
 EMPTY = "is empty, as with a variable that is not set"
 
 
@@ -430,10 +427,6 @@ def _for_typer(command: str, field: Field) -> inspect.Parameter:
         )
         kind = list[typing.get_args(item)[0]] | None  # type: ignore[misc]
         default = list(default) or None if isinstance(default, tuple) else default
-    if (words := COMPLETED.get(field.keyword)) is not None:
-        info.autocompletion = lambda incomplete: [
-            word for word in catalogue(words) if word.startswith(incomplete)
-        ]
     hint: Any = Annotated[(kind, info)]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
