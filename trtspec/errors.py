@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trtspec.data_files import documented
 
@@ -87,17 +87,25 @@ class Interrupted(TrtspecError):
 
 
 @contextmanager
+def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Calls `handler` for these signals while the block runs."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def termination_as_interrupt() -> Iterator[None]:
     """SIGTERM, with which schedulers end a job, unwinds like Ctrl-C while the block runs."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with signals_handled(interrupt, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, signals_handled
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, check_device, require_fitting
 from trtspec.models.precision import default_dtype, dtype_name
@@ -190,14 +190,8 @@ class AnnouncingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        previous = {
-            number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
+        with signals_handled(self._end, signal.SIGTERM, signal.SIGINT):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def end(self) -> None:
         """Stops as a signal does; what is in flight is finished, or ends with an error."""

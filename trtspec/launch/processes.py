@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.client.client import RequestFailed, generate_once, wait_ready
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, signals_handled
 from trtspec.launch.preflight import port_fault
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 from trtspec.report import create
@@ -103,17 +103,12 @@ def deferred_signals() -> Iterator[list[int]]:
     blocking read or wait only after it.
     """
     noted: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = {
-        number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN
-    }
+    both = (signal.SIGINT, signal.SIGTERM)
+    heard = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
     try:
-        for number in heard:
-            signal.signal(number, lambda caught, _: noted.append(caught))
-        yield noted
+        with signals_handled(lambda caught, _: noted.append(caught), *heard):
+            yield noted
     finally:
-        for number, handler in heard.items():
-            signal.signal(number, handler)
         if noted:
             signal.raise_signal(noted[0])
 

@@ -22,7 +22,7 @@ import psutil
 
 from trtspec.client.addresses import bearer
 from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, signals_handled
 from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
 from trtspec.launch.server import LogPatterns, ServerLaunch
 from trtspec.report import announce, say, write_stderr
@@ -143,12 +143,8 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
         asked.append(number)
         process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in FORWARDED}
-    try:
+    with signals_handled(forward, *FORWARDED):
         yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _wait_ready(
