@@ -101,11 +101,11 @@ def test_hidden_gpus_are_told() -> None:
     assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == set()
 
 
-def test_host_limits(tmp_path: Path) -> None:
-    assert list(check_modules_cache({"HF_MODULES_CACHE": str(tmp_path / "modules")})) == []
-    assert [p.code for p in check_modules_cache({"HF_MODULES_CACHE": "/proc/modules-cache"})] == [
-        "TS-SERVE-CACHE"
-    ]
+def test_host_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert list(check_modules_cache()) == []
+    monkeypatch.setenv("HF_MODULES_CACHE", "/proc/modules-cache")
+    assert [problem.code for problem in check_modules_cache()] == ["TS-SERVE-CACHE"]
     assert [p.code for p in check_shared_memory(tmp_path)] in ([], ["TS-SERVE-SHARED-MEMORY"])
 
 

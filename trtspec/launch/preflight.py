@@ -152,7 +152,7 @@ def check_start(
     yield from check_gpus(needed, gpus)
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
-        yield from check_modules_cache(os.environ) if coded else ()
+        yield from check_modules_cache() if coded else ()
     yield from program.check()
 
 
@@ -247,14 +247,11 @@ def check_shared_memory(place: Path) -> Iterator[Problem]:
         yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message, remedy)
 
 
-def check_modules_cache(environ: Mapping[str, str]) -> Iterator[Problem]:
+def check_modules_cache() -> Iterator[Problem]:
     """Code of a checkpoint is copied there before it is run."""
-    home = environ.get("HF_HOME") or os.path.join(
-        environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
-    )
-    place = Path(
-        os.path.expanduser(environ.get("HF_MODULES_CACHE") or os.path.join(home, "modules"))
-    )
+    from huggingface_hub.constants import HF_HOME
+
+    place = Path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules").expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
