@@ -86,7 +86,7 @@ def plan(
     attention_dp: bool = False,
     isl: int = 1024,
     osl: int = 1024,
-    concurrency: str | float | Sequence[float] | None = None,
+    concurrency: str | float | Sequence[float] = '1,4,16,64',
     acceptance: str | Path | None = None,
     ttft: float | None = None,
     tpot: float | None = None,

@@ -126,31 +126,26 @@ def test_overrides_of_the_plan_reach_the_command() -> None:
 
 def test_targets_are_met_with_the_best_throughput() -> None:
     words = (NVFP4, "--head", HEAD, "--acceptance", "2.62@3", "--gpus", "8", "--isl", "4096")
+    words = (*words, "--concurrency", "1,2,3,4,6,8,12,16,24,32")
     decision, printed = decided(*words, "--tpot", "8", "--ttft", "500")
     best = decision.best
     assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
     assert best.tpot_ms <= 8 and best.ttft_ms <= 500
-    meeting = [row for row in decision.able if row.excess <= 1]
+    meeting = [row for row in decision.able if row.meets]
     assert (
         best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
     )
     tighter, _ = decided(*words, "--tpot", "5", "--ttft", "500")
     assert tighter.best is not None and (tighter.best.tokens_per_s or 0) < (best.tokens_per_s or 0)
     assert run(printed_command(printed) or "").exit_code == 0
-    assert "too long" not in next(
-        line for line in printed.splitlines() if line.split()[1:2] == ["best"]
-    )
 
 
-def test_targets_that_nothing_meets_name_the_nearest() -> None:
+def test_targets_that_nothing_meets_are_named() -> None:
     words = (NVFP4, "--head", HEAD, "--acceptance", "2.2@3", "--isl", "8192", "--osl", "1000")
     decision, printed = decided(*words, "--tpot", "3")
     failure = no_choice(decision)
     assert decision.best is None and printed_command(printed) is None
     assert failure is not None and "nothing on 4 x B200 meets TPOT 3 ms" in failure.message
-    assert "nearest is TEP4 at concurrency 1" in failure.message
-    nearest = decision.able[0]
-    assert nearest.excess == min(row.excess for row in decision.able)
 
 
 def test_a_prompt_costs_the_others_time() -> None:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from trtspec.planning.decision import Decision
     from trtspec.planning.points import Setting
 
-CONCURRENCY = IntList((1, 4, 16, 64))
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -41,13 +39,9 @@ class PlanOptions:
     ] = False
     isl: Annotated[int, option("Prompt tokens.", min=1)] = 1024
     osl: Annotated[int, option("Answer tokens.", min=1)] = 1024
-    concurrency: Annotated[
-        IntList | None,
-        option(
-            "Concurrent requests of the whole server, such as 1,4,16.",
-            default=f"{CONCURRENCY}; with --ttft or --tpot, all that fit in the cache",
-        ),
-    ] = None
+    concurrency: Annotated[IntList, option("Concurrent requests of the whole server.")] = IntList(
+        (1, 4, 16, 64)
+    )
     acceptance: Annotated[
         str | None,
         option(
@@ -102,10 +96,7 @@ def choose_layout(options: PlanOptions) -> Decision:
     from trtspec.specs import gpu_spec
 
     model, acceptance = load_target(options.target).spec, None
-    searched = options.concurrency is None and (
-        options.ttft or options.tpot
-    )  # every concurrency is then tried
-    concurrency = () if searched else tuple(sorted((options.concurrency or CONCURRENCY).values))
+    concurrency = tuple(sorted(options.concurrency.values))
     if options.head is not None:
         given = options.acceptance
         acceptance = (

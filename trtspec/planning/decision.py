@@ -1,24 +1,20 @@
 """From the plans of all layouts to one choice: every layout at every concurrency ranked, within the user's targets, and
 the `trtspec build-config` command of the best.
 
-Rows rank by tokens/s of the whole server, those that meet the targets first, then those that miss them least. Nothing
-is recommended that the cache does not hold or that TensorRT-LLM refuses (`layout.refusals`).
+Rows rank by tokens/s of the whole server, those that meet the targets first. Nothing is recommended that the cache does
+not hold or that TensorRT-LLM refuses (`layout.refusals`).
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
-from trtspec.planning.memory import memory
 from trtspec.planning.points import LayoutPlan, Point, Setting, plan_layout
-
-MOST_SEQUENCES = 512  # per rank: the largest batch in the attention tables
-STEPS = (2, 3)  # a search looks at 1, 2, 3, 4, 6, 8, 12, 16, 24, .. requests
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,11 @@ class Row:
         return 1000 * self.concurrency * osl / (self.ttft_ms + (osl - 1) * self.tpot_ms)
 
     @property
-    def excess(self) -> float:
-        """How far the farther limit is missed, as a factor; 1 or less where both are met."""
+    def meets(self) -> bool:
+        """Whether both times are within the user's limits."""
         setting = self.plan.setting
         pairs = ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms))
-        return max(
-            (float("inf") if ours is None else ours / asked for ours, asked in pairs if asked),
-            default=0.0,
-        )
+        return all(time is not None and time <= limit for time, limit in pairs if limit)
 
     def to_dict(self) -> dict[str, Any]:
         """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
@@ -143,25 +136,14 @@ class Decision:
     def best(self) -> Row | None:
         """None where nothing can be served, where its speed is not known, or where nothing meets the targets."""
         first = next(iter(self.able), None)
-        return first if first and first.point and first.excess <= 1 else None
+        return first if first and first.point and first.meets else None
 
     def of_concurrency(self, concurrency: int) -> Row | None:
         return next((row for row in self.able if row.concurrency == concurrency), None)
 
 
 def decide(chosen: list[Layout], setting: Setting) -> Decision:
-    """Plans each layout and ranks. A workload without concurrencies is one to search: up to what the cache holds."""
-    if not setting.workload.concurrency:
-        most = 1
-        for layout in chosen:
-            room = memory(
-                setting.model, setting.head, setting.gpu, layout, fraction=setting.fraction
-            )
-            measured = MOST_SEQUENCES * (layout.gpus if layout.attention_dp else 1)
-            most = max(most, min(room.sequences(setting.workload.tokens), measured))
-        setting = replace(
-            setting, workload=replace(setting.workload, concurrency=tuple(ladder(most)))
-        )
+    """Plans each layout and ranks."""
     plans = [plan_layout(layout, setting) for layout in chosen]
     rows, refused = [], []
     for plan in plans:
@@ -175,10 +157,10 @@ def decide(chosen: list[Layout], setting: Setting) -> Decision:
     return Decision(setting, plans, rows, refused if len(refused) == len(plans) else [])
 
 
-def _rank(row: Row) -> tuple[bool, float, float, int]:
+def _rank(row: Row) -> tuple[bool, bool, float, int]:
     return (
         row.held and row.refused is None,
-        -max(1.0, row.excess),
+        row.meets,
         row.tokens_per_s or 0.0,
         row.concurrency,
     )
@@ -196,12 +178,6 @@ def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
         attention_dp=layout.attention_dp,
         tokens=setting.workload.tokens,
     )
-
-
-def ladder(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, .. and `most` itself."""
-    doubled = {step << times for step in STEPS for times in range(most.bit_length())}
-    return sorted({1, most} | {value for value in doubled if value < most})
 
 
 def command(row: Row) -> str:

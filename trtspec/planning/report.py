@@ -34,7 +34,6 @@ HEADINGS = (
     "speed-up (range)",
     "trust",
 )  # 76 columns
-MOST_ROWS = 8  # of a search within targets
 UNKNOWN_SPEED = (
     "holds it, but its speed is not known: no kernels of this format, shape and layout are in the tables, "
     "which end at 8 ranks"
@@ -139,12 +138,11 @@ def tables_and_lines(decision: Decision, verbose: bool = False) -> tuple[list[Ta
 
 
 def ranked_rows(decision: Decision) -> list[Row]:
-    """The best row of each concurrency, in rank order; of a search, the first ones."""
+    """The best row of each concurrency, in rank order."""
     best: dict[int, Row] = {}
     for row in (row for row in decision.rows if row.held and row.point):
         best.setdefault(row.concurrency, row)
-    able = [row for row in best.values() if row.refused is None] or list(best.values())
-    return able[:MOST_ROWS] if decision.setting.has_limits else able
+    return [row for row in best.values() if row.refused is None] or list(best.values())
 
 
 def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
@@ -162,10 +160,7 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
             row.plan.trust(row.point),
         ])  # fmt: skip
         if setting.has_limits:
-            cells[-1] += [
-                against_limit(row.ttft_ms, setting.ttft_ms),
-                against_limit(row.tpot_ms, setting.tpot_ms),
-            ]
+            cells[-1] += [milliseconds(row.ttft_ms), milliseconds(row.tpot_ms)]
     columns = (*HEADINGS, "TTFT ms", "TPOT ms") if setting.has_limits else HEADINGS
     return Table(title, columns, cells, text_columns=frozenset(range(len(columns))), ruled=False)
 
@@ -176,11 +171,8 @@ def speedup(plan: LayoutPlan, point: Any) -> str:
     return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
 
 
-def against_limit(value: float | None, limit: float | None) -> str:
-    """Milliseconds for a cell of the table, marked where they exceed the limit."""
-    if value is None:
-        return "-"
-    return f"{value:,.1f}{' too long' if limit is not None and value > limit else ''}"
+def milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 def memory_line(plan: LayoutPlan) -> str:
@@ -205,7 +197,7 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
             "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
         )
     setting = decision.setting
-    for concurrency in setting.workload.concurrency if rows and not setting.has_limits else ():
+    for concurrency in setting.workload.concurrency if rows else ():
         if concurrency not in {row.concurrency for row in rows}:
             other = decision.of_concurrency(concurrency)
             reason = (
@@ -257,8 +249,5 @@ def no_choice(decision: Decision) -> CheckFailed | None:
         return None
     asked = {"TTFT": setting.ttft_ms, "TPOT": setting.tpot_ms}
     limits = " and ".join(f"{name} {limit:g} ms" for name, limit in asked.items() if limit)
-    message = (
-        f"nothing on {where} meets {limits}; nearest is {row.layout.short} at concurrency {row.concurrency} with "
-        f"{row.point.draft_len} drafts: TTFT {row.ttft_ms:.0f} ms, TPOT {row.tpot_ms:.1f} ms"
-    )
-    return CheckFailed(message, "use more GPUs, or shorter prompts")
+    remedy = "lower `concurrency`, use more GPUs, or shorter prompts"
+    return CheckFailed(f"nothing on {where} meets {limits} at these concurrencies", remedy)
