@@ -92,7 +92,6 @@ def plan(
     tpot: float | None = None,
     max_draft: int = 8,
     kv_fraction: float | None = None,
-    verbose: bool = False,
 ) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config"""
 

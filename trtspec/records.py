@@ -78,7 +78,7 @@ LAST = (
     "force",
     "json_",
 )  # on a help page, also where the record inherits them
-OUTPUT = ("output", "verbose", *LAST)  # a panel of their own
+OUTPUT = ("output", *LAST)  # a panel of their own
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 PLAN = ("plan", TARGET, "--head", HEAD)
 SIZED = effects(
     "--gpu b300 --gpus 8 --attention-dp --isl 300 --osl 300 --concurrency 2 --ttft 900 --tpot 20 --kv-fraction 0.5 "
-    "--verbose --json",
+    "--json",
     target=Effect(instead=line("plan nvidia/Kimi-K2.6-NVFP4")),
     head=Effect(instead=("plan", TARGET, "--head", "nvidia/Kimi-K2-Thinking-Eagle3")),
     tp_size="--tp 4",

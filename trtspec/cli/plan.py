@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from trtspec.cli.options import Gpu, IntList
 from trtspec.planning.layout import LONGEST_DRAFT
-from trtspec.records import Excludes, HeadOption, JsonOption, Needs, TargetArgument, option
+from trtspec.records import HeadOption, JsonOption, Needs, TargetArgument, option
 from trtspec.report import Result
 
 if TYPE_CHECKING:
@@ -69,9 +69,6 @@ class PlanOptions:
             max=1.0,
         ),
     ] = None
-    verbose: Annotated[
-        bool, option("Also print the assumptions and the sources.", "-v"), Excludes("json_")
-    ] = False
     json_: JsonOption = False
 
 
@@ -81,7 +78,7 @@ def plan(options: PlanOptions) -> Result:
     from trtspec.planning.report import no_choice, tables_and_lines, to_dict
 
     decision = choose_layout(options)
-    tables, lines = tables_and_lines(decision, options.verbose)
+    tables, lines = tables_and_lines(decision)
     warnings = _warnings(decision.setting)
     return Result(to_dict(decision), warnings, tables, lines, no_choice(decision))
 

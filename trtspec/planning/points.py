@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.planning.acceptance import Acceptance
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import Memory, memory
-from trtspec.planning.step import HEADS, Kernels, StepModel, distinct_experts, kernels
+from trtspec.planning.step import HEADS, Kernels, StepModel, kernels
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
@@ -49,8 +49,6 @@ class Point:
     cost_ratio: float
     plain_ms: float
     step_ms: float
-    experts: float
-    held: bool
     acceptance_length: float | None = None
 
     @property
@@ -171,10 +169,8 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
     points = []
     for sequences in workload.concurrency:
         plain = steps.step(sequences)
-        held = room.sequences(workload.tokens) >= sequences
         for drafts in range((setting.longest_draft if head is not None else 0) + 1):
             whole = steps.whole(sequences, drafts)
-            experts = distinct_experts(model, sequences * (drafts + 1))
             length = (
                 1.0
                 if drafts == 0
@@ -189,8 +185,6 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
                     whole / plain,
                     plain / 1000,
                     whole / 1000,
-                    experts,
-                    held,
                     length,
                 )
             )

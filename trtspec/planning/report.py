@@ -121,8 +121,8 @@ def sources(plan: LayoutPlan) -> list[str]:
     return [plan.setting.gpu.source, *(plan.steps.kernels.sources if plan.steps else [])]
 
 
-def tables_and_lines(decision: Decision, verbose: bool = False) -> tuple[list[Table], list[str]]:
-    """For people: the ranked table, the memory in a line, the command; everything with `verbose`."""
+def tables_and_lines(decision: Decision) -> tuple[list[Table], list[str]]:
+    """For people: the ranked table, the memory in a line, and the command."""
     setting, first, rows = decision.setting, decision.first, ranked_rows(decision)
     pair = f"{setting.target} with {setting.head_name}" if setting.head_name else setting.target
     title = f"{pair} on {first.layout.gpus} x {setting.gpu.name.upper()}, {setting.workload.isl:,} tokens in and "
@@ -131,9 +131,6 @@ def tables_and_lines(decision: Decision, verbose: bool = False) -> tuple[list[Ta
     lines = [*([] if tables else [title]), memory_line(first)]
     if decision.fits:
         lines += [*below_table(rows, decision), "", *choice_lines(decision)]
-    if verbose:
-        lines += ["", "Assumes:", *(f"  {line}" for line in assumptions(first))]
-        lines += [f"Checked: {CHECKED}", "Sources: " + "; ".join(sources(first))]
     return tables, lines
 
 

@@ -32,12 +32,6 @@ BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurat
 LAUNCH_US = 3.0  # least time of one kernel (same source)
 
 
-def distinct_experts(model: ModelSpec, tokens: int) -> float:
-    """Expected experts that `tokens` tokens touch in one layer when routing is uniform: E (1 - (1 - top/E)^T)."""
-    experts = model.n_routed_experts
-    return experts * (1 - (1 - model.num_experts_per_tok / experts) ** tokens)
-
-
 @dataclass(frozen=True)
 class StepModel:
     """Times in microseconds. `context` is the number of tokens that a sequence holds, on average over its answer."""
