@@ -171,7 +171,7 @@ def _decode(
 
     Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not looked at.
     """
-    device, rows = target.embed.weight.device, cache.rows
+    device, rows = target.embed.weight.device, len(cache.data[0])
     ahead = torch.zeros(rows, dtype=torch.int64, device=device)
     if rows > 1:
         ahead[-1] = LONGER

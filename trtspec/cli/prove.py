@@ -26,26 +26,9 @@ if TYPE_CHECKING:
 
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
-    *(
-        "--head",
-        "--draft-len",
-        "--draft-sampling",
-        "--backend",
-        "--tp-size",
-        "--host",
-        "--port",
-        "--config",
-    ),
-    *(
-        "--dry-run",
-        "--disaggregated",
-        "--role",
-        "--nodes",
-        "--gpus-per-node",
-        "--launcher",
-        "--launcher-args",
-    ),
-)
+    "--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port", "--config", "--dry-run",
+    "--disaggregated", "--role", "--nodes", "--gpus-per-node", "--launcher", "--launcher-args",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -272,10 +272,6 @@ class LatentCache:
         return self.data.shape[2]
 
     @property
-    def rows(self) -> int:
-        return self.data.shape[1]
-
-    @property
     def token_bytes(self) -> int:
         """Of one token's entries in all layers."""
         return self.data.shape[0] * self.data.shape[3] * self.data.itemsize
