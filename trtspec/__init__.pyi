@@ -102,7 +102,6 @@ def quantize(
     policy: str | Path | None = None,
     kv_cache: Literal['fp8', 'none'] = 'fp8',
     input_scales: str | Path = 'one',
-    accept_input_scales: bool = False,
     weight_scales: Literal['max', 'mse'] | None = None,
     workers: int = 0,
     device: str | Path = 'cpu',

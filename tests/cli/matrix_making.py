@@ -43,7 +43,7 @@ def line(text: str) -> tuple[str, ...]:
 
 QUANTIZE, DRY = line("quantize {target} -o {out}"), line("--dry-run --json")
 BYTES = effects(
-    "--policy k2.6 --kv-cache none --input-scales {data} --accept-input-scales --json",
+    "--policy k2.6 --kv-cache none --input-scales {data} --json",
     source=Effect(instead=line("quantize {other} -o {out}")),
     output=Effect(instead=line("quantize {target} -o {out}-2")),
 )

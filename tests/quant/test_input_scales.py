@@ -1,6 +1,5 @@
 """A scale file is bound to the source that it was measured on: every other one is refused, by name."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.command_line import trtspec
 from tests.json_files import read_json, write_json
+from tests.quant.scale_files import write_scales
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
@@ -38,21 +37,8 @@ def entries(source: Path) -> dict[str, torch.Tensor]:
     return {f"{stem}.input_scale": torch.tensor(0.5) for stem in stems}
 
 
-def write(
-    path: Path, source: Path, tensors: dict[str, torch.Tensor] | None = None, **about: object
-) -> Path:
-    about = {"command": "calibrate", "source": source.name, "fingerprint": identity(Checkpoint.open(source)),
-             "texts": 3, "tokens": 99, **about}  # fmt: skip
-    save_file(
-        entries(source) if tensors is None else tensors,
-        path,
-        {"format": "pt", "trtspec": json.dumps(about)},
-    )
-    return path
-
-
-def plan(source: Path, scales: Path, accept: bool = False) -> QuantizePlan:
-    options = ConversionOptions(input_scales=scales, accept_input_scales=accept)
+def plan(source: Path, scales: Path) -> QuantizePlan:
+    options = ConversionOptions(input_scales=scales)
     return quantize_checkpoint(
         source, scales.parent / "out", K26, options, OutputOptions(dry_run=True)
     )
@@ -80,7 +66,7 @@ def changed(source: Path, to: Path, how: str) -> Path:
 def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_shards(
     source, tmp_path
 ):
-    scales = write(tmp_path / "s.safetensors", source)
+    scales = write_scales(tmp_path / "s.safetensors", source, entries(source))
     assert "activation scales" not in " ".join(plan(source, scales).deviations)
     again = make_target(tmp_path / "elsewhere", format="int4", layers=3, shards=5)
     one, other = (identity(Checkpoint.open(path)) for path in (source, again))
@@ -96,73 +82,48 @@ def test_its_own_source_takes_it_wherever_it_lies_and_however_it_is_dealt_to_sha
         ("the config", "the config differ"),
     ],
 )
-def test_another_source_is_refused_unless_accepted(source, tmp_path, how, message, out):
-    scales, other = (
-        write(tmp_path / "s.safetensors", source),
-        changed(source, tmp_path / "copy", how),
-    )
+def test_another_source_is_refused(source, tmp_path, how, message):
+    scales = write_scales(tmp_path / "s.safetensors", source, entries(source))
+    other = changed(source, tmp_path / "copy", how)
     with pytest.raises(UsageError, match=rf"measured on another source \(Kimi-K2.6\).*{message}"):
         plan(other, scales)
-    assert plan(other, scales, accept=True).quantized == 2 * 12
-    quantize_checkpoint(
-        other,
-        out,
-        K26,
-        ConversionOptions(input_scales=scales, accept_input_scales=True),
-    )
-    assert (
-        "not bound to this source, accepted with `accept_input_scales`"
-        in (tmp_path / "out/README.md").read_text()
-    )
 
 
-def test_a_file_that_names_no_source_is_refused_unless_accepted(source, tmp_path):
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"format": "pt"}, "was not written by `trtspec calibrate`"),
+        ({"trtspec": "not JSON"}, "was not written by `trtspec calibrate`"),
+        ({"trtspec": "[]"}, "does not say which source"),
+        ({"trtspec": '{"fingerprint": 1}'}, "does not say which source"),
+    ],
+)
+def test_a_file_that_names_no_source_is_refused(source, tmp_path, metadata, message):
     path = tmp_path / "s.safetensors"
-    save_file(entries(source), path)
-    with pytest.raises(UsageError, match="does not say which source") as refused:
+    save_file(entries(source), path, metadata)
+    with pytest.raises(UsageError, match=message) as refused:
         plan(source, path)
-    assert "`accept_input_scales`" in refused.value.remedy
-    assert plan(source, path, accept=True).quantized == 2 * 12
+    assert "`trtspec calibrate`" in refused.value.remedy
 
 
-@pytest.mark.parametrize("accept", [False, True])
-@pytest.mark.parametrize("fault", ["another depth", "one expert more", "one expert less", "nan", "zero", "negative",
-                                   "a vector", "infinite"])  # fmt: skip
-def test_scales_that_fit_no_linear_or_are_no_scale_are_refused_even_then(
-    source, tmp_path, fault, accept, out
-):
+@pytest.mark.parametrize(
+    "value", [None, torch.nan, 0.0, -1.0, torch.inf, [0.5, 0.5]],
+    ids=["absent", "nan", "zero", "negative", "infinite", "a vector"],
+)  # fmt: skip
+def test_a_linear_without_a_scale_and_what_is_no_scale_are_refused(source, tmp_path, value, out):
     tensors = entries(source)
     name = "language_model.model.layers.1.mlp.experts.2.down_proj.input_scale"
-    if fault == "another depth":
-        tensors |= {name.replace("layers.1", "layers.9"): torch.tensor(0.5)}
-    elif fault == "one expert more":
-        tensors |= {name.replace("experts.2", "experts.4"): torch.tensor(0.5)}
-    elif fault == "one expert less":
+    if value is None:
         del tensors[name]
     else:
-        values = {
-            "nan": torch.nan,
-            "zero": 0.0,
-            "negative": -1.0,
-            "infinite": torch.inf,
-            "a vector": [0.5, 0.5],
-        }
-        tensors[name] = torch.tensor(values[fault])
+        tensors[name] = torch.tensor(value)
     with pytest.raises(TrtspecError) as refused:
-        plan(source, write(tmp_path / "s.safetensors", source, tensors), accept)
+        plan(source, write_scales(tmp_path / "s.safetensors", source, tensors))
     assert "Traceback" not in str(refused.value) and not out.exists()
 
 
 def test_a_file_that_is_not_safetensors_is_refused(source, tmp_path):
     path = tmp_path / "s.json"
     path.write_text('{"a.input_scale": 1.0}')
-    with pytest.raises(UsageError, match="not a file of input scales"):
+    with pytest.raises(UsageError, match="not written by `trtspec calibrate`"):
         plan(source, path)
-
-
-def test_accepting_without_a_file_is_refused(source, out):
-    done = trtspec("quantize", source, "-o", out, "--accept-input-scales")
-    assert (
-        done.status == 2
-        and "--accept-input-scales is not used with --input-scales one" in done.stderr
-    )

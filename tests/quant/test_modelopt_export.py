@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.command_line import ROOT, inspected, printed
 from tests.json_files import read_json, write_json
+from tests.quant.scale_files import write_scales
 from tests.tiny import read_tensors, write_tensors
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
@@ -45,9 +46,10 @@ def modelopt(
     return read_tensors(out)
 
 
-def accepted(scales: Path | None) -> ConversionOptions:
-    """ModelOpt's own scales, which say nothing about their source."""
-    return ConversionOptions(input_scales=scales, accept_input_scales=scales is not None)
+def scales_of(exported: dict[str, torch.Tensor], source: Path, folder: Path) -> ConversionOptions:
+    """ModelOpt's own scales, in a file as `calibrate` writes it."""
+    tensors = {name: tensor for name, tensor in exported.items() if name.endswith("input_scale")}
+    return ConversionOptions(input_scales=write_scales(folder / "s.safetensors", source, tensors))
 
 
 def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
@@ -128,12 +130,10 @@ def test_every_tensor_equals_modelopts_export(
         theirs = {
             name: tensor for name, tensor in theirs.items() if name.startswith("language_model.")
         }
-    scales = tmp_path / "scales.safetensors"
-    save_file(
-        {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
-    )
-    given = None if policy == "k2.7-code" else scales  # pinned there: 1.0, from ModelOpt as from us
-    quantize_checkpoint(source, out, load_policy(policy), accepted(given))
+    given = scales_of(theirs, source, tmp_path)
+    if policy == "k2.7-code":
+        given = ConversionOptions()  # pinned there: 1.0, from ModelOpt as from us
+    quantize_checkpoint(source, out, load_policy(policy), given)
     ours = read_tensors(out)
     assert set(ours) == set(theirs)
     quantized = sum(name.endswith("weight_scale_2") for name in ours)
@@ -194,11 +194,7 @@ def test_layerwise_export_holds_the_same_tensors(tmp_path, policy, out, new_targ
     """ModelOpt 0.48's shard per decoder layer: the names and bytes of ours, in other files; inspect reads it."""
     source = new_target(nested=False, layers=3, shards=3)
     theirs = modelopt("layerwise", source, RECIPES[policy], tmp_path / "modelopt", "0.48")
-    scales = tmp_path / "scales.safetensors"
-    save_file(
-        {name: tensor for name, tensor in theirs.items() if name.endswith("input_scale")}, scales
-    )
-    quantize_checkpoint(source, out, load_policy(policy), accepted(scales))
+    quantize_checkpoint(source, out, load_policy(policy), scales_of(theirs, source, tmp_path))
     ours = read_tensors(out)
     assert set(ours) == set(theirs) and different(ours, theirs) == []
     shards = sorted(path.name for path in (tmp_path / "modelopt").glob("*.safetensors"))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.command_line import calls_of, killed_at
 from tests.json_files import read_json, write_json
+from tests.quant.scale_files import write_scales
 from tests.quant.test_full_disk import files
-from tests.quant.test_modelopt_export import accepted, different
+from tests.quant.test_modelopt_export import different
 from tests.tiny import make_target, read_tensors, write_tensors
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
@@ -122,30 +123,25 @@ def test_without_an_fp8_kv_cache(tmp_path, out, new_target):
 
 def test_input_scales_from_a_file(tmp_path, out, new_target):
     source = new_target(layers=2)
-    prefix = "model.layers.1.mlp.experts"
+    prefix = "language_model.model.layers.1.mlp.experts"
     amax = {"gate": 5.0, "up": 7.0, "down": 2.0}
     values = {
-        f"{prefix}.*.{name}_proj.input_scale": torch.tensor(most) / 2688
+        f"{prefix}.{expert}.{name}_proj.input_scale": torch.tensor(most) / 2688
+        for expert in range(4)
         for name, most in amax.items()
     }
-    values |= {f"{prefix}.3.down_proj.input_scale": torch.tensor(0.25)}
-    path = tmp_path / "scales.safetensors"
-    save_file(values, path)
-    quantize_checkpoint(source, out, K26, accepted(path))
+    values[f"{prefix}.3.down_proj.input_scale"] = torch.tensor(0.25)
+    path = write_scales(tmp_path / "scales.safetensors", source, values)
+    quantize_checkpoint(source, out, K26, ConversionOptions(input_scales=path))
     got = read_tensors(out)
-    scale = {
-        name: got[f"language_model.{prefix}.{name}.input_scale"]
-        for name in ("0.gate_proj", "1.up_proj")
-    }
-    assert all(torch.equal(value, torch.tensor(7.0) / 2688) for value in scale.values())
-    assert torch.equal(
-        got[f"language_model.{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688
-    )
-    assert float(got[f"language_model.{prefix}.3.down_proj.input_scale"]) == 0.25
-    del values[f"{prefix}.*.down_proj.input_scale"]
-    save_file(values, path)
+    for name in ("0.gate_proj", "1.up_proj"):
+        assert torch.equal(got[f"{prefix}.{name}.input_scale"], torch.tensor(7.0) / 2688)
+    assert torch.equal(got[f"{prefix}.2.down_proj.input_scale"], torch.tensor(2.0) / 2688)
+    assert float(got[f"{prefix}.3.down_proj.input_scale"]) == 0.25
+    del values[f"{prefix}.1.down_proj.input_scale"]
+    write_scales(path, source, values)
     with pytest.raises(TrtspecError, match="no input scale for .*layers.1.mlp.experts.1.down_proj"):
-        quantize_checkpoint(source, tmp_path / "out3", K26, accepted(path))
+        quantize_checkpoint(source, tmp_path / "out3", K26, ConversionOptions(input_scales=path))
     assert not (tmp_path / "out3").exists()
 
 

@@ -179,7 +179,6 @@ def variants(
             ConversionOptions(
                 kv_cache=None,
                 input_scales=file,
-                accept_input_scales=file is not None,
                 weight_scales=weights,
                 workers=1,
             ),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.records import Excludes, JsonOption, fill, option
+from trtspec.records import JsonOption, fill, option
 from trtspec.report import Result, Table, progress_bar, value_table
 
 
@@ -29,13 +29,6 @@ class QuantizeOptions(OutputFlags):
             "Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."
         ),
     ] = "one"
-    accept_input_scales: Annotated[
-        bool,
-        option(
-            "Use a scale file that was not measured on SRC itself, or does not say so. The card names it."
-        ),
-        Excludes("input_scales=one"),
-    ] = False
     weight_scales: Annotated[
         Literal["max", "mse"] | None,
         option(

@@ -112,13 +112,11 @@ class ShardPlan:
 @dataclass(frozen=True)
 class ConversionOptions:
     """The first three decide the bytes. `input_scales` None is 1.0 everywhere, `weight_scales` None the policy's.
-    `accept_input_scales` takes a scale file that is not bound to the source. `workers` are threads, 0: as many as cores
-    and memory allow. With `by_modelopt` ModelOpt quantizes."""
+    `workers` are threads, 0: as many as cores and memory allow. With `by_modelopt` ModelOpt quantizes."""
 
     kv_cache: str | None = "fp8"
     input_scales: Path | None = None
     weight_scales: str | None = None
-    accept_input_scales: bool = False
     workers: int = 0
     device: str = "cpu"
     by_modelopt: bool = False
@@ -198,11 +196,7 @@ def prepare(
         raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == checkpoint.path.resolve():
         raise UsageError("source and output are the same directory", "choose another `output`")
-    names = [name for name in plain_names(checkpoint.tensors) if name.endswith(".weight")]
-    modules = (name.removesuffix(".weight") for name in names)
-    scales = InputScales.load(
-        options.input_scales, checkpoint, modules, options.accept_input_scales
-    )
+    scales = InputScales.load(options.input_scales, checkpoint)
     plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size or FP8_BLOCK_SIZE)
     weight_scales = options.weight_scales or policy.weight_scales
     return Conversion(

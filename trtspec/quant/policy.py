@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,7 +38,7 @@ WEIGHT_SCALES = {
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
 METADATA_KEY = "trtspec"  # of the safetensors header
-REMEDY = "calibrate SRC itself with `trtspec calibrate`, or pass `accept_input_scales` if they belong to it"
+REMEDY = "measure the scales of this source with `trtspec calibrate`"
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,8 @@ def default_policy(*names: str) -> Policy:
 
 @dataclass(frozen=True)
 class InputScales:
-    """Activation scales by module, `values` None for 1.0 everywhere. `digest` goes into the journal: other scales,
-    another output. `description` is for the card: where they come from, whether they belong to the source."""
+    """Activation scales by linear, `values` None for 1.0 everywhere. `digest` goes into the journal: other scales,
+    another output. `description` is for the card."""
 
     values: dict[str, float] | None = None
     digest: str = "one"
@@ -145,107 +144,56 @@ class InputScales:
     description: str = "1.0 for every linear (uncalibrated)"
 
     @staticmethod
-    def load(
-        path: Path | None, checkpoint: Checkpoint, modules: Iterable[str], accept: bool
-    ) -> InputScales:
-        """The scales in a file for `checkpoint`, whose linears are `modules`; None means 1.0 everywhere.
+    def load(path: Path | None, checkpoint: Checkpoint) -> InputScales:
+        """Reads what `trtspec calibrate` measured on `checkpoint`; None means 1.0 everywhere.
 
-        A file is safetensors with `<module>.input_scale`, as in a ModelOpt export; `experts.*` in place of an expert's
-        number means all experts of the layer. Raises UsageError or TrtspecError naming an entry that is not a single
-        positive finite number or whose linear is not there. With `accept` the file may name another source or none.
+        Raises UsageError if the file was not measured on this checkpoint, TrtspecError for a scale that is not a
+        positive finite number.
         """
         if path is None:
             return InputScales()
         if not path.is_file():
-            raise UsageError(
-                f"`input_scales` {path} is not a file",
-                "pass `one` or the file that calibration wrote",
-            )
-        raw, about = _read(path)
-        values: dict[str, float] = {}
-        for module, scale in raw.items():
+            raise UsageError(f"`input_scales` {path} is not a file", f"pass `one`, or {REMEDY}")
+        values, metadata = _read(path)
+        _refuse_other_source(path, metadata, checkpoint)
+        for linear, scale in values.items():
             if not math.isfinite(scale) or scale <= 0:
-                text = f"{path}: {module}.input_scale is {scale}, a scale must be positive"
-                raise TrtspecError(text, "calibrate again")
-            plain = module.removeprefix(TEXT_PREFIX)
-            if values.setdefault(plain, scale) != scale:
-                raise TrtspecError(
-                    f"{path} has two scales for {plain}", "keep one of them, or calibrate again"
-                )
-        if not values:
-            raise UsageError(
-                f"{path} holds no *.input_scale", "pass the file that calibration wrote"
-            )
-        known = {module.removeprefix(TEXT_PREFIX) for module in modules}
-        if foreign := sorted(values.keys() - known - set(map(_all_experts, known))):
-            more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
-            text = f"{path.name} has a scale for {foreign[0]}{more}, which {checkpoint.path} does not have"
-            raise UsageError(
-                text, "it is another model's: calibrate this one with `trtspec calibrate`"
-            )
-        why = _unbound(about, checkpoint)
-        if why and not accept:
-            raise UsageError(f"{path.name} {why}", REMEDY)
-        named, texts, tokens = (about.get(key) for key in ("source", "texts", "tokens"))
-        origin = (
-            f", measured on {named} with {texts:,} texts, {tokens:,} tokens"
-            if named and texts and tokens
-            else ""
-        )
-        accepted = " (not bound to this source, accepted with `accept_input_scales`)" if why else ""
+                text = f"{path}: {linear}.input_scale is {scale}, a scale must be positive"
+                raise TrtspecError(text, REMEDY)
+        source, texts, tokens = (metadata.get(key) for key in ("source", "texts", "tokens"))
+        origin = f"measured on {source} with {texts} texts, {tokens} tokens"
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return InputScales(values, digest, path.name, f"{path.name}{origin}{accepted}")
+        return InputScales(values, digest, path.name, f"{path.name}, {origin}")
 
-    def scale(self, modules: list[str]) -> float:
+    def scale(self, linears: list[str]) -> float:
         """The one scale of linears that read the same input: the largest that the file gives for any of them."""
         if self.values is None:
             return 1.0
-        plain = [module.removeprefix(TEXT_PREFIX) for module in modules]
-        found = [self.values.get(module, self.values.get(_all_experts(module))) for module in plain]
-        if not any(found):
-            text = f"{self.file} has no input scale for {modules[0]}"
+        scales = [self.values[linear] for linear in linears if linear in self.values]
+        if not scales:
+            text = f"{self.file} has no input scale for {linears[0]}"
             raise TrtspecError(text, "calibrate with the same policy, or pass `input_scales` one")
-        return max(filter(None, found))
-
-
-def _all_experts(module: str) -> str:
-    """The name under which a file has one scale for all experts of a layer."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
-
-
-def _unbound(about: dict[str, Any], checkpoint: Checkpoint) -> str:
-    """Why scales are not known to belong to `checkpoint`, by what their file says about itself; "" where they do."""
-    bound: dict[str, Any] | None = about.get("fingerprint")
-    if bound is None:
-        return "does not say which source it was measured on"
-    found = identity(checkpoint)
-    other = [name for key, name in MODEL.items() if bound.get(key) != found[key]]
-    named = about.get("source", "another one")
-    return (
-        f"was measured on another source ({named}): {' and '.join(other)} differ" if other else ""
-    )
+        return max(scales)
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """Scales by module, and what the file says about itself."""
+    """Scales by linear, and what calibration wrote about them. Raises UsageError if `calibrate` did not write it."""
+    values = {}
     try:
         with safe_open(path, framework="pt") as stream:
-            about = json.loads((stream.metadata() or {}).get(METADATA_KEY, "{}"))
-            values = {}
+            metadata = json.loads(stream.metadata()[METADATA_KEY])
             for name in stream.keys():  # noqa: SIM118
-                module, _, suffix = name.rpartition(".")
-                if suffix == "input_scale":
-                    tensor = stream.get_tensor(name)
-                    if tensor.numel() != 1:
-                        raise ValueError(
-                            f"{name} has shape {list(tensor.shape)}, one number is wanted"
-                        )
-                    values[module] = float(tensor)
-            if not isinstance(about, dict) or not isinstance(about.get("fingerprint", {}), dict):
-                raise ValueError("its header says nothing readable about its source")
-            return values, about
-    except (ValueError, TypeError, SafetensorError) as error:
-        text = f"{path} is not a file of input scales: {error}"
-        raise UsageError(
-            text, "pass the safetensors file that calibration wrote, or a ModelOpt export"
-        ) from None
+                values[name.removesuffix(".input_scale")] = stream.get_tensor(name).item()
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
+        raise UsageError(f"{path} was not written by `trtspec calibrate`", REMEDY) from None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("fingerprint"), dict):
+        raise UsageError(f"{path} does not say which source it was measured on", REMEDY)
+    return values, metadata
+
+
+def _refuse_other_source(path: Path, metadata: dict[str, Any], checkpoint: Checkpoint) -> None:
+    measured_on, source = metadata["fingerprint"], identity(checkpoint)
+    changed = [name for key, name in MODEL.items() if measured_on.get(key) != source[key]]
+    if changed:
+        text = f"{path.name} was measured on another source ({metadata.get('source')}): {' and '.join(changed)} differ"
+        raise UsageError(text, REMEDY)
