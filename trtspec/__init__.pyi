@@ -99,7 +99,7 @@ def quantize(
     source: str | Path,
     output: str | Path,
     *,
-    policy: str | Path | None = None,
+    policy: Literal['k2.5', 'k2.6', 'k2.7-code'] | None = None,
     kv_cache: Literal['fp8', 'none'] = 'fp8',
     input_scales: str | Path = 'one',
     weight_scales: Literal['max', 'mse'] | None = None,

@@ -212,10 +212,6 @@ def prepare(
         for modules in input_points(stream, index).values()
     )
     linears = [module for modules in read for module in modules if policy.quantizes(module)]
-    if not linears:
-        raise UsageError(
-            f"policy {policy.name} quantizes no linear of {source}", "choose another `policy`"
-        )
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
     if max(map(max, texts)) >= stream.spec.vocab_size:
         text = f"the tokenizer of {source} has ids beyond the model's {stream.spec.vocab_size}"

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ WORDS = [
     "3",
     ";",
 ]
-EVERYTHING = 'summary: all\nquantize: ["model.layers.*.mlp.*_proj", "model.layers.*.self_attn.*"]\nexclude: []\n'
+EVERYTHING = replace(K25, quantize=["model.layers.*.mlp.*_proj", "model.layers.*.self_attn.*"])
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +107,7 @@ def test_all_scales_equal_modelopts_whole_model_calibration(
         tmp_path / "in", format=format, nested=nested, layers=4, experts=6, shards=3
     )
     starve(source, 2, 3)
-    (tmp_path / "everything.yaml").write_text(EVERYTHING)
-    chosen = load_policy(str(tmp_path / "everything.yaml") if policy == "everything" else policy)
+    chosen = EVERYTHING if policy == "everything" else load_policy(policy)
     theirs = modelopt(source, data, config, "float32", tmp_path / "theirs")
     theirs = {
         name: value

@@ -46,7 +46,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     edit(copy / "formats.py", '    method = block.get("quant_method", "")\n',
          '    method = block.get("quant_method", "")\n' + CONFIG)  # fmt: skip
     edit(copy / "quant/decode.py", "    WeightFormat.INT4:",
-         "    WeightFormat.MXFP4: lambda parts, _: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
+         "    WeightFormat.MXFP4: lambda *parts: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
     edit(copy / "quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
     return copy
 
@@ -129,11 +129,10 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     script = (
         "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
         "from trtspec.checkpoint.tensors import LazyTensors;"
-        "from trtspec.checkpoint.target_problems import target_spec;"
         "from trtspec.quant.decode import decoded; from trtspec.quant.plan import plain_names;"
-        "tensors = LazyTensors(Checkpoint.open(sys.argv[1])); spec = target_spec(tensors.checkpoint);"
+        "tensors = LazyTensors(Checkpoint.open(sys.argv[1]));"
         "names = plain_names(tensors.checkpoint.tensors);"
-        "save_file({name: decoded(tensors, spec, name) for name in names}, sys.argv[2])"
+        "save_file({name: decoded(tensors, name) for name in names}, sys.argv[2])"
     )
     run_copy(copied, "-c", script, source, tmp_path / "decoded.safetensors")
     decoded = load_file(tmp_path / "decoded.safetensors")

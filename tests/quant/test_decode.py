@@ -13,7 +13,6 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import stored_format
 from trtspec.quant.decode import decoded, dequantize_fp8_block, dequantize_int4
-from trtspec.specs import ModelSpec
 
 PREFIX = "language_model.model.layers.1.mlp"
 
@@ -57,15 +56,14 @@ def test_a_weight_by_its_plain_name_in_every_format(tmp_path, format):
     stored = LazyTensors(
         Checkpoint.open(make_target(tmp_path / format, format=format, layers=2, shards=3))
     )
-    spec = ModelSpec.from_config(stored.checkpoint.config)
     name = f"{PREFIX}.experts.3.down_proj.weight"
     assert stored_format(stored, name.removesuffix(".weight")) == format
-    weight, expected = decoded(stored, spec, name), plain[name]
+    weight, expected = decoded(stored, name), plain[name]
     assert weight.dtype == torch.bfloat16 and weight.shape == expected.shape
     error = float((weight - expected).float().norm() / expected.float().norm())
     assert error <= {"bf16": 0.0, "int4": 0.13, "fp8-block": 0.03, "nvfp4": 0.11}[format]
     bias = f"{PREFIX}.gate.e_score_correction_bias"
-    assert torch.equal(decoded(stored, spec, bias), plain[bias])
+    assert torch.equal(decoded(stored, bias), plain[bias])
 
 
 def test_a_missing_scale_is_named(tmp_path):
@@ -73,4 +71,4 @@ def test_a_missing_scale_is_named(tmp_path):
     name = f"{PREFIX}.experts.0.up_proj.weight"
     del tensors.checkpoint.tensors[name + "_scale"]
     with pytest.raises(TrtspecError, match="up_proj.weight_scale is missing"):
-        decoded(tensors, ModelSpec.from_config(tensors.checkpoint.config), name)
+        decoded(tensors, name)

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from tests.command_line import trtspec
 from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.errors import UsageError
 from trtspec.formats import shared_partners
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy
@@ -85,38 +85,9 @@ def test_default_by_the_name(name, expected):
     assert default_policy(name).name == expected
 
 
-def test_an_own_policy_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        'summary: one\nquantize: ["model.layers.*.mlp.experts.*.down_proj"]\nexclude: ["{prefix}lm_head"]\n'
-    )
-    policy = load_policy(str(path))
-    assert policy.name == "mine" and policy.quantizes(
-        "language_model.model.layers.3.mlp.experts.7.down_proj.weight"
-    )
-    assert not policy.quantizes("language_model.model.layers.3.mlp.experts.7.up_proj.weight")
-    path.write_text("quantize: [a]\n")
-    with pytest.raises(UsageError, match="is not a policy"):
-        load_policy(str(path))
-    with pytest.raises(UsageError, match="neither one of k2.5, k2.6"):
-        load_policy("k3")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("summary: a\nquantize: [b]\nexclude: []\nweight_scale: max\n", "weight_scale: "),
-        ("summary: a\nquantize: [b]\nexclude: []\nweight_scales: best\n", "weight_scales: "),
-        ("summary: a\nquantize: b\nexclude: []\n", "quantize: "),
-        ("summary: 3\nquantize: [b]\nexclude: []\n", "summary: "),
-        ("[1]\n", "it holds no mapping"),
-    ],
-)
-def test_a_policy_file_is_refused_by_key(tmp_path, text, message):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=message):
-        load_policy(str(path))
+def test_a_name_that_no_policy_has_is_refused(out, new_target):
+    done = trtspec("quantize", new_target(layers=2), "-o", out, "--policy", "k3")
+    assert done.status == 2 and "k2.7-code" in done.stderr and not out.exists()
 
 
 def test_the_scales_are_the_publishers():

@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.quant.scale_files import write_scales
 from tests.quant.test_full_disk import files
 from tests.quant.test_modelopt_export import different
 from tests.tiny import make_target, read_tensors, write_tensors
+from tests.tiny_formats import pack_int4
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tensors import LazyTensors
@@ -46,10 +46,10 @@ def test_every_tensor_is_what_its_source_decodes_to(
     source = new_target(format=format, layers=3, shards=3, nested=nested, vision=nested)
     result = quantize_checkpoint(source, out, policy, ConversionOptions(workers=1))
     origin, got = LazyTensors(Checkpoint.open(source)), read_tensors(out)
-    spec, expected = target_spec(origin.checkpoint), {}
+    expected = {}
     plain = read_tensors(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
     for name in plain:
-        weight = decoded(origin, spec, name)
+        weight = decoded(origin, name)
         if not policy.quantizes(name):
             expected[name] = weight
             continue
@@ -57,7 +57,7 @@ def test_every_tensor_is_what_its_source_decodes_to(
         amax = weight.abs().max()
         if pair:
             amax = torch.maximum(
-                amax, decoded(origin, spec, name.replace(name.split(".")[-2], pair)).abs().max()
+                amax, decoded(origin, name.replace(name.split(".")[-2], pair)).abs().max()
             )
         packed = nvfp4.quantize(weight, amax.float(), policy.weight_scales)
         expected[name] = packed.packed
@@ -298,10 +298,9 @@ def test_two_runs_at_once_are_refused(out, new_target):
     assert weights(out)
 
 
-@pytest.mark.parametrize("case", ["no blocks", "integers", "nvfp4", "nothing", "same directory"])
+@pytest.mark.parametrize("case", ["no blocks", "integers", "unknown", "nvfp4", "same directory"])
 def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
     source = new_target(format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
-    policy = K26
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
     tensors = read_tensors(source)
     if case == "no blocks":
@@ -314,18 +313,19 @@ def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
                 tensors[key] = narrow.contiguous()
     elif case == "integers":
         tensors[name] = tensors[name].to(torch.int64)
-    elif case == "nothing":
-        policy = replace(K26, quantize=("model.layers.*.no_such_proj",))
+    elif case == "unknown":
+        packed = pack_int4(torch.ones(64, 64))
+        tensors |= {f"projector.{part}": tensor for part, tensor in packed.items()}
     write_tensors(source, tensors)
     message = {
         "no blocks": "down_proj.weight has shape .64, 24., which has no whole blocks",
         "integers": f"{name} is I64",
         "nvfp4": "is NVFP4 already",
-        "nothing": "policy k2.6 chooses no tensor",
+        "unknown": "projector.weight is stored as INT4 pack-quantized, and is not a linear",
         "same directory": "the same directory",
     }[case]
     with pytest.raises(TrtspecError, match=message):
-        quantize_checkpoint(source, source if case == "same directory" else out, policy)
+        quantize_checkpoint(source, source if case == "same directory" else out, K26)
     assert not [
         name
         for pattern in ("*.safetensors", ".*.partial", "config.json")

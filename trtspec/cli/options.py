@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from trtspec.quant.policy import Policy
 
     Gpu = str
+    PolicyName = str
 else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
+    PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
 
 MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[
     str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
 ]
 PolicyOption = Annotated[
-    str | None,
-    option(
-        f"What to quantize and how: {', '.join(load_yaml('policies.yaml')['policies'])} or a YAML file.",
-        default="the published policy of the model family",
-    ),
+    PolicyName | None,
+    option("What to quantize and how.", default="the published policy of the model family"),
 ]
 
 

@@ -95,16 +95,16 @@ def install(
     value = torch.empty(shape, dtype=keep)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
     parts = zip(rows.split(rows_of(spec, source, len(rows))), source.names, strict=True)
-    decode = partial(_decode_into, tensors=tensors, spec=spec)
+    decode = partial(_decode_into, tensors=tensors)
     for _ in (pool.map if pool else map)(lambda part: decode(*part), parts):
         pass
     setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
 
-def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors, spec: ModelSpec) -> None:
+def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
     from trtspec.quant.decode import decoded
 
-    target.copy_(decoded(tensors, spec, name).reshape(target.shape))
+    target.copy_(decoded(tensors, name).reshape(target.shape))
 
 
 @dataclass(frozen=True)

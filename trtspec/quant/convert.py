@@ -200,7 +200,7 @@ class Converter:
         if bool((scale >> 8 * scale.itemsize - 1).any()):
             text = f"{info.name} in {info.shard} holds a negative scale"
             raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
-        return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype, weight.block)
+        return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype)
 
 
 def choose_packer(

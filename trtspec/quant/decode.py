@@ -5,7 +5,7 @@ The packer here defines the bytes; it also packs what the C kernel does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,26 +15,23 @@ from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, parts_of, stored_format
 from trtspec.quant import nvfp4
 from trtspec.quant.native import BLOCK, Array, Rows, Scaling
-from trtspec.specs import ModelSpec
 
-Decoder = Callable[[Sequence[torch.Tensor], tuple[int, int]], torch.Tensor]
-# the stored parts, in the order of `format.parts`, and the block size of config.json -> bf16 [N, K]; a format that
-# weights are read from has a row here
-DECODERS: dict[WeightFormat, Decoder] = {
-    WeightFormat.BF16: lambda parts, _: parts[0],  # in its own dtype
-    WeightFormat.INT4: lambda parts, _: dequantize_int4(*parts),
-    WeightFormat.FP8_BLOCK: lambda parts, block: dequantize_fp8_block(parts[0], parts[1], block),
-    WeightFormat.NVFP4: lambda parts, _: nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts)),
+# the stored parts, in the order of `format.parts` -> bf16 [N, K]; a format that weights are read from has a row here
+DECODERS: dict[WeightFormat, Callable[..., torch.Tensor]] = {
+    WeightFormat.BF16: lambda weight: weight,  # in its own dtype
+    WeightFormat.INT4: lambda *parts: dequantize_int4(*parts),
+    WeightFormat.FP8_BLOCK: lambda *parts: dequantize_fp8_block(*parts),
+    WeightFormat.NVFP4: lambda *parts: nvfp4.dequantize(nvfp4.NVFP4Tensor(*parts)),
 }
 CHUNK = 1 << 18  # values whose intermediates stay in the cache
 PACK_CHUNK = 1 << 23  # values packed at a time
 
 
-def decoded(tensors: LazyTensors, spec: ModelSpec, name: str) -> torch.Tensor:
+def decoded(tensors: LazyTensors, name: str) -> torch.Tensor:
     """The tensor `name`: quantized weights as bf16 [N, K], everything else in its own dtype."""
     format = stored_format(tensors, name.removesuffix(".weight"))
     stored = [tensors[part] for part in parts_of(tensors, name)]
-    return DECODERS[format](stored, spec.quant.block_size or FP8_BLOCK_SIZE)
+    return DECODERS[format](*stored)
 
 
 def dequantize_int4(
@@ -79,15 +76,13 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
 
 
-def dequantize_fp8_block(
-    weight: torch.Tensor, weight_scale_inv: torch.Tensor, block: tuple[int, int] = FP8_BLOCK_SIZE
-) -> torch.Tensor:
+def dequantize_fp8_block(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -> torch.Tensor:
     """FP8 E4M3 with one FP32 scale per block of 128x128, as Kimi-K2-Instruct and DeepSeek-V3 publish their weights.
 
     float8_e4m3fn [N, K] and float32 [ceil(N/128), ceil(K/128)] -> bf16 [N, K] = weight * scale, in float32.
     Despite its name `weight_scale_inv` multiplies. The last block of a row or column may be narrower.
     """
-    (rows, columns), (height, width) = weight.shape, block
+    (rows, columns), (height, width) = weight.shape, FP8_BLOCK_SIZE
     result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.device)
     scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
     codes = weight.contiguous().view(torch.uint8)
@@ -143,7 +138,7 @@ class TorchPacker:
             return values
         scale = _tensor(rows.scale, rows.scale_dtype).to(self.device)
         shape = [torch.tensor(rows.shape)] if "shape" in rows.format.storage.kinds else []
-        return DECODERS[rows.format]([values, scale, *shape], rows.block)
+        return DECODERS[rows.format](values, scale, *shape)
 
     def amax(self, rows: Rows) -> float:
         return float(self.decoded(rows).abs().amax())

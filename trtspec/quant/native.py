@@ -63,7 +63,7 @@ class Rows:
     """Some rows of a weight as stored: `values` [n, K] plain, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
     width of `dtype`, the safetensors code.
 
-    `scale` is [n, K/group] for INT4, [ceil(n/height), ceil(K/width)] for FP8 in blocks of `block`.
+    `scale` is [n, K/group] for INT4, [ceil(n/128), ceil(K/128)] for FP8.
     """
 
     format: WeightFormat
@@ -71,7 +71,6 @@ class Rows:
     values: Array
     scale: Array | None = None
     scale_dtype: str = ""
-    block: tuple[int, int] = FP8_BLOCK_SIZE
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -242,7 +241,7 @@ class NativePacker:
             and "blocks" in rows.format.storage.kinds
             and rows.scale_dtype == "F32"
         ):
-            (count, columns), (height, width) = rows.shape, rows.block
+            (count, columns), (height, width) = rows.shape, FP8_BLOCK_SIZE
             for band, start in enumerate(range(0, count, height)):
                 part = min(height, count - start)
                 source = (_at(rows.values[start]), _at(rows.scale[band]), part, columns, width)

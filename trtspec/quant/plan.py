@@ -15,10 +15,8 @@ from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
 from trtspec.foreign import PlainName
 from trtspec.formats import (
-    FP8_BLOCK_SIZE,
     NVFP4_BLOCK,
     PACKED,
-    PLAIN_DTYPES,
     SIDE_PARTS,
     WeightFormat,
     parts_of,
@@ -31,20 +29,17 @@ from trtspec.specs import ModelSpec
 FORMAT_VERSION = 2  # raised when the same options would give other bytes
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
-Block = tuple[int, int]  # rows and columns that share an FP8 scale
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor by its plain name. `parts` are the stored tensors it is read from, `shape` is [N, K] decoded; `block`
-    is what one FP8 scale covers."""
+    """One tensor by its plain name. `parts` are the stored tensors it is read from, `shape` is [N, K] decoded."""
 
     name: str
     action: Action
     parts: tuple[TensorInfo, ...]
     shape: tuple[int, ...]
     format: WeightFormat = WeightFormat.BF16
-    block: Block = FP8_BLOCK_SIZE
 
     @property
     def module(self) -> str:
@@ -142,7 +137,7 @@ class Conversion:
         return {
             "policy": {
                 "name": self.policy.name,
-                "quantize": list(self.policy.quantize),
+                "quantize": self.policy.quantize,
                 "exclude": self.policy.exclude_patterns(self.spec),
             },
             "kv_cache": self.options.kv_cache,
@@ -163,7 +158,7 @@ class Conversion:
             ("activation scales", INPUT_SCALES, policy.input_scales, calibrated),
             ("KV cache", KV_CACHES, policy.kv_cache, self.options.kv_cache or "none"),
         )
-        publisher = policy.source.partition(",")[0] or f"policy {policy.name}"
+        publisher = policy.source.partition(",")[0]
         return [
             f"{what}: {table[here]}; {publisher} has them {table[there]}"
             for what, table, there, here in chosen
@@ -197,7 +192,7 @@ def prepare(
     if output.resolve() == checkpoint.path.resolve():
         raise UsageError("source and output are the same directory", "choose another `output`")
     scales = InputScales.load(options.input_scales, checkpoint)
-    plans = plan_conversion(checkpoint, policy, scales, spec.quant.block_size or FP8_BLOCK_SIZE)
+    plans = plan_conversion(checkpoint, policy, scales, target.formats)
     weight_scales = options.weight_scales or policy.weight_scales
     return Conversion(
         checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems
@@ -205,24 +200,22 @@ def prepare(
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, policy: Policy, scales: InputScales, block: Block
+    checkpoint: Checkpoint,
+    policy: Policy,
+    scales: InputScales,
+    formats: Mapping[str, WeightFormat],
 ) -> list[ShardPlan]:
-    """The output shards in source order; `block` is the FP8 block size of config.json.
+    """The output shards in source order; `formats` are those of the model's linears, whose parts were checked.
 
-    Raises TrtspecError naming the tensor for a missing part or input scale, a K that is no multiple of 16 or a dtype
-    that is no weight's, and when the policy chooses nothing.
+    Raises TrtspecError naming the tensor for a missing input scale, a K that is not a multiple of 16 and a quantized
+    tensor that is not a linear of the model.
     """
     stored, shards, quantized = checkpoint.tensors, dict[str, list[Weight]](), dict[str, Weight]()
     for name, carrier in plain_names(stored).items():
-        weight = _weight(stored, name, policy, block)
+        weight = _weight(stored, name, policy, formats)
         shards.setdefault(stored[carrier].shard, []).append(weight)
         if weight.action == "quantize":
             quantized[weight.module] = weight
-    if not quantized:
-        text = f"policy {policy.name} chooses no tensor of {checkpoint.path}"
-        raise TrtspecError(
-            text, "compare its patterns with the names in model.safetensors.index.json"
-        )
     return [
         ShardPlan(shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales)))
         for shard in checkpoint.shards
@@ -260,44 +253,28 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _weight(stored: dict[str, TensorInfo], name: str, policy: Policy, block: Block) -> Weight:
-    format = stored_format(stored, name.removesuffix(".weight"))
+def _weight(
+    stored: dict[str, TensorInfo], name: str, policy: Policy, formats: Mapping[str, WeightFormat]
+) -> Weight:
+    module = name.removesuffix(".weight")
+    format = stored_format(stored, module)
     parts = tuple(stored[part] for part in parts_of(stored, name))
     shape = parts[0].shape
-    if len(shape) == 2:
-        shape = (shape[0], shape[1] * format.values_per_element)
-    if not format.is_plain:
-        _check_parts(parts, format, shape, block)
-    chosen = name.endswith(".weight") and policy.quantizes(name)
-    if format.is_plain and not chosen:
-        return Weight(name, "copy", parts, shape)
-    if chosen:
-        _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
-    return Weight(name, "quantize" if chosen else "decode", parts, shape, format, block)
-
-
-def _check_parts(
-    parts: tuple[TensorInfo, ...], format: WeightFormat, shape: tuple[int, ...], block: Block
-) -> None:
-    """Tensors that only mean something together; `inspect` has judged those that the architecture names."""
-    groups = parts[1].shape[-1] if "groups" in format.storage.kinds and parts[1].shape else 0
-    group = shape[-1] // groups if shape and groups else 0
-    shapes = format.part_shapes(*shape, group, block) if len(shape) == 2 else {}
-    for part, dtypes in zip(parts, format.storage.dtypes, strict=False):
-        if part.dtype not in dtypes or part.shape not in shapes.get(
-            part.name.rpartition(".")[2], ()
-        ):
-            listed = ", ".join(f"{part.name} {part.dtype} {list(part.shape)}" for part in parts)
-            text = f"tensors of {format.storage.title} do not belong together: {listed}"
-            raise TrtspecError(text, "check quantization_config, or download the checkpoint again")
-
-
-def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
-    if len(shape) != 2 or 0 in shape or shape[1] % NVFP4_BLOCK:
-        text = f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows"
-        raise TrtspecError(text, "use a policy that leaves it out")
-    if dtype not in PLAIN_DTYPES:
-        text = f"{name} has dtype {dtype} and no scales beside it, so its values are unknown"
-        raise TrtspecError(
-            text, "download the checkpoint again, or use a policy that leaves it out"
+    if not format.is_plain and module not in formats:
+        text = (
+            f"{name} is stored as {format.storage.title}, and is not a linear of the language model"
         )
+        raise TrtspecError(text, "pass a checkpoint that keeps it in BF16")
+    if module not in formats or not name.endswith(".weight"):
+        return Weight(name, "copy", parts, shape)
+    shape = (shape[0], shape[1] * format.values_per_element)
+    if policy.quantizes(name):
+        _check_block(name, shape)
+        return Weight(name, "quantize", parts, shape, format)
+    return Weight(name, "copy" if format.is_plain else "decode", parts, shape, format)
+
+
+def _check_block(name: str, shape: tuple[int, ...]) -> None:
+    if shape[1] % NVFP4_BLOCK:
+        text = f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows"
+        raise TrtspecError(text, "compare config.json with that of the published model")

@@ -15,19 +15,17 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.files import first_fault, load_file
 from trtspec.specs import ModelSpec
 
 TEXT_PREFIX = "language_model."
@@ -44,23 +42,21 @@ REMEDY = "measure the scales of this source with `trtspec calibrate`"
 @dataclass(frozen=True)
 class Policy:
     """`quantize` are patterns of module names; `exclude` and `exclude_vision` are templates of the published ignore
-    list; `source` and `recipe` say where it was published, `config` is ModelOpt's dictionary that chooses the same
-    linears, `modelopt` the releases whose bytes it gives, `family` matches the names of its models."""
+    list; `source` and `recipe` say where it was published, `modelopt` are the releases whose bytes it gives, `family`
+    matches the names of its models."""
 
     name: str
     summary: str
-    quantize: tuple[str, ...]
-    exclude: tuple[str, ...]
-    exclude_vision: tuple[str, ...] = ()
-    source: str = ""
-    recipe: str = ""
-    config: str = ""
-    modelopt: tuple[str, ...] = ()
-    family: str = ""
-    weight_scales: Literal["max", "mse"] = "max"
-    input_scales: Literal["one", "calibrated"] = "one"
+    family: str
+    source: str
+    quantize: list[str]
+    exclude: list[str]
+    weight_scales: Literal["max", "mse"]
+    input_scales: Literal["one", "calibrated"]
     kv_cache: Literal["fp8", "none"] = "fp8"
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    exclude_vision: list[str] = field(default_factory=list)
+    recipe: str = ""
+    modelopt: list[str] = field(default_factory=list)
 
     def quantizes(self, name: str) -> bool:
         """Whether the module or weight of this stored name becomes NVFP4."""
@@ -96,26 +92,8 @@ def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
 
 
 def load_policy(name: str) -> Policy:
-    """A shipped policy by its name or by the recipe or config that ModelOpt has for it, or one from a YAML file."""
-    shipped = load_yaml("policies.yaml")["policies"]
-    for key, entry in shipped.items():
-        if name == key or name.removesuffix(".yaml") in (entry.get("recipe"), entry.get("config")):
-            return _policy(key, entry)
-    if not Path(name).is_file():
-        text = f"policy {name!r} is neither one of {', '.join(shipped)} nor a file"
-        raise UsageError(text, "see `trtspec quantize --help`")
-    return _policy(Path(name).stem, load_file(name), name)
-
-
-def _policy(name: str, entry: Any, file: str = "policies.yaml") -> Policy:
-    """A row as a Policy. Raises UsageError naming the key that is missing, unknown or has a value it cannot have."""
-    remedy = "give it `summary`, `quantize` and `exclude`; see `trtspec quantize --help` and data/policies.yaml"
-    if not isinstance(entry, dict):
-        raise UsageError(f"{file} is not a policy: it holds no mapping", remedy)
-    try:
-        return TypeAdapter(Policy).validate_python(entry | {"name": name})
-    except ValidationError as error:
-        raise UsageError(f"{file} is not a policy: {first_fault(error)}", remedy) from None
+    """A row of data/policies.yaml."""
+    return Policy(name, **load_yaml("policies.yaml")["policies"][name])
 
 
 def default_policy(*names: str) -> Policy:
@@ -127,10 +105,10 @@ def default_policy(*names: str) -> Policy:
     table = load_yaml("policies.yaml")
     for name in names:
         for part in reversed(re.split(r"[/\\]", name)):
-            for key, entry in table["policies"].items():
-                if re.search(entry["family"], part, re.IGNORECASE):
-                    return _policy(key, entry)
-    return _policy(table["default"], table["policies"][table["default"]])
+            for key, row in table["policies"].items():
+                if re.search(row["family"], part, re.IGNORECASE):
+                    return load_policy(key)
+    return load_policy(table["default"])
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def _model_card(conversion: Conversion, result: Quantized, found: list[Problem])
         for name, one in sorted(result.classes.items())
     ]
     lines = [f"- {one.message} (`{one.code}`)\n" for one in found]
-    published = [f"- the policy is that of {policy.source}"] if policy.source else []
+    published = [f"- the policy is that of {policy.source}"]
     if policy.recipe:
         published.append(f"- recipe of ModelOpt: `modelopt_recipes/{policy.recipe}.yaml`")
     if policy.modelopt:
@@ -204,7 +204,7 @@ def _model_card(conversion: Conversion, result: Quantized, found: list[Problem])
         spec=conversion.spec,
         format=conversion.spec.quant.format.upper(),
         policy=policy,
-        published="\n".join(published) or "- the policy is the user's own",
+        published="\n".join(published),
         kv=KV_CACHES[conversion.options.kv_cache or "none"],
         scales=conversion.scales,
         weight_scales=WEIGHT_SCALES[conversion.weight_scales],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_problems import read_target, target_spec
+from trtspec.checkpoint.target_problems import read_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import Problem, has_errors
 from trtspec.formats import WeightFormat, shared_partners, stored_format
@@ -153,10 +153,6 @@ class _Reread:
 
     def __init__(self, derived: LazyTensors, source: LazyTensors) -> None:
         self.derived, self.source = derived, source
-        self.derived_spec, self.source_spec = (
-            target_spec(derived.checkpoint),
-            target_spec(source.checkpoint),
-        )
         self.problems: list[Problem] = []
         self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(
             list
@@ -169,8 +165,8 @@ class _Reread:
         self._amax: dict[str, float] = {}
 
     def add(self, name: str) -> None:
-        new = decoded(self.derived, self.derived_spec, name)
-        old = decoded(self.source, self.source_spec, name)
+        new = decoded(self.derived, name)
+        old = decoded(self.source, name)
         if new.shape != old.shape:
             return
         if _format(self.derived.checkpoint, name).is_fp4:
@@ -232,9 +228,7 @@ class _Reread:
         ):
             if partner in self.derived and _format(self.derived.checkpoint, partner).is_fp4:
                 if partner not in self._amax:
-                    self._amax[partner] = float(
-                        decoded(self.source, self.source_spec, partner).abs().max()
-                    )
+                    self._amax[partner] = float(decoded(self.source, partner).abs().max())
                 yield self._amax[partner]
 
     def found(self, ours: bool) -> list[Problem]:
