@@ -327,7 +327,6 @@ UNJUDGED = {
     "bench/prove: prove", "bench/prove: write_page", "checkpoint/writer: __init__",
     "cli/synthesize: _record", "heads/convert/tensors: opened", "heads/training/processes: require_shared",
     "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
-    "quant/native: _built",
 }  # fmt: skip
 BOUNDARY = ("plain_name", "PlainName")
 

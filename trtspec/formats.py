@@ -22,7 +22,7 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2 of 1
 TINIEST_AMAX = (
     2.0**-88
-)  # an amax below it leaves float32's range in ModelOpt's search; then every block has one scale
+)  # a smaller amax leaves float32's range in ModelOpt's search of block scales
 FP8_BLOCK_SIZE = (
     128,
     128,

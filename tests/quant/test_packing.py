@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
@@ -210,6 +210,7 @@ def test_errors_are_those_of_the_dequantized_rows():
 @settings(max_examples=20)
 def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
     rows = rows_of(WeightFormat.BF16, bf16_of(bits).reshape(2, 32))
+    assume(not 0 < TorchPacker().amax(rows) < TINIEST_AMAX)  # refused
     results = [packed(packer, rows) for packer in (*packers("mse"), portable_mse)]
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0][:2], other[:2], strict=True))
@@ -284,15 +285,6 @@ def test_flushed_denormals_turn_to_torch():
     finally:
         torch.set_flush_denormal(False)
     assert choose_packer().name == "c"
-
-
-@NEEDS_COMPILER
-def test_it_compiles_once_into_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = native._built()
-    assert first.parent == tmp_path / "trtspec/kernels" and list(first.parent.iterdir()) == [first]
-    stamp = first.stat().st_mtime_ns
-    assert native._built() == first and first.stat().st_mtime_ns == stamp
 
 
 @pytest.mark.gpu

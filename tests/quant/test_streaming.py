@@ -298,7 +298,9 @@ def test_two_runs_at_once_are_refused(out, new_target):
     assert weights(out)
 
 
-@pytest.mark.parametrize("case", ["no blocks", "integers", "unknown", "nvfp4", "same directory"])
+@pytest.mark.parametrize(
+    "case", ["no blocks", "integers", "float32", "tiny", "unknown", "nvfp4", "same directory"]
+)
 def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
     source = new_target(format="nvfp4" if case == "nvfp4" else "bf16", layers=2, shards=1)
     name = "language_model.model.layers.1.mlp.experts.1.down_proj.weight"
@@ -313,6 +315,10 @@ def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
                 tensors[key] = narrow.contiguous()
     elif case == "integers":
         tensors[name] = tensors[name].to(torch.int64)
+    elif case == "float32":
+        tensors[name] = tensors[name].float()
+    elif case == "tiny":
+        tensors[name] = tensors[name] * 2.0**-100
     elif case == "unknown":
         packed = pack_int4(torch.ones(64, 64))
         tensors |= {f"projector.{part}": tensor for part, tensor in packed.items()}
@@ -320,6 +326,8 @@ def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
     message = {
         "no blocks": "down_proj.weight has shape .64, 24., which has no whole blocks",
         "integers": f"{name} is I64",
+        "float32": f"{name} is F32, and BF16, FP8 or INT4 becomes NVFP4",
+        "tiny": f"{name} in model.safetensors has no weight above 2\\^-88",
         "nvfp4": "is NVFP4 already",
         "unknown": "projector.weight is stored as INT4 pack-quantized, and is not a linear",
         "same directory": "the same directory",

@@ -27,6 +27,7 @@ from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.formats import TINIEST_AMAX
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
 from trtspec.quant.native import (
     BLOCK,
@@ -156,6 +157,8 @@ class Converter:
             _amax(partner, prepared(self._read(partner, done), packer), packer)
             for partner in group.partners
         ]
+        if 0 < max(amax) < TINIEST_AMAX:
+            raise _too_small(weight)
         scaling = Scaling.of(max(amax))
         for weight, each in zip(group.weights, rows, strict=True):
             kind, errors = (
@@ -296,6 +299,15 @@ def _refusal(weight: Weight, index: int | None) -> TrtspecError:
     return TrtspecError(
         f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
         "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
+    )
+
+
+def _too_small(weight: Weight) -> TrtspecError:
+    """For a linear whose largest weight leaves float32's range while block scales are searched."""
+    return TrtspecError(
+        f"{weight.name} in {weight.parts[0].shard} has no weight above 2^-88",
+        "download that file again and compare its sha256 with the hub's",
+        "TS-CONTENT-MAGNITUDE",
     )
 
 

@@ -1,8 +1,8 @@
 """What a packer sees and gives (rows of a weight as stored, the scale of a group, NVFP4 bytes), and the one in C.
 
 A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
-decoded where it can be translated. The one here is compiled once where a compiler is found and loaded through ctypes;
-its calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
+decoded where it can be translated. The one here is compiled where a compiler is found and loaded through ctypes; its
+calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
 a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from the one in decode, 30 to 1,000 times slower.
 """
 
@@ -14,7 +14,6 @@ import functools
 import hashlib
 import mmap
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX, WeightFormat
+from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightFormat
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
@@ -60,7 +59,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight as stored: `values` [n, K] plain, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
+    """Some rows of a weight as stored: `values` [n, K] BF16, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
     width of `dtype`, the safetensors code.
 
     `scale` is [n, K/group] for INT4, [ceil(n/128), ceil(K/128)] for FP8.
@@ -140,14 +139,21 @@ def prepared(rows: Rows, packer: Packer) -> Rows:
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """The compiled kernel, or None where there is no compiler, and with TRTSPEC_KERNEL=torch."""
+    """The kernel compiled for this processor, or None where there is no compiler, and with TRTSPEC_KERNEL=torch."""
     wanted = os.environ.get("TRTSPEC_KERNEL", "")
     if wanted not in ("", "torch"):
         raise UsageError(f"TRTSPEC_KERNEL={wanted} is not torch", "unset it")
-    if wanted == "torch":
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if wanted == "torch" or compiler is None:
         return None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return _open(_built())
+    with (
+        contextlib.suppress(OSError, subprocess.SubprocessError),
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        path = Path(directory) / "kernel.so"
+        command = [compiler, *FLAGS, "-o", str(path), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        return _open(path)
     return None
 
 
@@ -159,59 +165,8 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _built() -> Path:
-    """The shared object for this source, these flags, this compiler and this processor, compiled when it is not there.
-
-    Raises OSError or subprocess.SubprocessError.
-    """
-    compiler = next(
-        filter(None, (shutil.which(name) for name in (os.environ.get("CC", ""), *COMPILERS))), None
-    )
-    if compiler is None:
-        raise FileNotFoundError("no C compiler on PATH")
-    key = hashlib.sha256(
-        "\0".join([SOURCE.read_text(), *FLAGS, compiler, _processor()]).encode()
-    ).hexdigest()
-    directory = _cache_directory()
-    path = directory / f"nvfp4-{key[:24]}.so"
-    if not path.exists():
-        handle, temporary = tempfile.mkstemp(dir=directory, suffix=".so")
-        os.close(handle)
-        try:
-            command = [compiler, *FLAGS, "-o", temporary, str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=120)
-            os.replace(
-                temporary, path
-            )  # several processes may compile; the last one wins with the same content
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-    return path
-
-
-def _processor() -> str:
-    """What -march=native means here: a home directory may be shared by machines that differ."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    marks = ("model name", "flags", "Features", "CPU part")
-    found = {line.split(":")[0].strip(): line for line in lines if line.startswith(marks)}
-    return "\n".join([platform.machine(), *found.values()])
-
-
-def _cache_directory() -> Path:
-    directory = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtspec" / "kernels"
-    )
-    with contextlib.suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return (
-        directory
-        if os.access(directory, os.W_OK)
-        else Path(tempfile.mkdtemp(prefix="trtspec-kernels-"))
-    )
-
-
 class NativePacker:
-    """What C does not know (FP16 and FP32 weights, odd groups) is left to `other`, which is made only then.
+    """Decoding a format that C does not know is left to `other`, which is made only then.
 
     One thread at a time: the tables are the scratch space of a call.
     """
@@ -252,19 +207,13 @@ class NativePacker:
     def amax(self, rows: Rows) -> float:
         if rows.scale is not None:
             bits = self.kernel.int4_amax(*_grouped(rows))
-        elif rows.dtype == "BF16":
-            bits = self.kernel.bf16_amax(_at(rows.values), rows.values.size)
         else:
-            return self._other.amax(rows)
+            bits = self.kernel.bf16_amax(_at(rows.values), rows.values.size)
         return float(np.uint32(bits << 16).view(np.float32))
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
         searches, targets = self.weight_scales == "mse", (_at(packed), _at(scale))
         scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
-        if (rows.scale is None and rows.dtype != "BF16") or (
-            searches and 0 < scaling.amax < TINIEST_AMAX
-        ):
-            return self._other.pack(rows, scaling, packed, scale)
         if rows.scale is not None:
             function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
             return int(function(*_grouped(rows), *scales, _at(self._tables), *targets))
@@ -274,8 +223,6 @@ class NativePacker:
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
     ) -> tuple[float, float]:
-        if rows.scale is None and rows.dtype != "BF16":
-            return self._other.errors(rows, scaling, packed, scale)
         weight, sums = decoded(rows, self).values, (ctypes.c_double * 2)()
         arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
         self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))

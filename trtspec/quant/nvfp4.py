@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trtspec.errors import TrtspecError
-from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE, TINIEST_AMAX
+from trtspec.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, NVFP4_RANGE
 
 BLOCK = NVFP4_BLOCK
 E4M3_SMALLEST = 2.0**-9  # smaller block scales are raised to it, so that tiny blocks do not vanish
@@ -71,7 +71,7 @@ def quantize(
     scale_2 = scale_2_of(amax)
     scale = block_scales(maxima, scale_2)
     if weight_scales == "mse":
-        scale = best_scales(blocks.reshape(-1, BLOCK), scale.view(-1), amax).view(scale.shape)
+        scale = best_scales(blocks.reshape(-1, BLOCK), amax).view(scale.shape)
     codes = e2m1_codes(blocks.float() / (scale.float() * scale_2).unsqueeze(-1)).reshape(
         rows, columns
     )
@@ -170,15 +170,15 @@ def search_unit(amax: torch.Tensor) -> torch.Tensor:
     return 1.0 / (448.0 / (amax.float() / 6.0))
 
 
-def best_scales(blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def best_scales(blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn [n] of least squared error for finite `blocks` [n, 16]; of equal ones the smallest.
 
     `amax` is the float32 largest magnitude of the tensor (of the group, where a partner shares it). Blocks of zeros get
-    2^-9, as in ModelOpt; a tensor of zeros keeps `base` [n].
+    2^-9, as in ModelOpt; a tensor of zeros gets 1.0. `quantize` refuses other tensors below TINIEST_AMAX.
     """
-    codes = base.view(torch.uint8).clone()
-    if float(amax) < TINIEST_AMAX:
-        return codes.fill_(exported_code(amax) if float(amax) else ONE).view(torch.float8_e4m3fn)
+    codes = torch.full(blocks.shape[:1], ONE, dtype=torch.uint8, device=blocks.device)
+    if not float(amax):
+        return codes.view(torch.float8_e4m3fn)
     candidates = torch.arange(LARGEST, SMALLEST - 1, -1, device=amax.device).to(torch.uint8)
     divisors = candidates.view(torch.float8_e4m3fn).float() * search_unit(amax)
     for part, chosen in zip(blocks.split(SEARCH_CHUNK), codes.split(SEARCH_CHUNK), strict=True):
@@ -204,10 +204,3 @@ def _squared_error(magnitudes: torch.Tensor, divisor: torch.Tensor) -> torch.Ten
     for pair in (squares[:, : BLOCK // 2] + squares[:, BLOCK // 2 :]).unbind(-1):
         total += pair
     return total
-
-
-def exported_code(amax: torch.Tensor) -> int:
-    """The code that ModelOpt's export makes of its smallest candidate where that has left float32's range."""
-    scale = amax.float() * (2.0**-9 / 448.0) / 6.0
-    scale = torch.where(scale == 0, 1.0, scale) * 448.0 / (amax.float() / 6.0)
-    return int(scale.clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn).view(torch.uint8))

@@ -269,12 +269,15 @@ def _weight(
         return Weight(name, "copy", parts, shape)
     shape = (shape[0], shape[1] * format.values_per_element)
     if policy.quantizes(name):
-        _check_block(name, shape)
+        _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
         return Weight(name, "quantize", parts, shape, format)
     return Weight(name, "copy" if format.is_plain else "decode", parts, shape, format)
 
 
-def _check_block(name: str, shape: tuple[int, ...]) -> None:
+def _check_block(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    if dtype != "BF16":
+        text = f"{name} is {dtype}, and BF16, FP8 or INT4 becomes NVFP4"
+        raise TrtspecError(text, "save the checkpoint in BF16")
     if shape[1] % NVFP4_BLOCK:
         text = f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows"
         raise TrtspecError(text, "compare config.json with that of the published model")

@@ -174,7 +174,7 @@ class _Reread:
             scales = {suffix: self.derived[f"{stem}.{suffix}"] for suffix in SCALES}
             self._check_scales(stem, scales)
             self._measure(name, new.float(), old.float())
-            if bool(old.isfinite().all()):
+            if old.dtype is torch.bfloat16 and bool(old.isfinite().all()):
                 stored = nvfp4.NVFP4Tensor(
                     self.derived[name], scales["weight_scale"], scales["weight_scale_2"]
                 )
