@@ -38,10 +38,10 @@ class InspectOptions:
         int | None,
         option(
             "Number of large tensors to read; 0 reads all. Default: 64 with --against, else none; small tensors are "
-            "always read. For a head, only 0 applies: check every value.",
+            "always read. A head is read whole.",
             min=0,
         ),
-        Modes(TARGET, DERIVED, value="[!0]*"),
+        Modes(TARGET, DERIVED),
     ] = None
     hashes: Annotated[
         bool,
@@ -55,7 +55,7 @@ class InspectOptions:
 def inspect(options: InspectOptions) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it.
 
-    Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte takes seconds;
+    Reads headers, configs, a target's small tensors and all of a head, so a terabyte takes seconds;
     --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
     built-in catalogue. Exits with status 3 when it finds an error.
     """
@@ -66,7 +66,7 @@ def inspect(options: InspectOptions) -> Result:
     read = (
         options.sample if options.against is None else None
     )  # what is compared with a source is read there
-    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
+    report = describe(resolved, sample=read, hashes=options.hashes)
     alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
     options = checked(options, alone if options.against is None else beside)
     values = {
@@ -119,7 +119,7 @@ def compare_pair(
     more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
     more += pairing.learned_problems(resolved, other)
-    more += pairing.config_problems(resolved.config(), other.config())
+    more += pairing.end_of_text_problems(resolved.config(), other.config())
     more += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = (
         canonical_names(checkpoint.tensors).get("embed_tokens.weight")
