@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.command_line import Done, succeeded, trtspec
-from tests.json_files import edit_json, read_json, write_lines
+from tests.json_files import edit_json, read_json, write_json, write_lines
 from tests.tiny import make_target
 from trtspec.data_files import DATA
 from trtspec.errors import UNPRINTABLE
@@ -89,6 +89,25 @@ def index(room: Path, name: Any) -> None:
     edit_json(path, weight_map=dict.fromkeys(weight_map, name))
 
 
+def code(room: Path, name: Any) -> None:
+    for file in ("src/config.json", "head/config.json"):
+        edit_json(room / file, auto_map={"AutoConfig": name})
+
+
+def row(room: Path, text: Any) -> None:
+    messages = [{"role": text, "content": text}, {"role": "assistant", "content": text}]
+    write_lines(room / "rows.jsonl", [{"id": text, "messages": messages, str(text): text}])
+
+
+def engine_file(room: Path, text: Any) -> None:
+    write_json(room / "engine.yml", {"kv_cache_config": {text: text}, "backend": text, text: 1})
+
+
+def measured(room: Path, text: Any) -> None:
+    write_json(room / "results.json", {"server": text, "categories": {str(text): text}})
+
+
+TRAIN = ("train", "src", "rows.jsonl", "-o", "out")
 QUANTIZE = ("quantize", "src", "-o", "out", "--policy", "k2.5")
 CONVERT = ("convert", "head", "-o", "out", "--to", "vllm", "--target", "kimi-nano")
 SERVE = ("serve", "src", "--dry-run", "--trust-remote-code")
@@ -120,6 +139,26 @@ NAMES: dict[str, tuple[tuple[str, ...], Damage]] = {
     "journal": ((*QUANTIZE, "--restart"), journal),
     "index, quantize": (QUANTIZE, index),
     "index, inspect": (("inspect", "src"), index),
+    "index, calibrate": (("calibrate", "src", "rows.jsonl", "-o", "out/scales"), index),
+    "index, train": (TRAIN, index),
+    "code, inspect": (("inspect", "src"), code),
+    "code, serve": ((*SERVE, "--head", "head"), code),
+    "row, train": (TRAIN, row),
+    "row, calibrate": (("calibrate", "src", "rows.jsonl", "-o", "out/scales"), row),
+    "row, synthesize": (("synthesize", "rows.jsonl", "-o", "out/answers.jsonl"), row),
+    "measured, plan": (("plan", "src", "--head", "head", "--acceptance", "results.json"), measured),
+    "measured, bench": (
+        ("bench", "http://127.0.0.1:9", "--compare", "results.json", "-o", "out/b"),
+        measured,
+    ),
+    "baseline, watch": (
+        ("watch", "http://127.0.0.1:9", "--once", "--baseline", "results.json"),
+        measured,
+    ),
+    "recorded, check": (
+        ("check", "http://127.0.0.1:9", "--against", "results.json"),
+        measured,
+    ),
 }
 SHOWN: dict[str, tuple[tuple[str, ...], Damage]] = {
     "config, inspect": (("inspect", "src"), config_key),
@@ -128,6 +167,10 @@ SHOWN: dict[str, tuple[tuple[str, ...], Damage]] = {
     "problem, inspect": (("inspect", "src"), noted_problem),
     "problem, JSON": (("inspect", "src", "--json"), noted_problem),
     "tokenizer, inspect": (("inspect", "src"), tokenizer_name),
+    "config, build-config": (("build-config", "src", "-o", "out/engine.yml"), config_key),
+    "engine file, lint": (("lint", "engine.yml"), engine_file),
+    "engine file, serve": ((*SERVE, "--config", "engine.yml"), engine_file),
+    "code, explain": (("explain", "TS-\x1b[2J"), engine_file),
 }
 CASES = [
     pytest.param(words, damage, value, id=f"{field}, {kind}")
@@ -187,9 +230,10 @@ def test_nothing_foreign_is_obeyed(
     before = surroundings(place)
     done = trtspec(*words)
     not_json = not isinstance(value, str) or value == PATHS["surrogate"]
+    is_nothing = damage is code and value is None
     unreadable_journal = damage is journal and not_json  # it starts over
     is_shown = damage in [item for _, item in SHOWN.values()]
-    harmless(done, refused=not (is_shown or unreadable_journal))
+    harmless(done, refused=not (is_shown or is_nothing or unreadable_journal))
     assert surroundings(place) == before
 
 
