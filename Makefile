@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made from constraints.txt on first use.
 
 PYTHON ?= python3
+BUILDER ?= buildah
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_OUT ?= demo-out
@@ -13,7 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # absolute, because its tests run it where the rules are; empty where none could be fetched, and they are skipped
 PROMTOOL = "$${TRTSPEC_PROMTOOL:-$$(ls $(CURDIR)/.oracles/promtool/usr/bin/promtool 2> /dev/null)}"
 
-.PHONY: demo test test-nightly test-all test-busy test-oracles test-gpu lint docs clean
+.PHONY: help demo test test-nightly test-all test-busy test-oracles test-gpu lint docs dist image clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS=$$(printf '\t') read -r target does; do \
+		printf '%-14s %s\n' "$$target" "$$does"; done
 
 demo: $(STAMP)  ## the whole chain on a small Kimi, on a CPU, ending in a report
 	@TRTSPEC_PROGRESS=1 $(BIN)/trtspec demo -o $(DEMO_OUT) --force
@@ -81,7 +86,18 @@ docs: $(STAMP)  ## the documentation as a site in site/
 	@$(BIN)/python tools/generate.py
 	@$(BIN)/zensical build --clean
 
-clean:
+dist: $(STAMP)  ## the wheel and the source distribution in dist/, the wheel built from the sources that it goes with
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation -o dist
+
+image:  ## the image of the reference backend, which then describes the model that it ships: BUILDER=buildah or docker
+	@$(BUILDER) build -f docker/cpu.Dockerfile -t trtspec:cpu .
+	@if [ $(BUILDER) = buildah ]; then \
+		container=$$(buildah from trtspec:cpu); buildah run "$$container" -- trtspec inspect kimi-nano; status=$$?; \
+		buildah rm "$$container" > /dev/null; exit $$status; \
+	else $(BUILDER) run --rm trtspec:cpu inspect kimi-nano; fi
+
+clean:  ## removes what the others made
 	rm -rf .venv .oracles site demo-out build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt

@@ -180,3 +180,20 @@ def test_bar_and_note_fit_eighty_columns():
     assert "12345/13300 steps" in bar
     assert "eta" in bar
     assert any("held out 9.35" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("serve", "kimi-nano", "--tensor-parallel-size", "4"), "-> did you mean --tp-size?"),
+        (("plan", "kimi-nano", "--gpu", "NVIDIA B200"), "-> did you mean b200?"),
+        (("build-config", "kimi-nano", "--goal", "latencyy"), "-> did you mean latency?"),
+        (("plan", "kimi-nano"), "Usage error: Invalid value for TRTSPEC_PLAN_GPUS: "),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_right_one(
+    words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTSPEC_PLAN_GPUS", "four" if words[-1] == "kimi-nano" else "4")
+    done = trtspec(*words)
+    assert done.status == 2 and says in done.stderr, done

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import trtspec
 from trtspec import report
+from trtspec.data_files import load_yaml
 from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
 from trtspec.records import (
     CLICK_ERROR,
@@ -150,12 +153,7 @@ def main() -> None:
         ):  # `trtspec` alone: the message is the help page
             error.show()
             sys.exit(error.exit_code)
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "trtspec"
-        message = (
-            error.format_message().rstrip(".").replace(": Value error, ", ": ")
-        )  # pydantic's words
-        _fail(UsageError(message, f"see `{command} --help`"))
+        _fail(_usage(error))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):
@@ -169,6 +167,32 @@ def main() -> None:
     if status == Interrupted.exit_code:
         _answer(Interrupted("stopped by Ctrl-C"))
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _usage(error: Any) -> UsageError:
+    """Typer's complaint about the words of a command.
+
+    A value that came from a variable is called by the variable's name. The remedy is our option for the one of
+    `vllm serve`, or the nearest choice, or the help page.
+    """
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    message = (
+        error.format_message().rstrip(".").replace(": Value error, ", ": ")
+    )  # pydantic's words
+    if parameter is None or context is None:
+        option = getattr(error, "option_name", "").lstrip("-")
+        own = load_yaml("vllm.yaml")["own_options"].get(option)
+        command = context.command_path if context is not None else "trtspec"
+        return UsageError(message, f"did you mean {own}?" if own else f"see `{command} --help`")
+    if context.get_parameter_source(parameter.name).name == "ENVIRONMENT":
+        name = next(name for name in parameter.envvar if name in os.environ)
+        message = re.sub("'--[a-z-]+'", name, message, count=1)
+    given, _, listed = message.partition(" is not one of ")
+    value = given.rpartition(": ")[2].strip("'").lower()
+    choices = re.findall("'(.+?)'", listed)
+    near = [choice for choice in choices if choice in value] or get_close_matches(value, choices)
+    remedy = f"did you mean {near[0]}?" if near else f"see `{context.command_path} --help`"
+    return UsageError(message, remedy)
 
 
 def _open_missing_streams() -> None:
