@@ -226,7 +226,7 @@ def support_matrix() -> str:
         "`trtspec serve` warn and name the interval. As evidence, *verified* was read in a release's own files, pull "
         "requests or issues, or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
     )
-    lines += [*behaviours(), *speculation()]
+    lines += [*features(), *behaviours(), *speculation()]
     lines += vllm_releases()
     lines.append(
         "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
@@ -265,6 +265,25 @@ def vllm_releases() -> list[str]:
     ]
 
 
+def features() -> list[str]:
+    """The first release of each feature, and the known issues, as the commands read them."""
+    from trtspec.trtllm.schema import default_release, issue_rules, releases, schema_for
+
+    lines = [
+        f"The default release is {default_release()}, the newest on the package index.\n",
+        "| feature | first release | source |\n|---|---|---|",
+    ]
+    for rule, *_ in schema_for(str(releases()[0])).support.rules.values():
+        if rule and rule.feature:
+            dates: Any = rule.until
+            lines.append(f"| {rule.feature} | {between(dates)} | {rule.source} |")
+    lines.append("\n| known issue | from | until the notes of | remedy |\n|---|---|---|---|")
+    for issue in issue_rules().values():
+        ends = f"{issue['since']['by']} | {issue['until']['by'] or 'not known'}"
+        lines.append(f"| {issue['message']} | {ends} | {issue['remedy']} |")
+    return lines
+
+
 def behaviours() -> list[str]:
     """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
     schemas = {
@@ -280,7 +299,9 @@ def behaviours() -> list[str]:
         for name, entry in (schemas[line]["behaviours"] | schemas[line]["rules"]).items():
             if entry is None:
                 lines.append(f"| {name.replace('_', ' ')} | {line} | | ends here | |")
-            elif "when" not in entry or {"since", "until"} & set(entry):
+            elif "feature" not in entry and (
+                "when" not in entry or {"since", "until"} & set(entry)
+            ):
                 ends = [between(entry.get(key)) for key in ("since", "until")]
                 told = f"{entry['evidence']}: {entry['source']}"
                 lines.append(

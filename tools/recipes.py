@@ -14,7 +14,7 @@ from trtspec.trtllm.build import build_named, disaggregated, judged_as
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.kubernetes import helm_values
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.schema import default_release, schema_for
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS, CHART = ROOT / "configs", ROOT / "docker" / "helm" / "trtspec" / "recipes"
@@ -31,10 +31,6 @@ HEADS = {
     ("k2.6", "eagle3.1"): "lightseekorg/kimi-k2.6-eagle3.1-mla",
     ("k2.7-code", "eagle3.1"): "lightseekorg/kimi-k2.7-coder-eagle3.1-mla",
 }
-VERSION, EAGLE31_VERSION = (
-    "1.3.0rc20",
-    "1.3.0rc22",
-)  # the oldest release read with everything that a recipe needs
 # family, head, GPUs, kind of GPU, what for
 WANTED = [
     *((f, h, n, "b200", goal) for f in ("k2.5", "k2.6") for h in ("eagle3", "no-head")
@@ -53,7 +49,6 @@ WANTED = [
     ("k2.7-code", "no-head", 8, "b200", "throughput"),
     *(("k2.6", "eagle3", n, gpu, "128k") for n, gpu in ((4, "b200"), (8, "b200"), (4, "gb200"))),
 ]  # fmt: skip
-SWEEP = "1.3.0rc21"  # the release of InferenceX's sweep
 LONG = 131072
 LONG_REQUESTS = {(4, "b200"): 4, (8, "b200"): 16, (4, "gb200"): 6}
 VERSIONS = (
@@ -89,9 +84,7 @@ def intents() -> dict[str, tuple[Intent, str]]:
             part,
             f"disaggregated: {what}",
         )
-    apart = replace(
-        intent("k2.5", "no-head", 8, "b200", "throughput"), version=SWEEP, isl=8192, osl=1024
-    )
+    apart = replace(intent("k2.5", "no-head", 8, "b200", "throughput"), isl=8192, osl=1024)
     context = replace(apart, role="context", tp_size=4, max_batch_size=2, max_num_tokens=16384)
     generation = replace(apart, role="generation", concurrency=1024)
     for stem, part in (
@@ -105,11 +98,10 @@ def intents() -> dict[str, tuple[Intent, str]]:
 
 def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     target, draft = TARGETS[family], HEADS.get((family, head))
-    version = EAGLE31_VERSION if draft and load_head(draft).spec.eagle == "3.1" else VERSION
     goal: Goal = "throughput" if purpose == "throughput" else "latency"
     found = Intent(
         target=target,
-        version=version,
+        version=default_release(),
         head=draft,
         goal=goal,
         tp_size=gpus,

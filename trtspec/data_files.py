@@ -33,7 +33,8 @@ def catalogue(name: str) -> list[str]:
     if name == "codes":
         return list(documented())
     if name == "releases":
-        return sorted(load_yaml("../trtllm/releases.yaml")["dynamo"]["releases"].values())
+        listed = load_yaml("../trtllm/releases.yaml")
+        return [listed["default"], *listed["releases"]]
     if name == "datasets":
         return ["nano", *load_yaml("datasets.yaml")["datasets"]]
     own = {"targets": "kimi-nano", "heads": "kimi-nano-eagle3"}[name]

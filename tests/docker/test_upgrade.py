@@ -68,12 +68,12 @@ def recipe(line: str) -> dict[str, Any]:
     return yaml.load(built(line), Loader=LOADER)
 
 
-K26 = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20 --trust-remote-code --gpu b200"
-K25 = "nvidia/Kimi-K2.5-NVFP4 --head nvidia/Kimi-K2.5-Eagle3 --trtllm-version 1.3.0rc20 --trust-remote-code --gpu b200"
-NEWER = K26.replace("1.3.0rc20", "1.3.0rc22")
+K26 = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.4.0rc1 --trust-remote-code --gpu b200"
+K25 = "nvidia/Kimi-K2.5-NVFP4 --head nvidia/Kimi-K2.5-Eagle3 --trtllm-version 1.4.0rc1 --trust-remote-code --gpu b200"
+NEWER = K26.replace("1.4.0rc1", "1.3.0rc29")
 CHANGES: dict[str, dict[str, Any]] = {
     "a token": {"hfToken": {"existingSecret": "other"}},
-    "an image tag": {"image": {"tag": "1.3.0rc20-7"}},
+    "an image tag": {"image": {"tag": "1.4.0rc1-7"}},
     "an image digest": {"image": {"digest": "sha256:" + 64 * "b"}},
     "a registry": {"image": {"repository": "mirror.example.com/trtspec"}},
     "a pull secret": {"imagePullSecrets": [{"name": "registry"}]},

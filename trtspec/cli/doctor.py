@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
@@ -67,10 +67,11 @@ def examine() -> dict[str, Any]:
 
     from trtspec.cli.app import COMMANDS
     from trtspec.launch.preflight import read_gpus
-    from trtspec.trtllm.deployment import installed_version
+    from trtspec.trtllm.deployment import choose_version, installed_version
     from trtspec.vllm import PROGRAM as VLLM
 
     extras, wrong = package_state()
+    release, reason = choose_version(None)
     gpus = [
         {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
          "compute_capability": gpu.capability}
@@ -91,6 +92,7 @@ def examine() -> dict[str, Any]:
         },
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
+        "trtllm_release": f"{release}, {reason}",
         "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
         "gpus": gpus,
         "hub": {
@@ -100,7 +102,7 @@ def examine() -> dict[str, Any]:
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(place) for name, place in places.items()},
-        "problems": wrong + environment_problems(gpus),
+        "problems": wrong + environment_problems(gpus) + release_problems(installed_version()),
     }
 
 
@@ -164,6 +166,20 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
         remedy = "serve the INT4 or FP8 checkpoint here"
         problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message, remedy))
     return problems
+
+
+def release_problems(release: str | None) -> list[Problem]:
+    """Known issues of the installed engine, or that nobody knows its release."""
+    from trtspec.trtllm.schema import schema_for
+
+    if release is None:
+        return []
+    where = f"TensorRT-LLM {release}"
+    try:
+        issues = schema_for(release).known_issues
+    except UsageError as error:
+        return [Problem("TS-DOCTOR-VERSION", "warning", where, error.message, error.remedy)]
+    return [Problem(each.code, "info", where, each.message, each.remedy) for each in issues]
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

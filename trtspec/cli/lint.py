@@ -138,6 +138,8 @@ class Judged:
 
 def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
+    from trtspec.trtllm.deployment import assumed_release
+
     files, passed = options.split()
     if not files:
         raise UsageError(
@@ -156,8 +158,13 @@ def lint(options: LintOptions) -> Result:
         if item.error is not None and len(judged) > 1
     ]
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
-    return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
-                  failure=_failure(judged, options.strict))  # fmt: skip
+    told = set[tuple[str, str]]()
+    lines = [line for item in judged for line in _lines(item, told)]
+    notes = (assumed_release(item.version, item.reason, item.document) for item in judged)
+    assumed = next(filter(None, notes), [])
+    values = {**_as_json(judged), "assumed": [problem.to_dict() for problem in assumed]}
+    failure = _failure(judged, options.strict)
+    return Result(values, lines=[*lines, *problem_lines(assumed)], failure=failure)
 
 
 def lint_configuration(
@@ -354,13 +361,18 @@ def _diff(before: Document, after: Document) -> str:
     )
 
 
-def _lines(judged: Judged) -> Iterator[str]:
+def _lines(judged: Judged, told: set[tuple[str, str]]) -> Iterator[str]:
+    """Prints a note that an earlier file got once: `told` holds code and message of each."""
     yield from judged.diff.splitlines()
     for finding in judged.corrected if judged.fix_applied else ():
         yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:
+        words = (finding.code, finding.message)
+        if finding.severity == "info" and words in told:
+            continue
+        told.add(words)
         at = ":".join(
             str(part) for part in (judged.name, finding.line, finding.column) if part is not None
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from trtspec.errors import Severity, UsageError
 SCHEMAS = Path(__file__).parent / "schemas"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 UNKNOWN = object()  # a default that no source states
+KNOWN_ISSUE = "TS-LINT-KNOWN-ISSUE"
+SUPPORT = (KNOWN_ISSUE, "TS-LINT-DEPRECATED")
 OPTIONS = "--"  # the class of the options of trtllm-serve
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
@@ -118,7 +121,8 @@ Entry = Field | Option
 class Rule:
     """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
     of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key, writes
-    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}.
+    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}. `feature`: what a
+    release can do from the end of the rule on; `{first}` in the remedy is the first such release.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
@@ -140,6 +144,7 @@ class Rule:
     severity: Severity = "error"
     at: str | None = None
     fix: dict[str, Any] = field(default_factory=dict)
+    feature: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,31 @@ class Schema:
         words = {name: _word(OPTIONS, name, self.version) for name in _names(OPTIONS)}
         return {name: word.taken[0] for name, word in words.items() if word.taken}
 
+    @property
+    def support(self) -> Schema:
+        """With the rules that tell what a release can do, and what is wrong with it, whatever a file says."""
+        rows = {
+            name: states
+            for name, states in self.rules.items()
+            if any(rule and (rule.feature or rule.code in SUPPORT) for rule in states)
+        }
+        return replace(self, rules=rows)
+
+    @property
+    def known_issues(self) -> tuple[Rule, ...]:
+        """By the release notes."""
+        rules = [rule for states in self.rules.values() for rule in states if rule is not None]
+        return tuple(rule for rule in rules if rule.code == KNOWN_ISSUE)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Classes that no source of this release lists whole."""
+        return tuple(
+            owner
+            for owner, readings in _classes().items()
+            if not any(each.whole and each.release == self.version for each in readings)
+        )
+
     def behaviour(self, name: str) -> Mapping[str, Any]:
         """The latest that is possible for the release."""
         return self.behaviours.get(name, ({},))[-1]
@@ -295,11 +325,16 @@ def _schema(version: Version) -> Schema:
         behaviours[name] = tuple(state or {} for state in states)
     for name, changes in _histories("rules").items():
         states, intervals[name] = _states(changes, version)
-        rules[name] = tuple(state and Rule(**state) for state in states)
+        rules[name] = tuple(state and _rule(state) for state in states)
     return Schema(version, behaviours, rules, intervals)
 
 
 State = dict[str, Any] | None
+
+
+def _rule(state: dict[str, Any]) -> Rule:
+    first = state.get("until", {}).get("by") or ""
+    return Rule(**{**state, "remedy": state["remedy"].replace("{first}", first)})
 
 
 def _states(
@@ -322,7 +357,7 @@ def _states(
 def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
     """What each behaviour or rule became with each change, in order; None: nothing."""
     histories: dict[str, list[tuple[Change | None, State]]] = {}
-    for data in _files().values():
+    for data in (*_files().values(), {"versions": {}, "rules": issue_rules()}):
         begins = data["versions"].get("begins")
         for name, state in data.get(part, {}).items():
             dates = state or {}
@@ -332,6 +367,21 @@ def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
             if "until" in dates:
                 history.append((Change(**dates["until"]), None))
     return histories
+
+
+def issue_rules() -> dict[str, dict[str, Any]]:
+    """The known issues of the release notes, each until the next notes that were read."""
+    notes = read_beside("releases.yaml")["notes"]
+    names = [None, *notes, None]
+    rules = {}
+    for before, (release, issues), following in zip(names, notes.items(), names[2:], strict=False):
+        facts = {
+            "since": {"after": before, "by": release},
+            "until": {"after": release, "by": following},
+            "source": f"release notes of {release}",
+        }
+        rules |= {name: {**issue, **facts} for name, issue in issues.items()}
+    return rules
 
 
 @functools.lru_cache(maxsize=65536)
@@ -418,9 +468,8 @@ def parse_version(text: str) -> Version:
     version = Version(version.public)
     is_line = len(version.release) < 3  # such as 1.3
     if is_line or (version not in known and version < known[-1]):
-        below = [str(release) for release in known if release <= version]
-        above = [str(release) for release in known if release > version]
-        near = " or ".join([*below[-1:], *above[:1]])
+        above = bisect(known, version)
+        near = " or ".join(map(str, known[max(above - 1, 0) : above + 1]))
         raise UsageError(
             f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
             f"use {near}, the nearest, or `trtllm_version` {default_release()}",
@@ -439,10 +488,6 @@ def default_release() -> str:
     """The release that everything is written and judged for unless another one is asked for."""
     default: str = read_beside("releases.yaml")["default"]
     return default
-
-
-def newest_known() -> Version:
-    return releases()[-1]
 
 
 @functools.cache
