@@ -273,7 +273,7 @@ def features() -> list[str]:
         f"The default release is {default_release()}, the newest on the package index.\n",
         "| feature | first release | source |\n|---|---|---|",
     ]
-    for rule, *_ in schema_for(str(releases()[0])).support.rules.values():
+    for rule, *_ in schema_for(str(releases()[0])).rules.values():
         if rule and rule.feature:
             dates: Any = rule.until
             lines.append(f"| {rule.feature} | {between(dates)} | {rule.source} |")

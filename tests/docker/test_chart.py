@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from trtspec.launch.options import ENGINE, FRONT, ServeOptions
 from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
-from trtspec.trtllm.schema import parse_version
 from trtspec.trtllm.serve.front import read_front
 from trtspec.trtllm.serve.start import plan_engine
 
@@ -527,11 +525,3 @@ def test_labels_limits_secrets_and_own_objects_reach_the_cluster() -> None:
 def test_values_without_a_recipe_are_refused() -> None:
     with pytest.raises(helm_python.HelmError):
         chart().render({}, name="kimi", namespace="serving")
-
-
-def test_every_tag_is_in_the_table_of_the_documents() -> None:
-    text = (ROOT / "docs/hardware.md").read_text()
-    table = set(re.findall(r"^\| `(\d[^`]*)` \|", text, re.MULTILINE))
-    tags = {load(path)["image"]["tag"].partition("-")[0] for path in EVERY}
-    assert tags <= table, f"not in docs/hardware.md: {tags - table}"
-    assert all(parse_version(tag) for tag in table)

@@ -89,7 +89,10 @@ def test_a_row_that_is_no_rule_is_refused(row: str) -> None:
 def test_every_row_is_a_rule() -> None:
     for path in schema.SCHEMAS.glob("*.yaml"):
         rows = yaml.safe_load(path.read_text())["rules"]
-        TypeAdapter(dict[str, Rule | None]).validate_python({**rows, **schema.issue_rules()})
+        every = {**rows, **schema.issue_rules()}
+        rules = TypeAdapter(dict[str, Rule | None]).validate_python(every).values()
+        features = [rule for rule in rules if rule and rule.feature]
+        assert all(rule.until and str(rule.until.by) in rule.remedy for rule in features)
 
 
 @pytest.mark.parametrize(

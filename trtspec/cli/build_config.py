@@ -102,10 +102,9 @@ def build_config(options: BuildConfigOptions) -> Result:
         warnings = [finding for finding in part.findings if finding.severity == "warning"]
         problems += [finding.problem(_shown(path)) for finding in warnings]
     text = "".join(text for path, text in texts.items() if path not in written)
-    messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
-    return Result(
-        values, problems, text=text, messages=[*messages, *(_next(options) if written else [])]
-    )
+    messages = [f"wrote {path}" for path in written]
+    messages += _next(options) if written else []
+    return Result(values, problems, text=text, messages=messages)
 
 
 def _shown(path: Path | None) -> str:

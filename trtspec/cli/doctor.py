@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.errors import CheckFailed, Problem, has_errors
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
@@ -169,16 +169,11 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
 
 
 def release_problems(release: str | None) -> list[Problem]:
-    """Known issues of the installed engine, or that nobody knows its release."""
-    from trtspec.trtllm.schema import schema_for
+    """Known issues of the installed engine."""
+    from trtspec.trtllm.schema import known_issues
 
-    if release is None:
-        return []
+    issues = known_issues(release) if release else []
     where = f"TensorRT-LLM {release}"
-    try:
-        issues = schema_for(release).known_issues
-    except UsageError as error:
-        return [Problem("TS-DOCTOR-VERSION", "warning", where, error.message, error.remedy)]
     return [Problem(each.code, "info", where, each.message, each.remedy) for each in issues]
 
 
@@ -210,9 +205,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
     """What to install, unwrapped so that it can be copied."""
     found = [""]
-    for install in dict.fromkeys(
-        state["install"] for state in report["commands"].values() if state["install"]
-    ):
-        names = [name for name, state in report["commands"].items() if state["install"] == install]
+    commands: dict[str, list[str]] = {}
+    for name, state in report["commands"].items():
+        commands.setdefault(state["install"], []).append(name)
+    commands.pop("", None)
+    for install, names in commands.items():
         found += [f"for {', '.join(names)}:", f"    {install}"]
     return found if problems else [*found, "no problems found"]

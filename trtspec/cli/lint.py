@@ -158,13 +158,11 @@ def lint(options: LintOptions) -> Result:
         if item.error is not None and len(judged) > 1
     ]
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
-    told = set[tuple[str, str]]()
-    lines = [line for item in judged for line in _lines(item, told)]
+    lines = [line for item in judged for line in _lines(item)]
     notes = (assumed_release(item.version, item.reason, item.document) for item in judged)
     assumed = next(filter(None, notes), [])
-    values = {**_as_json(judged), "assumed": [problem.to_dict() for problem in assumed]}
-    failure = _failure(judged, options.strict)
-    return Result(values, lines=[*lines, *problem_lines(assumed)], failure=failure)
+    lines += problem_lines(assumed)
+    return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))
 
 
 def lint_configuration(
@@ -361,18 +359,13 @@ def _diff(before: Document, after: Document) -> str:
     )
 
 
-def _lines(judged: Judged, told: set[tuple[str, str]]) -> Iterator[str]:
-    """Prints a note that an earlier file got once: `told` holds code and message of each."""
+def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
     for finding in judged.corrected if judged.fix_applied else ():
         yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:
-        words = (finding.code, finding.message)
-        if finding.severity == "info" and words in told:
-            continue
-        told.add(words)
         at = ":".join(
             str(part) for part in (judged.name, finding.line, finding.column) if part is not None
         )

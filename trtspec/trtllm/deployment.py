@@ -27,6 +27,7 @@ from trtspec.trtllm.schema import (
     Option,
     Schema,
     default_release,
+    known_issues,
     read_beside,
     schema_for,
 )
@@ -86,7 +87,7 @@ def assumed_release(
     parents = dict.fromkeys(owner.partition(":")[0] for owner in schema.unread)
     unread = [name or "the top level" for name in parents if not name or document.has(name)]
     message += f"; not read whole at this release: {', '.join(unread)}"
-    message += "".join(f"; {issue.message}" for issue in schema.known_issues)
+    message += "".join(f"; {issue.message}" for issue in known_issues(version))
     return [
         Problem(
             "TS-LINT-RELEASE-ASSUMED", "info", "trtllm_version", message, "pass `trtllm_version`"

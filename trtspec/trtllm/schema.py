@@ -30,8 +30,6 @@ from trtspec.errors import Severity, UsageError
 SCHEMAS = Path(__file__).parent / "schemas"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 UNKNOWN = object()  # a default that no source states
-KNOWN_ISSUE = "TS-LINT-KNOWN-ISSUE"
-SUPPORT = (KNOWN_ISSUE, "TS-LINT-DEPRECATED")
 OPTIONS = "--"  # the class of the options of trtllm-serve
 # the key that says which of several classes an object is; `variants` of a field are values of it
 DISCRIMINATORS = {
@@ -122,7 +120,7 @@ class Rule:
     """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
     of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key, writes
     one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}. `feature`: what a
-    release can do from the end of the rule on; `{first}` in the remedy is the first such release.
+    release can do from the end of the rule on.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
@@ -249,22 +247,6 @@ class Schema:
         return {name: word.taken[0] for name, word in words.items() if word.taken}
 
     @property
-    def support(self) -> Schema:
-        """With the rules that tell what a release can do, and what is wrong with it, whatever a file says."""
-        rows = {
-            name: states
-            for name, states in self.rules.items()
-            if any(rule and (rule.feature or rule.code in SUPPORT) for rule in states)
-        }
-        return replace(self, rules=rows)
-
-    @property
-    def known_issues(self) -> tuple[Rule, ...]:
-        """By the release notes."""
-        rules = [rule for states in self.rules.values() for rule in states if rule is not None]
-        return tuple(rule for rule in rules if rule.code == KNOWN_ISSUE)
-
-    @property
     def unread(self) -> tuple[str, ...]:
         """Classes that no source of this release lists whole."""
         return tuple(
@@ -325,16 +307,11 @@ def _schema(version: Version) -> Schema:
         behaviours[name] = tuple(state or {} for state in states)
     for name, changes in _histories("rules").items():
         states, intervals[name] = _states(changes, version)
-        rules[name] = tuple(state and _rule(state) for state in states)
+        rules[name] = tuple(state and Rule(**state) for state in states)
     return Schema(version, behaviours, rules, intervals)
 
 
 State = dict[str, Any] | None
-
-
-def _rule(state: dict[str, Any]) -> Rule:
-    first = state.get("until", {}).get("by") or ""
-    return Rule(**{**state, "remedy": state["remedy"].replace("{first}", first)})
 
 
 def _states(
@@ -382,6 +359,11 @@ def issue_rules() -> dict[str, dict[str, Any]]:
         }
         rules |= {name: {**issue, **facts} for name, issue in issues.items()}
     return rules
+
+
+def known_issues(release: str) -> list[Rule]:
+    """By its own release notes."""
+    return [Rule(**row) for row in issue_rules().values() if row["since"]["by"] == release]
 
 
 @functools.lru_cache(maxsize=65536)

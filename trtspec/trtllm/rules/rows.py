@@ -14,6 +14,8 @@ from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, Schema
 
+# codes about what a release can do with a pair
+SUPPORT = ("-OLD-ENGINE", "-MODEL-TOO-NEW", "-KNOWN-ISSUE", "-DEPRECATED")
 SEVERITIES = ("info", "warning", "error")
 
 
@@ -93,10 +95,9 @@ def support_problems(
 ) -> list[Problem]:
     """What a release cannot do, does wrong or no longer tests of a pair, whatever its file says."""
     document = Document.parse("speculative_config: {decoding_type: Eagle}" if head else "{}")
-    deployment = Deployment(schema.support, target, head=head)
-    return [
-        each.problem(f"TensorRT-LLM {schema.version}") for each in check_rows(document, deployment)
-    ]
+    findings = check_rows(document, Deployment(schema, target, head=head))
+    where = f"TensorRT-LLM {schema.version}"
+    return [each.problem(where) for each in findings if each.code.endswith(SUPPORT)]
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:
