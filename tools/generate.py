@@ -267,20 +267,16 @@ def vllm_releases() -> list[str]:
 
 def features() -> list[str]:
     """The first release of each feature, and the known issues, as the commands read them."""
-    from trtspec.trtllm.schema import default_release, issue_rules, releases, schema_for
+    from trtspec.trtllm.schema import issue_rules, releases, schema_for
 
-    lines = [
-        f"The default release is {default_release()}, the newest on the package index.\n",
-        "| feature | first release | source |\n|---|---|---|",
-    ]
+    lines = ["| feature | first release | source |\n|---|---|---|"]
     for rule, *_ in schema_for(str(releases()[0])).rules.values():
         if rule and rule.feature:
             dates: Any = rule.until
             lines.append(f"| {rule.feature} | {between(dates)} | {rule.source} |")
-    lines.append("\n| known issue | from | until the notes of | remedy |\n|---|---|---|---|")
+    lines.append("\n| by release notes | gone | remedy |\n|---|---|---|")
     for issue in issue_rules().values():
-        ends = f"{issue['since']['by']} | {issue['until']['by'] or 'not known'}"
-        lines.append(f"| {issue['message']} | {ends} | {issue['remedy']} |")
+        lines.append(f"| {issue['message']} | {between(issue['until'])} | {issue['remedy']} |")
     return lines
 
 
@@ -313,8 +309,8 @@ def behaviours() -> list[str]:
 def between(dates: dict[str, str] | None) -> str:
     if dates is None:
         return ""
-    known = [f"{word} {dates[word]}" for word in ("after", "by") if word in dates]
-    return ", ".join(known if "by" in dates else [*known, "release not known"])
+    known = [f"{word} {dates[word]}" for word in ("after", "by") if dates.get(word)]
+    return ", ".join(known if dates.get("by") else [*known, "release not known"])
 
 
 def speculation() -> list[str]:

@@ -67,10 +67,9 @@ def intents() -> dict[str, tuple[Intent, str]]:
     )
     for name, part in disaggregated(apart).items():
         stem = name.removesuffix(".yml")
-        what = {"front": "the front of both servers"}.get(stem, f"{stem} server of two, 8k prompts")
         found[f"kimi-k2.6-nvfp4-eagle3-4xgb200-disaggregated-{stem}"] = (
             part,
-            f"disaggregated: {what}",
+            f"disaggregated, 8k prompts: {stem}",
         )
     apart = replace(intent("k2.5", "no-head", 8, "b200", "throughput"), isl=8192, osl=1024)
     context = replace(apart, role="context", tp_size=4, max_batch_size=2, max_num_tokens=16384)
