@@ -97,7 +97,7 @@ def build_config(options: BuildConfigOptions) -> Result:
         **entries[0],
         "files": entries if len(entries) > 1 else [],
     }
-    problems = assumed_release(version, reason, Document.parse(servers[0][1].text))
+    problems = assumed_release(reason, Document.parse(servers[0][1].text))
     for path, part in servers:
         warnings = [finding for finding in part.findings if finding.severity == "warning"]
         problems += [finding.problem(_shown(path)) for finding in warnings]

@@ -159,7 +159,7 @@ def lint(options: LintOptions) -> Result:
     ]
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
     lines = [line for item in judged for line in _lines(item)]
-    notes = (assumed_release(item.version, item.reason, item.document) for item in judged)
+    notes = (assumed_release(item.reason, item.document) for item in judged)
     assumed = next(filter(None, notes), [])
     lines += problem_lines(assumed)
     return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))

@@ -76,23 +76,20 @@ def choose_version(asked: str | None, written: Intent | None = None) -> tuple[st
     return default_release(), ASSUMED
 
 
-def assumed_release(
-    version: str | None, reason: str | None, document: Document | None
-) -> list[Problem]:
+def assumed_release(reason: str | None, document: Document | None) -> list[Problem]:
     """What to know of a release that nobody asked for: classes of the file that were not read whole, known issues."""
-    if version is None or document is None or reason != ASSUMED:
+    if reason != ASSUMED or document is None:
         return []
-    schema = schema_for(version)
-    message = f"TensorRT-LLM {schema.version} is {ASSUMED}"
-    parents = dict.fromkeys(owner.partition(":")[0] for owner in schema.unread)
+    release = default_release()
+    parents = dict.fromkeys(owner.partition(":")[0] for owner in schema_for(release).unread)
     unread = [name or "the top level" for name in parents if not name or document.has(name)]
-    message += f"; not read whole at this release: {', '.join(unread)}"
-    message += "".join(f"; {issue.message}" for issue in known_issues(version))
-    return [
-        Problem(
-            "TS-LINT-RELEASE-ASSUMED", "info", "trtllm_version", message, "pass `trtllm_version`"
-        )
+    parts = [
+        f"TensorRT-LLM {release} is {ASSUMED}",
+        f"not read whole at this release: {', '.join(unread)}",
+        *(issue.message for issue in known_issues(release)),
     ]
+    message = "; ".join(parts)
+    return [Problem("TS-LINT-RELEASE-ASSUMED", "info", "trtllm_version", message)]
 
 
 @dataclass(frozen=True)

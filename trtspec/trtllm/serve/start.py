@@ -88,7 +88,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
     # check_start names the files of code that nobody trusts
     findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
-    problems += assumed_release(*version, file)
+    problems += assumed_release(version[1], file)
     problems += [*refused, *(finding.problem(file.name) for finding in findings)]
     problems += learned_problems(head.resolved, target.resolved) if head else []
     models = [target.resolved, *([head.resolved] if head else [])]
