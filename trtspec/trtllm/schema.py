@@ -350,7 +350,7 @@ def issue_rules() -> dict[str, dict[str, Any]]:
     """The known issues of the release notes, each until the next notes that were read."""
     notes = read_beside("releases.yaml")["notes"]
     names = [None, *notes, None]
-    rules = {}
+    rules: dict[str, dict[str, Any]] = {}
     for before, (release, issues), following in zip(names, notes.items(), names[2:], strict=False):
         facts = {
             "since": {"after": before, "by": release},
