@@ -1,7 +1,7 @@
 # trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/support-matrix.md.
-#   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.3.0rc20 -t trtspec:1.3.0rc20 .
-# BASE by digest: docker buildx imagetools inspect nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20 prints it.
-ARG TRTLLM_VERSION=1.3.0rc20
+#   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.4.0rc1 -t trtspec:1.4.0rc1 .
+# BASE by digest: docker buildx imagetools inspect nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1 prints it.
+ARG TRTLLM_VERSION=1.4.0rc1
 ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:${TRTLLM_VERSION}
 
 FROM ${BASE} AS environment

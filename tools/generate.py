@@ -226,7 +226,7 @@ def support_matrix() -> str:
         "`trtspec serve` warn and name the interval. As evidence, *verified* was read in a release's own files, pull "
         "requests or issues, or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
     )
-    lines += [*behaviours(), *speculation()]
+    lines += [*features(), *behaviours(), *speculation()]
     lines += vllm_releases()
     lines.append(
         "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
@@ -265,6 +265,21 @@ def vllm_releases() -> list[str]:
     ]
 
 
+def features() -> list[str]:
+    """The first release of each feature, and the known issues, as the commands read them."""
+    from trtspec.trtllm.schema import issue_rules, releases, schema_for
+
+    lines = ["| feature | first release | source |\n|---|---|---|"]
+    for rule, *_ in schema_for(str(releases()[0])).rules.values():
+        if rule and rule.feature:
+            dates: Any = rule.until
+            lines.append(f"| {rule.feature} | {between(dates)} | {rule.source} |")
+    lines.append("\n| by release notes | gone | remedy |\n|---|---|---|")
+    for issue in issue_rules().values():
+        lines.append(f"| {issue['message']} | {between(issue['until'])} | {issue['remedy']} |")
+    return lines
+
+
 def behaviours() -> list[str]:
     """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
     schemas = {
@@ -280,7 +295,9 @@ def behaviours() -> list[str]:
         for name, entry in (schemas[line]["behaviours"] | schemas[line]["rules"]).items():
             if entry is None:
                 lines.append(f"| {name.replace('_', ' ')} | {line} | | ends here | |")
-            elif "when" not in entry or {"since", "until"} & set(entry):
+            elif "feature" not in entry and (
+                "when" not in entry or {"since", "until"} & set(entry)
+            ):
                 ends = [between(entry.get(key)) for key in ("since", "until")]
                 told = f"{entry['evidence']}: {entry['source']}"
                 lines.append(
@@ -292,8 +309,8 @@ def behaviours() -> list[str]:
 def between(dates: dict[str, str] | None) -> str:
     if dates is None:
         return ""
-    known = [f"{word} {dates[word]}" for word in ("after", "by") if word in dates]
-    return ", ".join(known if "by" in dates else [*known, "release not known"])
+    known = [f"{word} {dates[word]}" for word in ("after", "by") if dates.get(word)]
+    return ", ".join(known if dates.get("by") else [*known, "release not known"])
 
 
 def speculation() -> list[str]:

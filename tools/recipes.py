@@ -9,12 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.trtllm.build import build_named, disaggregated, judged_as
+from trtspec.trtllm.build import build_named, disaggregated
 from trtspec.trtllm.intent import Goal, Intent
 from trtspec.trtllm.kubernetes import helm_values
-from trtspec.trtllm.lint import lint
-from trtspec.trtllm.schema import schema_for
+from trtspec.trtllm.schema import default_release
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS, CHART = ROOT / "configs", ROOT / "docker" / "helm" / "trtspec" / "recipes"
@@ -31,10 +29,6 @@ HEADS = {
     ("k2.6", "eagle3.1"): "lightseekorg/kimi-k2.6-eagle3.1-mla",
     ("k2.7-code", "eagle3.1"): "lightseekorg/kimi-k2.7-coder-eagle3.1-mla",
 }
-VERSION, EAGLE31_VERSION = (
-    "1.3.0rc20",
-    "1.3.0rc22",
-)  # the oldest release read with everything that a recipe needs
 # family, head, GPUs, kind of GPU, what for
 WANTED = [
     *((f, h, n, "b200", goal) for f in ("k2.5", "k2.6") for h in ("eagle3", "no-head")
@@ -53,19 +47,8 @@ WANTED = [
     ("k2.7-code", "no-head", 8, "b200", "throughput"),
     *(("k2.6", "eagle3", n, gpu, "128k") for n, gpu in ((4, "b200"), (8, "b200"), (4, "gb200"))),
 ]  # fmt: skip
-SWEEP = "1.3.0rc21"  # the release of InferenceX's sweep
 LONG = 131072
 LONG_REQUESTS = {(4, "b200"): 4, (8, "b200"): 16, (4, "gb200"): 6}
-VERSIONS = (
-    "1.3.0rc16",
-    "1.3.0rc17",
-    "1.3.0rc20",
-    "1.3.0rc21",
-    "1.3.0rc22",
-    "1.3.0rc25",
-    "1.3.0rc29",
-    "1.4.0rc1",
-)
 FOR = {
     "latency": "latency: the model card's sizes",
     "throughput": "throughput",
@@ -84,14 +67,11 @@ def intents() -> dict[str, tuple[Intent, str]]:
     )
     for name, part in disaggregated(apart).items():
         stem = name.removesuffix(".yml")
-        what = {"front": "the front of both servers"}.get(stem, f"{stem} server of two, 8k prompts")
         found[f"kimi-k2.6-nvfp4-eagle3-4xgb200-disaggregated-{stem}"] = (
             part,
-            f"disaggregated: {what}",
+            f"disaggregated, 8k prompts: {stem}",
         )
-    apart = replace(
-        intent("k2.5", "no-head", 8, "b200", "throughput"), version=SWEEP, isl=8192, osl=1024
-    )
+    apart = replace(intent("k2.5", "no-head", 8, "b200", "throughput"), isl=8192, osl=1024)
     context = replace(apart, role="context", tp_size=4, max_batch_size=2, max_num_tokens=16384)
     generation = replace(apart, role="generation", concurrency=1024)
     for stem, part in (
@@ -105,11 +85,10 @@ def intents() -> dict[str, tuple[Intent, str]]:
 
 def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     target, draft = TARGETS[family], HEADS.get((family, head))
-    version = EAGLE31_VERSION if draft and load_head(draft).spec.eagle == "3.1" else VERSION
     goal: Goal = "throughput" if purpose == "throughput" else "latency"
     found = Intent(
         target=target,
-        version=version,
+        version=default_release(),
         head=draft,
         goal=goal,
         tp_size=gpus,
@@ -121,23 +100,7 @@ def intent(family: str, head: str, gpus: int, gpu: str, purpose: str) -> Intent:
     return found
 
 
-def claims(item: Intent, text: str) -> list[str]:
-    """The versions for which lint has nothing to say about the file."""
-    if item.role == "front":
-        return []
-    target, head = load_target(item.target).spec, load_head(item.head).spec if item.head else None
-    deployment = judged_as(item, target, head)
-    found = {
-        version: lint(text, replace(deployment, schema=schema_for(version))) for version in VERSIONS
-    }
-    return [
-        version
-        for version, problems in found.items()
-        if all(item.severity == "info" for item in problems)
-    ]
-
-
-def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
+def readme(rows: list[tuple[str, Intent, str]]) -> str:
     lines = [
         "<!-- Written by tools/recipes.py; edit that file instead. -->",
         "",
@@ -149,17 +112,16 @@ def readme(rows: list[tuple[str, Intent, str, list[str]]]) -> str:
         "    trtspec serve nvidia/Kimi-K2.5-NVFP4 --trust-remote-code --host 0.0.0.0 \\",
         "        --config configs/kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml",
         "",
-        "| file | head | GPUs | for | lints clean for TensorRT-LLM |",
-        "|---|---|---|---|---|",
+        f"All are written for TensorRT-LLM {default_release()}. For another release, run the first line with it.",
+        "",
+        "| file | head | GPUs | for |",
+        "|---|---|---|---|",
     ]
-    for name, item, purpose, versions in rows:
+    for name, item, purpose in rows:
         gpus = f"{item.tp_size} {(item.gpu or '').upper()}{', attention DP' if item.attention_dp else ''}"
         gpus = "none" if item.role == "front" else gpus
         experimental = " (experimental)" if "eagle3.1" in (item.head or "") else ""
-        named = ", ".join(versions) or "(no engine configuration)"
-        lines.append(
-            f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} | {named} |"
-        )
+        lines.append(f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} |")
     lines += [
         "",
         "Experimental: the author of the engine's EAGLE-3.1 support lists Kimi's MLA head as not tested.",
@@ -179,7 +141,7 @@ def files() -> dict[Path, str]:
         found[CONFIGS / f"{name}.yml"] = recipe.text
         if item.role is None:
             found[CHART / f"{name}.yaml"] = helm_values(recipe)
-        rows.append((name, item, purpose, claims(item, recipe.text)))
+        rows.append((name, item, purpose))
     found[CONFIGS / "README.md"] = readme(rows)
     return found
 

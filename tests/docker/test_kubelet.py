@@ -35,13 +35,13 @@ pytestmark = [
 STANDIN = Path(__file__).parents[1] / "trtllm" / "standin" / "trtllm-serve"
 FASTER = 10  # periods and settling times are divided by it; timeouts and failure thresholds are the chart's
 ENGINE = (
-    "# TensorRT-LLM 1.3.0rc20: trtspec build-config /models/target --head /models/head --trtllm-version 1.3.0rc20"
+    "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head --trtllm-version 1.4.0rc1"
     " --goal latency --tp-size 1 --max-batch-size 16 --max-num-tokens 1024 --max-seq-len 1024 --draft-len 3\n"
     "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /models/head\n"
 )
 VALUES = {
     "model": {"target": "/models/target", "head": "/models/head", "sizeGiB": 1}, "gpusPerNode": 1,
-    "image": {"tag": "1.3.0rc20"}, "engineConfig": ENGINE, "download": {"enabled": False},
+    "image": {"tag": "1.4.0rc1"}, "engineConfig": ENGINE, "download": {"enabled": False},
     "cache": {"accessMode": "ReadWriteMany"},
     "update": {"strategy": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0},
 }  # fmt: skip

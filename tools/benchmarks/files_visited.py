@@ -34,10 +34,10 @@ CONVERSATION = {
     ]
 }
 COMMANDS = {
-    "lint": "lint engine.yml --trtllm-version 1.3.0rc20 --target {k26} --head {eagle}",
-    "build-config": "build-config {k26} --head {eagle} --trtllm-version 1.3.0rc20 -o built.yml",
-    "serve --dry-run": "serve {k26} --head {eagle} --trtllm-version 1.3.0rc20 --trust-remote-code --dry-run",
-    "serve --dry-run, weights here": "serve {nano} --head {head} --trtllm-version 1.3.0rc20 --tp-size 1 "
+    "lint": "lint engine.yml --trtllm-version 1.4.0rc1 --target {k26} --head {eagle}",
+    "build-config": "build-config {k26} --head {eagle} --trtllm-version 1.4.0rc1 -o built.yml",
+    "serve --dry-run": "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run",
+    "serve --dry-run, weights here": "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 "
     "--trust-remote-code --dry-run",
     "quantize": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
     "quantize, a tensor from plan to shard": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",

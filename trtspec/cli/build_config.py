@@ -49,7 +49,8 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
-    from trtspec.trtllm.deployment import choose_version
+    from trtspec.trtllm.deployment import assumed_release, choose_version
+    from trtspec.trtllm.document import Document
 
     model = load_target(options.target, options.like)
     drafter = load_head(options.head) if options.head else None
@@ -79,16 +80,16 @@ def build_config(options: BuildConfigOptions) -> Result:
     written = [path for path in texts if path is not None and not options.dry_run]
     for path in written:
         write_atomic(path, texts[path])
+    servers = [(path, part) for path, parts in files.items() for part in parts]
     entries = [
         {
             "output": str(path) if path in written else None,
             "config": part.values,
             "text": texts[path],
             "argv": part.argv,
-            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
+            "problems": [finding.to_dict(_shown(path)) for finding in part.findings],
         }
-        for path, parts in files.items()
-        for part in parts
+        for path, part in servers
     ]  # of the first server, then all of them under `files`
     values = {
         "version": version,
@@ -96,13 +97,18 @@ def build_config(options: BuildConfigOptions) -> Result:
         **entries[0],
         "files": entries if len(entries) > 1 else [],
     }
-    problems = [finding.problem(str(path or "(stdout)")) for path, parts in files.items() for part in parts
-                for finding in part.findings if finding.severity == "warning"]  # fmt: skip
+    problems = assumed_release(reason, Document.parse(servers[0][1].text))
+    for path, part in servers:
+        warnings = [finding for finding in part.findings if finding.severity == "warning"]
+        problems += [finding.problem(_shown(path)) for finding in warnings]
     text = "".join(text for path, text in texts.items() if path not in written)
-    messages = [f"TensorRT-LLM {version}: {reason}", *(f"wrote {path}" for path in written)]
-    return Result(
-        values, problems, text=text, messages=[*messages, *(_next(options) if written else [])]
-    )
+    messages = [f"wrote {path}" for path in written]
+    messages += _next(options) if written else []
+    return Result(values, problems, text=text, messages=messages)
+
+
+def _shown(path: Path | None) -> str:
+    return str(path or "(stdout)")
 
 
 def _vllm(options: BuildConfigOptions) -> Result:

@@ -67,10 +67,11 @@ def examine() -> dict[str, Any]:
 
     from trtspec.cli.app import COMMANDS
     from trtspec.launch.preflight import read_gpus
-    from trtspec.trtllm.deployment import installed_version
+    from trtspec.trtllm.deployment import choose_version, installed_version
     from trtspec.vllm import PROGRAM as VLLM
 
     extras, wrong = package_state()
+    release, reason = choose_version(None)
     gpus = [
         {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
          "compute_capability": gpu.capability}
@@ -91,6 +92,7 @@ def examine() -> dict[str, Any]:
         },
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
+        "trtllm_release": f"{release}, {reason}",
         "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
         "gpus": gpus,
         "hub": {
@@ -100,7 +102,7 @@ def examine() -> dict[str, Any]:
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(place) for name, place in places.items()},
-        "problems": wrong + environment_problems(gpus),
+        "problems": wrong + environment_problems(gpus) + release_problems(installed_version()),
     }
 
 
@@ -166,6 +168,15 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
     return problems
 
 
+def release_problems(release: str | None) -> list[Problem]:
+    """Known issues of the installed engine."""
+    from trtspec.trtllm.schema import known_issues
+
+    issues = known_issues(release) if release else []
+    where = f"TensorRT-LLM {release}"
+    return [Problem(each.code, "info", where, each.message, each.remedy) for each in issues]
+
+
 def tables(report: dict[str, Any]) -> list[Table]:
     """The commands, then the machine."""
     rows = [
@@ -194,9 +205,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
     """What to install, unwrapped so that it can be copied."""
     found = [""]
-    for install in dict.fromkeys(
-        state["install"] for state in report["commands"].values() if state["install"]
-    ):
-        names = [name for name, state in report["commands"].items() if state["install"] == install]
+    commands: dict[str, list[str]] = {}
+    for name, state in report["commands"].items():
+        commands.setdefault(state["install"], []).append(name)
+    commands.pop("", None)
+    for install, names in commands.items():
         found += [f"for {', '.join(names)}:", f"    {install}"]
     return found if problems else [*found, "no problems found"]

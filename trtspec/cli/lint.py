@@ -138,6 +138,8 @@ class Judged:
 
 def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
+    from trtspec.trtllm.deployment import assumed_release
+
     files, passed = options.split()
     if not files:
         raise UsageError(
@@ -156,8 +158,11 @@ def lint(options: LintOptions) -> Result:
         if item.error is not None and len(judged) > 1
     ]
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
-    return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
-                  failure=_failure(judged, options.strict))  # fmt: skip
+    lines = [line for item in judged for line in _lines(item)]
+    notes = (assumed_release(item.reason, item.document) for item in judged)
+    assumed = next(filter(None, notes), [])
+    lines += problem_lines(assumed)
+    return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))
 
 
 def lint_configuration(

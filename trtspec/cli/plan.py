@@ -79,8 +79,8 @@ def plan(options: PlanOptions) -> Result:
 
     decision = choose_layout(options)
     tables, lines = tables_and_lines(decision)
-    warnings = _warnings(decision.setting)
-    return Result(to_dict(decision), warnings, tables, lines, no_choice(decision))
+    problems = _warnings(decision.setting) + _release_problems(decision.setting)
+    return Result(to_dict(decision), problems, tables, lines, no_choice(decision))
 
 
 def choose_layout(options: PlanOptions) -> Decision:
@@ -126,3 +126,12 @@ def _warnings(setting: Setting) -> list[Problem]:
     pair += learned_problems(head, target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
+
+
+def _release_problems(setting: Setting) -> list[Problem]:
+    """What the release that build-config writes for cannot do, does wrong or no longer tests of the pair."""
+    from trtspec.trtllm.deployment import choose_version
+    from trtspec.trtllm.rules.rows import support_problems
+    from trtspec.trtllm.schema import schema_for
+
+    return support_problems(schema_for(choose_version(None)[0]), setting.model, setting.head)

@@ -22,11 +22,19 @@ from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.foreign import parse_hub_id
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
-from trtspec.trtllm.intent import parse_intent
-from trtspec.trtllm.schema import Option, Schema, default_release, read_beside, schema_for
+from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.schema import (
+    Option,
+    Schema,
+    default_release,
+    known_issues,
+    read_beside,
+    schema_for,
+)
 
 Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
+ASSUMED = "assumed: the newest release on the package index"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
 DYNAMO_OPTIONS = {  # settings of the engine -> options of Dynamo's worker
@@ -56,14 +64,32 @@ def installed_version() -> str | None:
         return None
 
 
-def choose_version(asked: str | None) -> tuple[str, str]:
-    """The version to write or judge for, and why: asked for, installed, or the default release."""
+def choose_version(asked: str | None, written: Intent | None = None) -> tuple[str, str]:
+    """The version to write or judge for, and why: asked for, of the file's first line, installed, or the default."""
     if asked:
         return asked, "asked for"
+    if written is not None:
+        return written.version, "the file's first line"
     installed = installed_version()
     if installed:
         return installed, "installed here"
-    return default_release(), "assumed: the newest release on the package index"
+    return default_release(), ASSUMED
+
+
+def assumed_release(reason: str | None, document: Document | None) -> list[Problem]:
+    """What to know of a release that nobody asked for: classes of the file that were not read whole, known issues."""
+    if reason != ASSUMED or document is None:
+        return []
+    release = default_release()
+    parents = dict.fromkeys(owner.partition(":")[0] for owner in schema_for(release).unread)
+    unread = [name or "the top level" for name in parents if not name or document.has(name)]
+    parts = [
+        f"TensorRT-LLM {release} is {ASSUMED}",
+        f"not read whole at this release: {', '.join(unread)}",
+        *(issue.message for issue in known_issues(release)),
+    ]
+    message = "; ".join(parts)
+    return [Problem("TS-LINT-RELEASE-ASSUMED", "info", "trtllm_version", message)]
 
 
 @dataclass(frozen=True)
@@ -126,10 +152,7 @@ def deployment_of(
     head_name = head or (named_head if named_head and name_problem(named_head) is None else None)
     target_spec = load_target(target_name).spec if target_name else None
     head_spec = load_head(head_name).spec if head_name else None
-    if version is None and written is not None:
-        chosen, reason = written.version, "the file's first line"
-    else:
-        chosen, reason = choose_version(version)
+    chosen, reason = choose_version(version, written)
     schema = schema_for(chosen)
     sizes = written.settings_in_argv() if written is not None else {}
     options, problems = parse_passed(schema, passed or [])

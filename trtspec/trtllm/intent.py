@@ -65,9 +65,9 @@ class Intent:
     version: Annotated[
         str,
         option(
-            "Exact TensorRT-LLM version, such as 1.3.0rc20.",
+            "Exact TensorRT-LLM version.",
             "--trtllm-version",
-            default="the installed one, else the newest one known",
+            default="the installed one, else the default release",
         ),
     ] = ""
     goal: Annotated[Goal, option("What the default sizes are chosen for."), NOT_FRONT] = "latency"

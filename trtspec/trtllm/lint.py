@@ -21,7 +21,7 @@ from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine, model, speculation
 from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
 from trtspec.trtllm.rules.rows import check_rows
-from trtspec.trtllm.schema import Schema, newest_known, renames
+from trtspec.trtllm.schema import Schema, releases, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 FRONT_KEYS = {"context_servers", "generation_servers"}
@@ -64,8 +64,11 @@ def _judged(document: Document, deployment: Deployment) -> list[Finding]:
     schema = deployment.schema
     seen = as_the_engine_sees_it(document, schema)
     findings = [*check_keys(document, schema)]
-    if schema.version > newest_known():
-        message = f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest_known()}"
+    newest = releases()[-1]
+    if schema.version > newest:
+        message = (
+            f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
+        )
         findings.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
     refused.update(targets(document, schema).values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,7 +119,8 @@ Entry = Field | Option
 class Rule:
     """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
     of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key, writes
-    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}.
+    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}. `feature`: what a
+    release can do from the end of the rule on.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
@@ -140,6 +142,7 @@ class Rule:
     severity: Severity = "error"
     at: str | None = None
     fix: dict[str, Any] = field(default_factory=dict)
+    feature: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,15 @@ class Schema:
         words = {name: _word(OPTIONS, name, self.version) for name in _names(OPTIONS)}
         return {name: word.taken[0] for name, word in words.items() if word.taken}
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Classes that no source of this release lists whole."""
+        return tuple(
+            owner
+            for owner, readings in _classes().items()
+            if not any(each.whole and each.release == self.version for each in readings)
+        )
+
     def behaviour(self, name: str) -> Mapping[str, Any]:
         """The latest that is possible for the release."""
         return self.behaviours.get(name, ({},))[-1]
@@ -322,7 +334,7 @@ def _states(
 def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
     """What each behaviour or rule became with each change, in order; None: nothing."""
     histories: dict[str, list[tuple[Change | None, State]]] = {}
-    for data in _files().values():
+    for data in (*_files().values(), {"versions": {}, "rules": issue_rules()}):
         begins = data["versions"].get("begins")
         for name, state in data.get(part, {}).items():
             dates = state or {}
@@ -332,6 +344,26 @@ def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
             if "until" in dates:
                 history.append((Change(**dates["until"]), None))
     return histories
+
+
+def issue_rules() -> dict[str, dict[str, Any]]:
+    """The known issues of the release notes, each until the next notes that were read."""
+    notes = read_beside("releases.yaml")["notes"]
+    names = [None, *notes, None]
+    rules: dict[str, dict[str, Any]] = {}
+    for before, (release, issues), following in zip(names, notes.items(), names[2:], strict=False):
+        facts = {
+            "since": {"after": before, "by": release},
+            "until": {"after": release, "by": following},
+            "source": f"release notes of {release}",
+        }
+        rules |= {name: {**issue, **facts} for name, issue in issues.items()}
+    return rules
+
+
+def known_issues(release: str) -> list[Rule]:
+    """By its own release notes."""
+    return [Rule(**row) for row in issue_rules().values() if row["since"]["by"] == release]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -418,9 +450,8 @@ def parse_version(text: str) -> Version:
     version = Version(version.public)
     is_line = len(version.release) < 3  # such as 1.3
     if is_line or (version not in known and version < known[-1]):
-        below = [str(release) for release in known if release <= version]
-        above = [str(release) for release in known if release > version]
-        near = " or ".join([*below[-1:], *above[:1]])
+        above = bisect(known, version)
+        near = " or ".join(map(str, known[max(above - 1, 0) : above + 1]))
         raise UsageError(
             f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
             f"use {near}, the nearest, or `trtllm_version` {default_release()}",
@@ -439,10 +470,6 @@ def default_release() -> str:
     """The release that everything is written and judged for unless another one is asked for."""
     default: str = read_beside("releases.yaml")["default"]
     return default
-
-
-def newest_known() -> Version:
-    return releases()[-1]
 
 
 @functools.cache

@@ -7,12 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trtspec.errors import Severity
+from trtspec.errors import Problem, Severity
+from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
-from trtspec.trtllm.schema import UNKNOWN, Rule
+from trtspec.trtllm.schema import UNKNOWN, Rule, Schema
 
+# codes about what a release can do with a pair
+SUPPORT = ("-OLD-ENGINE", "-MODEL-TOO-NEW", "-KNOWN-ISSUE", "-DEPRECATED")
 SEVERITIES = ("info", "warning", "error")
 
 
@@ -85,6 +88,16 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
             message = f"{said.message} (changed {schema.intervals[name]})"
             said = replace(said, severity=severity, message=message)
         yield said
+
+
+def support_problems(
+    schema: Schema, target: ModelSpec, head: HeadSpec | None = None
+) -> list[Problem]:
+    """What a release cannot do, does wrong or no longer tests of a pair, whatever its file says."""
+    document = Document.parse("speculative_config: {decoding_type: Eagle}" if head else "{}")
+    findings = check_rows(document, Deployment(schema, target, head=head))
+    where = f"TensorRT-LLM {schema.version}"
+    return [each.problem(where) for each in findings if each.code.endswith(SUPPORT)]
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:

@@ -222,9 +222,8 @@ def check_hardware(
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     """A warning only: NVIDIA's images bring libraries that run on some older drivers of data-centre GPUs."""
-    drivers = read_beside("releases.yaml")["drivers"]
-    oldest = next(entry for entry in reversed(drivers) if version >= Version(entry["from"]))
-    needed, source = oldest["driver"], oldest["source"]
+    row = read_beside("releases.yaml")["driver"]
+    needed, source = row["oldest"], row["source"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
         message = f"driver {driver} is older than {needed}, which TensorRT-LLM {version} is built for ({source})"

@@ -21,6 +21,7 @@ from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
+    assumed_release,
     choose_version,
     compute_capability,
     head_in,
@@ -30,7 +31,7 @@ from trtspec.trtllm.deployment import (
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import ENGINE_FILE, Intent, parse_intent
 from trtspec.trtllm.lint import engine_problems, lint
-from trtspec.trtllm.schema import parse_version, schema_for
+from trtspec.trtllm.schema import schema_for
 from trtspec.trtllm.serve.command import (
     ENVIRONMENT,
     PATTERNS,
@@ -87,6 +88,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
     # check_start names the files of code that nobody trusts
     findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
+    problems += assumed_release(version[1], file)
     problems += [*refused, *(finding.problem(file.name) for finding in findings)]
     problems += learned_problems(head.resolved, target.resolved) if head else []
     models = [target.resolved, *([head.resolved] if head else [])]
@@ -166,14 +168,7 @@ def _version(
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it."""
     asked, installed = options.trtllm_version, engine_version() if launching else None
-    if asked is None and installed is None and written is not None:
-        version, reason = (
-            written.version,
-            f"the version {file.name if file else ''} was written for",
-        )
-    else:
-        version, reason = choose_version(asked or installed)
-    parse_version(version)
+    version, reason = choose_version(asked or installed, written)
     problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
         message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
