@@ -162,13 +162,13 @@ class Resolved:
             return read_code(self.path)
         return code_of({"config.json": self.config()}, None)
 
-    def head_spec(self) -> HeadSpec:
-        """From the tensors where the checkpoint is here, else from the known config."""
+    def head_spec(self, *, values: bool = False) -> HeadSpec:
+        """From the tensors where the checkpoint is here, else from the known config; `values` reads the weights too."""
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
         if self.path is not None and any(self.path.glob("*.safetensors")):
-            return head_spec(Checkpoint.open(self.path))
+            return head_spec(Checkpoint.open(self.path), values=values)
         known = self.known or {}
         return head_spec_from_config(
             self.config(), dialect=DIALECTS.get(known.get("dialect", "")), owns=known.get("owns")
@@ -404,11 +404,12 @@ def must_be(resolved: Resolved, kind: Literal["target", "head"]) -> None:
     raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
 
 
-def load_head(name: str) -> Head:
-    """Raises UsageError if the checkpoint is not an Eagle3 head, TrtspecError if the head has errors."""
+def load_head(name: str, *, values: bool = False) -> Head:
+    """Raises UsageError if the checkpoint is not an Eagle3 head, TrtspecError if the head has errors, with `values` also
+    in its weights."""
     resolved = resolve(name, weights=False)
     must_be(resolved, "head")
-    return Head(resolved, resolved.head_spec())
+    return Head(resolved, resolved.head_spec(values=values))
 
 
 def _no_head(resolved: Resolved) -> Problem:

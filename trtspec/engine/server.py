@@ -167,7 +167,8 @@ class AnnouncingServer(uvicorn.Server):
                 app,
                 http="h11",
                 log_level="error",
-                timeout_graceful_shutdown=grace + 60,  # against a hang: what is in flight ends after the grace
+                timeout_graceful_shutdown=grace
+                + 60,  # against a hang: what is in flight ends after the grace
                 lifespan="on",
             )
         )
