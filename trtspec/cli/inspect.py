@@ -119,7 +119,7 @@ def compare_pair(
     more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
     more += pairing.learned_problems(resolved, other)
-    more += pairing.end_of_text_problems(resolved.config(), other.config())
+    more += pairing.config_problems(resolved.config(), other.config())
     more += pairing.yarn_problems(head, target) if checkpoint is not None else []
     own = (
         canonical_names(checkpoint.tensors).get("embed_tokens.weight")
