@@ -13,7 +13,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec import machine
-from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
+from trtspec.checkpoint.conversations import REMEDY, read_conversations
 from trtspec.checkpoint.hub import commit_record, source_name
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import OutputDirectory
+from trtspec.checkpoint.rendering import Rendering, render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -41,6 +42,7 @@ from trtspec.report import (
     Bar,
     OutputOptions,
     file_sha256,
+    note,
     peak_rss,
     provenance,
     versions,
@@ -228,28 +230,30 @@ def prepare(
 def read_texts(
     data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """The first `samples` texts of `data` (see `read_conversations`) as token ids, each cut to `seq_len`; those of
-    fewer than 2 tokens are passed over. Raises UsageError naming the row that is none, or when nothing is left."""
-    found = (
-        _token_ids(conversation, tokenizer)[:seq_len] for conversation in read_conversations(data)
-    )
-    texts = [
-        tuple(ids)
-        for ids in itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples)
-    ]
+    """The first `samples` renderings of `data` (see `render`) as token ids, each cut to `seq_len`.
+
+    Texts of fewer than 2 tokens and rows that cannot be rendered are passed over. Raises UsageError naming the row
+    that is no conversation, or when nothing is left.
+    """
+    refused: list[UsageError] = []
+    renderings = _renderings(data, tokenizer, refused)
+    found = (tuple(rendering.tokens[:seq_len]) for rendering in renderings)
+    texts = list(itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples))
     if not texts:
-        raise UsageError(f"{data} holds no text", REMEDY)
+        raise refused[0] if refused else UsageError(f"{data} holds no text", REMEDY)
+    if refused:
+        note(f"{data}: {len(refused)} rows refused, first: {refused[0].message}")
     return texts
 
 
-def _token_ids(conversation: Conversation, tokenizer: KimiTokenizer) -> list[int]:
-    """Raw text as it is; messages through the chat template, with the generation prompt when the user speaks last."""
-    if not conversation.messages:
-        return tokenizer.encode(conversation.text + (conversation.completion or ""))
-    asked = conversation.messages[-1]["role"] != "assistant"
-    return tokenizer.apply_chat_template(
-        conversation.messages, list(conversation.tools) or None, add_generation_prompt=asked
-    )
+def _renderings(
+    data: Path, tokenizer: KimiTokenizer, refused: list[UsageError]
+) -> Iterator[Rendering]:
+    for conversation in read_conversations(data):
+        try:
+            yield from render(conversation, tokenizer)
+        except UsageError as error:
+            refused.append(error)
 
 
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:

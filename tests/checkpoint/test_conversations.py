@@ -21,7 +21,7 @@ TOOL = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = {
-    "id": "weather:0",
+    "id": "functions.weather:0",
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
 }
@@ -45,7 +45,7 @@ question = text.filter(lambda value: bool(value.strip()))
 message = st.one_of(
     st.builds(lambda content: {"role": "user", "content": content}, text),
     st.builds(lambda content: {"role": "system", "content": content}, text),
-    st.builds(lambda content: {"role": "tool", "content": content, "tool_call_id": "weather:0"}, text),
+    st.builds(lambda content: {"role": "tool", "content": content, "tool_call_id": "functions.weather:0"}, text),
     st.builds(
         lambda content, reasoning, call: {"role": "assistant", "content": content}
         | ({"reasoning_content": reasoning} if reasoning else {})

@@ -16,12 +16,21 @@ line, an unknown role and a field that would change what is learned.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trtspec.checkpoint.chat_parser import (
+    MARKS,
+    THINK,
+    THINK_END,
+    call_id,
+    parse_reply,
+    reply_pieces,
+)
 from trtspec.checkpoint.rows import CODE, DataRow, read_rows
 from trtspec.data_files import DATA
 from trtspec.errors import UsageError
@@ -42,7 +51,8 @@ QUESTIONS, ANSWERS, CONTINUATION = (
 SYSTEM = ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
 PICTURES = ("image_url", "video_url")  # types of a part of a message
-REASONING = ("reasoning_content", "reasoning")
+REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+FAILED = ("error", "failed", "failure", "timeout", "cancelled")  # of a row's `status`
 # what describes a row and changes nothing that is made of it
 ABOUT = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
          "reference")  # fmt: skip
@@ -74,6 +84,7 @@ class Conversation:
     id: str = ""
     category: str = ""
     finish_reason: str = ""
+    failure: str = ""  # why a server gave no answer, where the row says so
 
     @property
     def where(self) -> str:
@@ -120,12 +131,14 @@ def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> 
         _refuse(row, "is neither an object nor a string", REMEDY)
     fields = {key: value for key, value in row.value.items() if value is not None}
     _refuse_masks(row, fields, ROW_MASKS)
-    read = {*ABOUT, "tools", *ROW_MASKS}
+    read = {*ABOUT, "tools", "status", "error", *ROW_MASKS}
+    status = str(fields.get("status", "")).lower()
     about: dict[str, Any] = {
         "tools": _tools(row, fields),
         "id": next((str(fields[key]) for key in IDS if key in fields), ""),
         "category": str(fields.get("category", "")),
         "finish_reason": str(fields.get("finish_reason", "")),
+        "failure": str(fields.get("error") or (status if status in FAILED else "")),
     }
     found = _body(row, fields, read, unread)
     if "messages" in found:
@@ -141,7 +154,8 @@ def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> 
                 f"has content with a part of the type {kind!r}, and only text is read",
                 "leave the row out",
             )
-        found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
+        messages = _with_system(row, fields, found["messages"], read)
+        found["messages"] = tuple(with_call_ids(messages))
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
     return Conversation(row.file, row.line, **found, **about)
 
@@ -246,29 +260,110 @@ def _message(row: DataRow, value: Any, odd: set[str]) -> Message:
             row, f"has a message of the role {fields.get(named, '')!r}", f"the roles are {known}"
         )
     content = "content" if "content" in fields else "value"
-    reasoning = [key for key in REASONING if fields.get(key)]
-    if len(reasoning) > 1 and fields[reasoning[0]] != fields[reasoning[1]]:
-        _refuse(row, f"has {' and '.join(reasoning)}, which differ", "leave one of them")
-    if content not in fields and not (
-        role == "assistant" and (fields.get("tool_calls") or reasoning)
-    ):
+    message: Message = {"role": role, "content": _content(row, fields.get(content, ""))}
+    if role == "assistant":
+        try:
+            message = answer_of({**fields, **message})
+        except ValueError as error:
+            _refuse(row, str(error), "write content, reasoning_content and tool_calls apart")
+    if content not in fields and message.keys() <= {"role", "content"}:
         _refuse(
             row,
             f"has a message of the role {role} without content",
             "each message is {role: ..., content: ...}",
         )
-    message: Message = {"role": role, "content": _content(row, fields.get(content, ""))}
-    if reasoning:
-        message["reasoning_content"] = _text(row, fields[reasoning[0]], reasoning[0])
-    if fields.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(row, fields["tool_calls"])
     for key in ("tool_call_id", "name"):
         if fields.get(key):
             message[key] = _text(row, fields[key], key)
-    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - {
-        named, content, *REASONING, "tool_calls", "tool_call_id", "name", *MASKS,
-    }  # fmt: skip
+    read = {named, content, "tool_call_id", "name", *MASKS}
+    read |= {*REASONING, "tool_calls"} if role == "assistant" else set()
+    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - read
     return message
+
+
+def answer_of(fields: dict[str, Any]) -> Message:
+    """Returns an assistant's message in one form, wherever its reasoning and its calls are.
+
+    Raises ValueError with the reason if two places differ, or the text is not one that a model writes.
+    """
+    content = fields.get("content") or ""
+    if not isinstance(content, str):
+        raise ValueError("has an answer that is not text")
+    calls = _calls(fields.get("tool_calls") or [])
+    reasoning = {key: _reasoning(key, fields[key]) for key in REASONING if fields.get(key)}
+    if any(mark in content for mark in MARKS):
+        head, end, _ = content.partition(THINK_END)
+        opened = bool(end) and THINK not in head
+        parsed = parse_reply(content, opened)
+        tags = "reasoning_content" in parsed or bool(end)
+        if calls or "".join(reply_pieces(parsed, opened, tags)) != content:
+            raise ValueError(
+                "has marks of reasoning or tool calls in its content that are no answer's"
+            )
+        content, calls = parsed["content"] or "", parsed.get("tool_calls", [])
+        if "reasoning_content" in parsed:
+            reasoning["content"] = parsed["reasoning_content"]
+    if len(set(reasoning.values())) > 1:
+        raise ValueError(f"has reasoning in {' and '.join(reasoning)}, which differ")
+    message: Message = {"role": "assistant", "content": content}
+    message |= {"reasoning_content": next(iter(reasoning.values()))} if reasoning else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of a list, or of JSON text of one, their arguments as JSON text."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+        functions = [call["function"] for call in calls]
+        named = all(isinstance(function["name"], str) for function in functions)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        named = False
+    if not named:
+        raise ValueError("has tool_calls that are no list of calls with function.name")
+    for function in functions:
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return calls
+
+
+def _reasoning(key: str, value: Any) -> str:
+    """Text, or the texts of a list of {type: reasoning.text, text}."""
+    parts = value if isinstance(value, list) else [{"text": value}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"has {key} that is not text")
+    return "".join(map(str, texts))
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Returns the messages with call ids as the family writes them, unless all are; results with those of their calls.
+
+    INDEX counts the calls of the whole conversation (vLLM's `get_history_tool_calls_cnt`).
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    forms = (re.escape(call_id(call["function"]["name"], 0)[:-1]) + r"\d+" for call in calls)
+    if all(
+        re.fullmatch(form, str(call.get("id"))) for form, call in zip(forms, calls, strict=True)
+    ):
+        return messages
+    count = 0
+    waiting: dict[str, str] = {}  # id of the row -> id of the family, of calls without a result
+    renamed = []
+    for message in messages:
+        if "tool_calls" in message:
+            waiting, own = {}, []
+            for call in message["tool_calls"]:
+                identity = call_id(call["function"]["name"], count)
+                waiting[str(call.get("id") or identity)] = identity
+                own.append({**call, "id": identity})
+                count += 1
+            message = {**message, "tool_calls": own}
+        if message["role"] == "tool" and waiting:
+            old = message.get("tool_call_id") or next(iter(waiting))
+            message = {**message, "tool_call_id": waiting.pop(old, old)}
+        renamed.append(message)
+    return renamed
 
 
 def _content(row: DataRow, value: Any) -> str | list[dict[str, Any]]:
@@ -295,19 +390,6 @@ def _content(row: DataRow, value: Any) -> str | list[dict[str, Any]]:
         if any(part["type"] in PICTURES for part in parts)
         else "".join(part["text"] for part in parts)
     )
-
-
-def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:
-    calls = _parsed_list(row, value, "tool_calls")
-    for call in calls:
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse(
-                row,
-                "has a tool call without function.name",
-                "write {id, type, function: {name, arguments}}",
-            )
-    return calls
 
 
 def _tools(row: DataRow, fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import httpx
 from pydantic import Field
 
-from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.checkpoint.conversations import (
+    Conversation,
+    answer_of,
+    read_conversations,
+    with_call_ids,
+)
 from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
@@ -41,9 +45,6 @@ from trtspec.report import Bar, OutputOptions, write_atomic
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-THINKING = re.compile(
-    r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL
-)  # up to the end of the reasoning
 RETRIES = 6  # of one request, with exponential backoff and jitter
 FIRST_DELAY_S = 0.5
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
@@ -329,7 +330,7 @@ async def converse(
             body["tools"] = list(prompt.tools)
         choice, tokens = await _ask(client, body, prompt.seed + number, sampling, endpoint)
         total += tokens
-        messages.append(_answer(choice, sampling.thinking))
+        messages = with_call_ids([*messages, _answer(choice, sampling.thinking)])
         if choice.get("finish_reason") == "length":
             break
     if prompt.tools:
@@ -348,26 +349,13 @@ def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[s
     answer = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(answer, dict):
         raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}")
-    content = answer.get("content") or ""
-    reasoning = answer.get("reasoning_content") or answer.get("reasoning")
-    calls = answer.get("tool_calls")
-    for name, value, kind in (
-        ("content", content, str),
-        ("reasoning", reasoning, str),
-        ("tool_calls", calls, list),
-    ):
-        if value and not isinstance(value, kind):
-            raise RequestFailed(
-                f"the answer's {name} is {type(value).__name__}: {str(value)[:200]}"
-            )
-    if thinking == "drop":
-        content, reasoning = THINKING.sub("", content), None
-    message = {"role": "assistant", "content": content}
-    return message | {
-        key: value
-        for key, value in (("reasoning_content", reasoning), ("tool_calls", calls))
-        if value
-    }
+    try:
+        message = answer_of(answer)
+    except ValueError as error:
+        raise RequestFailed(f"the answer {error}") from None
+    if thinking == "drop" and message.pop("reasoning_content", None):
+        message["content"] = message["content"].lstrip()
+    return message
 
 
 async def _ask(

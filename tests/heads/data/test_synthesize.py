@@ -114,13 +114,14 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
         [("user", "six"), ("assistant", "SIX")],
     ]
     samples = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)
-    assert len(samples) == 5
+    assert len({sample.conversation for sample in samples}) == 5
 
 
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
+WRITTEN = {"id": "functions.weather:0"}  # by the family, in place of a server's own id
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 NEMOTRON = {
     "uuid": "u", "category": "chat", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
@@ -145,12 +146,13 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
     assert [message["role"] for message in row["conversations"]] == [
         "user", "assistant", "tool", "assistant", "user", "assistant",
     ]  # fmt: skip
-    assert row["conversations"][1]["tool_calls"] == [CALL]
+    assert row["conversations"][1]["tool_calls"] == [CALL | WRITTEN]
     assert row["conversations"][3]["content"].startswith("SUNNY")
     assert row["tools"] == [TOOL]
     assert row["category"] == "chat"
     assert all(body["tools"] == [TOOL] for body in asked(log)[before:])
-    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 1
+    (_, sample) = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)[-2:]
+    assert sample.conversation == row["conversation_id"]
 
 
 def test_the_same_prompts_from_every_container(tmp_path):
@@ -178,19 +180,20 @@ def test_the_same_prompts_from_every_container(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "reasoning"),
     [
-        {"content": "Yes.", "reasoning_content": "hm"},
-        {"content": "<think>hm</think>\n\nYes."},
-        {"content": "hm, or\nno</think>Yes."},
+        ({"content": "Yes.", "reasoning_content": "hm"}, "hm"),
+        ({"content": "<think>hm</think>Yes."}, "hm"),
+        ({"content": "hm, or\nno</think>Yes."}, "hm, or\nno"),
     ],
 )
-def test_thinking_is_kept_or_dropped(message):
+def test_thinking_is_kept_or_dropped(message, reasoning):
     from trtspec.heads.synthesis import _answer
 
     choice = {"message": {"role": "assistant", **message}}
-    assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}
-    assert _answer(choice, "keep") == {"role": "assistant", **message}
+    answer = {"role": "assistant", "content": "Yes."}
+    assert _answer(choice, "drop") == answer
+    assert _answer(choice, "keep") == answer | {"reasoning_content": reasoning}
 
 
 def spoken(message: dict, finish: str | None = "stop") -> dict:
@@ -233,7 +236,7 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
         "content": "Yes.",
         "reasoning_content": "hm",
     }
-    assert read[2].messages[-1]["tool_calls"] == [CALL]
+    assert read[2].messages[-1]["tool_calls"] == [CALL | WRITTEN]
     assert read[6].tools == (TOOL,)
     assert judge_answers(made)[0] == {"answers": 7, "empty": 0, "noise": 0, "loop": 0, "cut off": 1}
 

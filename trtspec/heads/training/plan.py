@@ -36,7 +36,13 @@ from trtspec.heads.training.options import (
     TrainOptions,
     new_head_spec,
 )
-from trtspec.heads.training.samples import Sample, read_files, split_data, steps_of
+from trtspec.heads.training.samples import (
+    Sample,
+    counted_positions,
+    read_files,
+    split_data,
+    steps_of,
+)
 from trtspec.heads.training.states import DumpedFeatures, bytes_per_token, dumps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
@@ -83,6 +89,11 @@ class TrainingPlan:
             for file in self.files
             if file["duplicates"]
         ]
+        found += [
+            f"{file['file']}: {file['refused']} rows refused, first: {file['refusals'][0]}"
+            for file in self.files
+            if file["refused"]
+        ]
         found += [f"warning: {warning}" for warning in self.warnings]
         head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
         return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
@@ -127,6 +138,10 @@ def make_plan(
         )
     order = split_data(samples, options)
     held = len(order.held)
+    trained = [samples[index] for index in order.trained]
+    if not sum(counted_positions(trained, options.ttt_steps, options.answer_only)):
+        message = f"TS-DATA-EMPTY no position of {', '.join(data)} counts in the loss"
+        raise TrtspecError(message, "give conversations with longer answers")
     return TrainingPlan(
         spec,
         samples,

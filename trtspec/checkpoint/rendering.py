@@ -1,0 +1,132 @@
+"""The one renderer of conversations: the prompts that a server is sent, and what the target writes behind them.
+
+An answer stands behind the prompt of its moment, in which the template renders earlier answers as history. Where a
+template renders them in another way than they were written, a conversation has several renderings. Each answer is
+parsed back and compared with its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.checkpoint.chat_parser import MARKS, THINK, THINK_END, parse_reply, reply_pieces
+from trtspec.checkpoint.conversations import Conversation, Message
+from trtspec.checkpoint.rows import CODE
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError, UsageError
+
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Token ids of a conversation. `answer[i]` is 1 where the target wrote token i. `prompt` counts the tokens before
+    the last answer, `repeated` those that an earlier rendering of the same messages stands for."""
+
+    tokens: list[int]
+    answer: list[int]
+    prompt: int
+    repeated: int = 0
+
+
+def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
+    """Returns one rendering, or several where the history of a later answer differs from what was written.
+
+    Raises UsageError naming the row if an answer does not come back from the reply parser as the row has it.
+    """
+    if not conversation.messages:
+        prompt = tokenizer.encode(conversation.text)
+        written = tokenizer.encode(conversation.completion or "")
+        return [Rendering(prompt + written, [0] * len(prompt) + [1] * len(written), len(prompt))]
+    try:
+        _require_answerable(conversation, tokenizer)
+        return _render_messages(conversation, tokenizer)
+    except TrtspecError as error:
+        remedy = "correct the row, or leave it out"
+        raise UsageError(f"{CODE} {conversation.where} {error.message}", remedy) from None
+
+
+def _require_answerable(conversation: Conversation, tokenizer: KimiTokenizer) -> None:
+    """Raises TrtspecError for a message that the template would leave out, and for a result of no call."""
+    if conversation.failure:
+        raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
+    calls: set[str] = set()
+    for message in conversation.messages:
+        unread = message.keys() & {"tool_calls", "tool_call_id"} - tokenizer.template.names
+        if unread:
+            raise TrtspecError(f"has {min(unread)}, which the chat template does not read", "")
+        if message["role"] == "tool" and message.get("tool_call_id") not in calls:
+            raise TrtspecError("has a tool's result without the call that it answers", "")
+        calls.update(call["id"] for call in message.get("tool_calls", ()))
+
+
+def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
+    messages, tools = conversation.messages, list(conversation.tools) or None
+    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if messages[-1]["role"] != "assistant":
+        ends.append(len(messages))  # the answer is still to come
+    renderings = [Rendering([], [], 0)]
+    for number, index in enumerate(ends):
+        reply = messages[index] if index < len(messages) else {}
+        thinking = "reasoning_content" in reply
+        text, prompt = tokenizer.encode_chat(messages[:index], tools, thinking=thinking)
+        written: list[int] = []
+        if reply:
+            cut = index == len(messages) - 1 and conversation.finish_reason == "length"
+            written = _written(reply, text, tokenizer, cut)
+        last = renderings.pop()
+        repeated = last.repeated
+        answer = last.answer
+        if prompt[: len(last.tokens)] != last.tokens:
+            renderings.append(last)
+            history = messages[: ends[number - 1] + 1]
+            _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
+            repeated = _common_prefix(known, prompt)
+            answer = []
+        answer = answer + [0] * (len(prompt) - len(answer)) + [1] * len(written)
+        start = len(prompt) if reply else last.prompt
+        renderings.append(Rendering(prompt + written, answer, start, repeated))
+    return renderings
+
+
+def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
+    """Token ids of an answer. A `cut` answer ends with its last text: a limit ended it, no mark of the target.
+
+    Raises TrtspecError if the reply parser does not read the row's reasoning, content and calls from them.
+    """
+    opened = prompt.rstrip().endswith(THINK)
+    closed = prompt.rstrip().endswith(THINK_END)
+    tags = opened or (not closed and THINK in tokenizer.template.source)
+    pieces = reply_pieces(reply, opened, tags)
+    while cut and pieces and pieces[-1] in MARKS:
+        pieces.pop()
+    ids: list[int] = []
+    for piece in pieces:
+        mark = piece in MARKS
+        ids += [tokenizer.special_id(piece)] if mark else tokenizer.encode(piece)
+    parsed = parse_reply(tokenizer.decode(ids), opened)
+    differing = [name for name, part in PARTS.items() if part(parsed) != part(reply)]
+    if differing:
+        places = " and ".join(differing)
+        raise TrtspecError(f"has {places} that the chat template and the parser change", "")
+    return ids if cut else [*ids, tokenizer.special_id(END)]
+
+
+PARTS: dict[str, Callable[[Message], Any]] = {
+    "reasoning": lambda message: message.get("reasoning_content", ""),
+    "content": lambda message: message.get("content") or "",
+    "tool calls": lambda message: [
+        (call["id"], call["function"]["name"], call["function"]["arguments"].strip())
+        for call in message.get("tool_calls", ())
+    ],
+}
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next(
+        (index for index, (left, right) in enumerate(pairs) if left != right),
+        min(len(first), len(second)),
+    )
