@@ -33,6 +33,8 @@ def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
             result[key] = (
                 [small[key]] if key == "eos_token_id" else small[key]
             )  # a list of one says the same
+    if "media_placeholder_token_id" in result:
+        result["media_placeholder_token_id"] = tiny["media_placeholder_token_id"]
     if "vision_config" in result:
         result["vision_config"] |= {
             "text_hidden_size": small["hidden_size"],

@@ -114,7 +114,7 @@ def test_missing_companion_files_are_warnings(tmp_path: Path) -> None:
     (path / "chat_template.jinja").unlink()
     code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
     edit_json(path / "config.json", auto_map=code)
-    (path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (path / "generation_config.json").write_text('{"eos_token_id": 258}')
     assert codes(path) == [
         "TS-TARGET-TOKENIZER",
         "TS-TARGET-TEMPLATE",

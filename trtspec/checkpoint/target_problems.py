@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, read_json
+from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint, read_json
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
-from trtspec.checkpoint.target_tensors import coverage_problems, finding, tensor_problems
+from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
+from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError
-from trtspec.files import open_regular
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, Values
 
@@ -56,7 +56,7 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *coverage_problems(checkpoint, spec, formats),
         *config_problems(checkpoint.config, spec),
         *_shards(checkpoint),
-        *_files(checkpoint.path),
+        *tokenizer_problems(checkpoint.path, checkpoint.config, spec.vocab_size),
         *read_code(checkpoint.path).problems,
         *_end_of_text(checkpoint.path, spec),
         *_noted(checkpoint.path),
@@ -119,24 +119,6 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
 
 
-def _files(path: Path) -> Iterator[Problem]:
-    if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
-        yield finding("TS-TARGET-TOKENIZER", "tiktoken.model", "warning")
-    elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
-        message, remedy = (
-            "tiktoken.model is a Git LFS pointer, not the vocabulary",
-            "run `git lfs pull` there",
-        )
-        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
-    tokenizer = path / "tokenizer_config.json"
-    inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
-    if not inline and not (path / "chat_template.jinja").is_file():
-        yield finding("TS-TARGET-TEMPLATE", "chat_template.jinja", "warning")
-
-
-def _is_pointer(path: Path) -> bool:
-    with open_regular(path) as stream:
-        return stream.read(len(POINTER)) == POINTER
 
 
 def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:

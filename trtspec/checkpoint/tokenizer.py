@@ -58,7 +58,7 @@ class KimiTokenizer:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer_config.json"
-        ranks, self._config = _read_ranks(self.directory / "tiktoken.model"), _read_json(path)
+        ranks, self._config = read_ranks(self.directory / "tiktoken.model"), read_optional(path)
         self.base_size = len(ranks)
         self.special_tokens, self.hidden_ids = _special_tokens(path, self._config, self.base_size)
         self.vocab_size = self.base_size + RESERVED_SPECIAL_TOKENS
@@ -79,10 +79,10 @@ class KimiTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a generation: those of generation_config.json and of config.json, in that order."""
         found: list[int] = []
-        model = _read_json(self.directory / "config.json")
+        model = read_optional(self.directory / "config.json")
         text = model.get("text_config")
         inner = text if isinstance(text, dict) and "eos_token_id" in text else model
-        for config in (_read_json(self.directory / "generation_config.json"), inner):
+        for config in (read_optional(self.directory / "generation_config.json"), inner):
             value = config.get("eos_token_id")
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
         if not found:
@@ -230,7 +230,7 @@ def _safe_pieces(text: str) -> Iterator[str]:
         yield chunk[start:]
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def read_ranks(path: Path) -> dict[bytes, int]:
     """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
     try:
         lines = files.read_bytes(path).splitlines()
@@ -275,7 +275,7 @@ def _special_tokens(
     return names, frozenset(ids) - visible
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_optional(path: Path) -> dict[str, Any]:
     """The object in `path`, {} when there is no such file."""
     try:
         return files.read_object(path, remedy="download the file again")

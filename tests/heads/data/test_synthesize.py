@@ -114,7 +114,7 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
         [("user", "six"), ("assistant", "SIX")],
     ]
     samples = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)
-    assert len({sample.conversation for sample in samples}) == 5
+    assert len(samples) == 5
 
 
 TOOL = {
@@ -151,8 +151,7 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
     assert row["tools"] == [TOOL]
     assert row["category"] == "chat"
     assert all(body["tools"] == [TOOL] for body in asked(log)[before:])
-    (_, sample) = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)[-2:]
-    assert sample.conversation == row["conversation_id"]
+    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 1
 
 
 def test_the_same_prompts_from_every_container(tmp_path):
