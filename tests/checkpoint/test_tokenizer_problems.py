@@ -87,7 +87,7 @@ FAULTS = [
     (replacing("<|im_middle|>", "\n"), "error", TEMPLATE, "the family's marks"),
     (replacing("<|im_end|>\n{%- endfor -%}", "{%- endfor -%}"), "error", TEMPLATE, "marks"),
     (replacing("tools | tojson", "''"), "warning", TEMPLATE, "the tools of a request"),
-    (replacing("message.content or", "message.role != 'tool' and message.content or"), "warning", TEMPLATE, "tool calls"),
+    (replacing("'## Return of ' ~ message.tool_call_id ~ '\\n'", "'' if 0"), "warning", TEMPLATE, "tool calls"),
     (replacing("message.reasoning_content or ''", "''"), "warning", TEMPLATE, "another form"),
     (replacing("<think>", "<|think|>"), "error", TEMPLATE, "answers between"),
     (replacing("{%- endif -%}", "{%- end -%}"), "error", TEMPLATE, "innermost block"),

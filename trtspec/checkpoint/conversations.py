@@ -1,7 +1,7 @@
 """The one reader of conversations, for calibrate, synthesize, train and bench. A row may have any of these fields:
 
     messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
-    turns                                   a list of questions (MT-Bench)
+    turns                                   a list of questions (MT-Bench), or of {text} (AIPerf)
     prompt | question                       a question
       with response | answer | output       ... and its answer
     prompt, completion                      raw text and its continuation, without a chat template; of messages: joined
@@ -49,7 +49,7 @@ QUESTIONS, ANSWERS, CONTINUATION = (
     "completion",
 )
 SYSTEM = ("system", "system_prompt")
-IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
+IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid", "session_id")
 PICTURES = ("image_url", "video_url")  # types of a part of a message
 REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 FAILED = ("error", "failed", "failure", "timeout", "cancelled")  # of a row's `status`
@@ -172,7 +172,12 @@ def _body(
         return {"messages": _messages(row, _items(row, fields, lists[0]), unread)}
     if "turns" in fields:
         read.add("turns")
-        return {"messages": [_question(row, turn) for turn in _items(row, fields, "turns")]}
+        turns = _items(row, fields, "turns")
+        for turn in turns:
+            more = turn.keys() - {"text"} if isinstance(turn, dict) else ()
+            unread.update(f"turns[].{key}" for key in more)
+        texts = [turn.get("text") if isinstance(turn, dict) else turn for turn in turns]
+        return {"messages": [_question(row, text) for text in texts]}
     asked = next((key for key in QUESTIONS if key in fields), None)
     if asked:
         return _pair(row, fields, asked, read, unread)

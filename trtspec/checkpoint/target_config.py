@@ -221,7 +221,11 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
             problems.append(
                 Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message)
             )
-        for word in load_yaml("quantization_words.yaml").get(format, ()):
+        words = load_yaml("quantization_words.yaml").get(format, ())
+        formats = next((word["values"] for word in words if word["path"] == "format"), None)
+        if formats and block.get("format") not in formats:
+            continue  # another scheme of the same tool
+        for word in words:
             for path, value in _values_at(block, word["path"].split("."), ()):
                 if not any(
                     type(value) is type(known) and value == known for known in word["values"]
@@ -265,11 +269,12 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     ]
     if set(ours.exclude) != set(theirs.exclude):
         differing.append("exclude list")
-    producers = (
+    producers = [
         checkpoint.config.get("quantization_config", {}).get("producer"),
         quant.get("producer"),
-    )
-    if None not in producers and producers[0] != producers[1]:
+    ]
+    names = {producer.get("name") for producer in producers if isinstance(producer, dict)}
+    if len(names) > 1:  # one tool may rewrite either file in another version
         differing.append("producer")
     if not differing:
         return []

@@ -18,10 +18,11 @@ from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
-from trtspec.errors import Problem, Severity, TrtspecError
+from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec, Values
 
+HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
 SHOWN = 3  # further errors that a refusal names
 
 
@@ -42,12 +43,15 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     config.json of another model or in an unknown scheme.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
+        raise UsageError(f"{checkpoint.path} is a draft head, not a target", "name its target here")
     scheme = scheme_problems(checkpoint)
     try:
         spec = target_spec(checkpoint)
     except TrtspecError:
         if scheme:  # says which word of the scheme it is
-            raise refusal(checkpoint.path, scheme) from None
+            first = refusal(checkpoint.path, scheme)
+            raise TrtspecError(first.message, scheme[0].remedy, first.code) from None
         raise
     tensors, formats = tensor_problems(checkpoint, spec)
     problems = [
@@ -141,7 +145,7 @@ def detect(path_or_checkpoint: Path | str | Checkpoint) -> Kind:
     """`target` or `head`, tensors first: a head fuses captured states (`fc`), a target has routed experts."""
     given = path_or_checkpoint
     checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.open(given)
-    if "fc.weight" in checkpoint.tensors or "model.fc.weight" in checkpoint.tensors:
+    if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
         return "head"
     if any(EXPERT.search(name) for name in checkpoint.tensors):
         return "target"

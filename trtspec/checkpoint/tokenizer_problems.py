@@ -158,7 +158,7 @@ def _behaviour(template: ChatTemplate) -> Iterator[tuple[Severity, str]]:
     rendered = template.render([USER, calling, RESULT], [TOOL], thinking=None)
     tags = THINK in template.source
     reply = "".join(reply_pieces(calling, False, tags)) + "<|im_end|>"
-    if CALL_ID not in rendered or "T1" not in rendered:
+    if f"## Return of {CALL_ID}" not in rendered or "T1" not in rendered:
         yield "warning", "leaves out tool calls or their results"
     elif reply not in rendered:
         yield "warning", "writes reasoning or calls in another form than the family"

@@ -1,0 +1,142 @@
+"""One cause is one finding, whose remedy is the right one: absent towers, renamed tensors, misplaced heads."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.command_line import trtspec
+from tests.tiny import make_head, make_target, write_json
+from trtspec.checkpoint.conversations import read_conversations
+from trtspec.checkpoint.headers import Checkpoint
+from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.target_problems import read_target
+from trtspec.checkpoint.values import compare_embeddings
+from trtspec.errors import TrtspecError
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "target"
+    return make_target(path, format="int4", layers=3, shards=1, vision=True)
+
+
+def without(part: str):
+    return lambda name: None if part in name else name
+
+
+def renaming(*pairs: tuple[str, str]):
+    def rename(name: str) -> str:
+        for old, new in pairs:
+            name = name.replace(old, new) if name.startswith(old) else name
+        return name
+
+    return rename
+
+
+def of_transformers_5(name: str) -> str:
+    name = name.replace("vision_tower.encoder.blocks", "model.vision_tower.layers")
+    return name.replace("mlp.fc1", "mlp.fc2").replace("mlp.fc0", "mlp.fc1")
+
+
+CASES = {
+    "no tower": (without("vision_tower"), "TS-TARGET-VISION", "17, first vision_tower"),
+    "no projector": (without("mm_projector"), "TS-TARGET-VISION", "6, first mm_projector"),
+    "no bias": (without("blocks.0.wqkv.bias"), "TS-TARGET-VISION", "blocks.0.wqkv.bias"),
+    "a renamed tower": (of_transformers_5, "TS-TARGET-VISION", "have other names"),
+    "a renamed model": (
+        renaming(("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")),
+        "TS-TARGET-TENSOR-UNKNOWN", "another prefix than language_model.model.",
+    ),
+    "no prefix": (renaming(("language_model.", "")), "TS-TARGET-TENSOR-UNKNOWN", "another prefix"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rename", "code", "says"), CASES.values(), ids=CASES)
+def test_names_that_one_cause_explains_are_one_finding(tmp_path, whole, rename, code, says):
+    path = shutil.copytree(whole, tmp_path / "target")
+    assert not read_target(path).problems
+    tensors = {rename(name): value for name, value in load_file(path / WEIGHTS).items()}
+    tensors.pop(None, None)
+    save_file(tensors, path / WEIGHTS)
+    (problem,) = read_target(path).problems
+    assert (problem.code, problem.severity) == (code, "error")
+    assert says in problem.message
+    done = trtspec("quantize", path, "-o", tmp_path / "out", "--dry-run")
+    assert done.status == 1 and code in done.stderr
+
+
+def test_a_tower_has_the_shapes_of_vision_config(tmp_path, whole):
+    path = shutil.copytree(whole, tmp_path / "target")
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["vt_intermediate_size"] += 1
+    write_json(path / "config.json", config)
+    (problem,) = read_target(path).problems
+    assert (problem.code, "vision_config needs" in problem.message) == ("TS-TARGET-SHAPE", True)
+
+
+def test_a_head_in_place_of_a_target_is_called_a_head(tmp_path):
+    target = make_target(tmp_path / "target", layers=3)
+    head = make_head(tmp_path / "head", target)
+    for words in (("quantize", head, "-o", tmp_path / "out"), ("serve", head, "--dry-run")):
+        done = trtspec(*words)
+        assert done.status != 0 and "is a draft head, not a target" in done.stderr
+    done = trtspec("convert", target, "-o", tmp_path / "out", "--to", "vllm")
+    assert done.status != 0 and "whole model" in done.stderr
+
+
+def test_another_scheme_of_the_same_tool_is_no_broken_one(tmp_path, whole):
+    path = shutil.copytree(whole, tmp_path / "target")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["quantization_config"]["format"] = "nvfp4-pack-quantized"
+    write_json(path / "config.json", config)
+    with pytest.raises(TrtspecError, match="nvfp4-pack-quantized") as refused:
+        read_target(path)
+    assert refused.value.code == "TS-TARGET-FORMAT-UNKNOWN"
+    done = trtspec("inspect", path)
+    assert "trtspec inspect" not in done.stderr.rpartition("->")[2]
+
+
+def test_a_remedy_states_no_figure_that_nobody_measured(tmp_path, whole):
+    head, _ = read_head(Checkpoint.open(make_head(tmp_path / "head", whole)))
+    target = read_target(whole).spec
+    for layers in (tuple(layer + 1 for layer in target.default_aux_layers), None):
+        problems = pair_problems(replace(head, aux_layers=layers), target)
+        assert problems and all("near 1.0" not in problem.remedy for problem in problems)
+
+
+def test_a_version_alone_is_no_disagreement(tmp_path):
+    path = make_target(tmp_path / "target", format="nvfp4", layers=3)
+    config = json.loads((path / "config.json").read_text())
+    stated = json.loads((path / "hf_quant_config.json").read_text())
+    for name, expected in (("modelopt", 0), ("another", 1)):
+        config["quantization_config"]["producer"] = {"name": "modelopt", "version": "0.41.0"}
+        stated["producer"] = {"name": name, "version": "0.45.0"}
+        write_json(path / "config.json", config)
+        write_json(path / "hf_quant_config.json", stated)
+        assert len(read_target(path).problems) == expected
+
+
+def test_an_embedding_stored_in_another_type_is_the_same():
+    theirs = torch.randn(64, 32).mul(1e-4).to(torch.bfloat16)
+    for ours in (theirs.to(torch.float16), theirs.to(torch.float32)):
+        assert not compare_embeddings(ours.double().numpy(), theirs.double().numpy())
+    trained = theirs.double().numpy() * np.linspace(0.9, 1.1, 32)
+    assert compare_embeddings(trained, theirs.double().numpy())[0].code == "TS-PAIR-EMBED-TRAINED"
+
+
+def test_turns_of_aiperf_are_questions(tmp_path, capsys):
+    path = tmp_path / "turns.jsonl"
+    turns = [{"text": "one"}, {"text": "two", "delay": 5}]
+    path.write_text(json.dumps({"session_id": "s", "turns": turns}) + "\n")
+    (conversation,) = read_conversations(path)
+    assert [message["content"] for message in conversation.messages] == ["one", "two"]
+    assert conversation.id == "s" and "turns[].delay (1)" in capsys.readouterr().err
