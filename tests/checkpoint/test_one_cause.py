@@ -15,10 +15,12 @@ from tests.tiny import make_head, make_target, write_json
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import read_target
 from trtspec.checkpoint.values import compare_embeddings
 from trtspec.errors import TrtspecError
+from trtspec.heads.training.plan import check_initial
 
 WEIGHTS = "model.safetensors"
 
@@ -140,3 +142,56 @@ def test_turns_of_aiperf_are_questions(tmp_path, capsys):
     (conversation,) = read_conversations(path)
     assert [message["content"] for message in conversation.messages] == ["one", "two"]
     assert conversation.id == "s" and "turns[].delay (1)" in capsys.readouterr().err
+
+
+LEVELS = {
+    "num_hidden_layers": 4,
+    "hidden_size": 65,
+    "vocab_size": 9,
+    "rope_theta": 1.0,
+    "num_experts_per_tok": 3,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), LEVELS.items())
+def test_two_levels_of_a_config_are_one_statement(tmp_path, whole, key, value):
+    path = shutil.copytree(whole, tmp_path / "target")
+    config = json.loads((path / "config.json").read_text())
+    write_json(path / "config.json", config | {key: config["text_config"][key]})
+    assert not read_target(path).problems
+    write_json(path / "config.json", config | {key: value})
+    (problem,) = read_target(path).problems
+    assert (problem.severity, problem.where) == ("error", f"config.json: {key}")
+    assert "at the top level and" in problem.message
+
+
+UNCOMPUTED = {
+    "sliding_window": {"sliding_window": 2048},
+    "layer_types": {"layer_types": ["sliding_attention"]},
+    "mla_use_nope": {"mla_use_nope": True},
+    "parallel_drafting": {"parallel_drafting": True},
+    "parallel_draft_step": {"eagle_config": {"parallel_draft_step": 4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "change"), UNCOMPUTED.items())
+def test_a_function_that_is_not_computed_here_is_refused_where_it_would_be(tmp_path, key, change):
+    """A warning where the head is only read or served by others."""
+    from trtspec.models.head_weights import load_head
+    from trtspec.models.weights import load_target
+
+    target = make_target(tmp_path / "target", layers=7)
+    head = make_head(tmp_path / "head", target)
+    config = json.loads((head / "config.json").read_text())
+    for other in ({"sliding_window": 2048, "use_sliding_window": False}, {"sliding_window": None}):
+        write_json(head / "config.json", config | other)
+        assert not uncomputed(config | other)
+    nested = config["eagle_config"] | change.get("eagle_config", {})
+    write_json(head / "config.json", config | change | {"eagle_config": nested})
+    (problem,) = [p for p in read_head(Checkpoint.open(head))[1] if key in p.where]
+    assert (problem.code, problem.severity) == ("TS-HEAD-FUNCTION", "warning")
+    assert any(engine in problem.message for engine in ("vLLM", "no engine is known"))
+    with pytest.raises(TrtspecError, match=f"`{key}: "):
+        load_head(head, load_target(target, dtype=torch.float32))
+    with pytest.raises(TrtspecError, match=f"`{key}: "):
+        check_initial(head, read_head(Checkpoint.open(head))[0])

@@ -14,7 +14,7 @@ from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem, TrtspecError, has_errors
-from trtspec.quant.content import content_problems
+from trtspec.quant.content import REPEATED, content_problems
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import Quantized, quantize_checkpoint
@@ -87,6 +87,21 @@ def repeated(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
             )
 
 
+def twins(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
+    """A gate that is there again as its up, or as another expert's gate: both are in one group of scales."""
+    pairs = [("layers.0.mlp.gate", "layers.0.mlp.up")]
+    for layer in (1, 2, 3):
+        expert = f"layers.{layer}.mlp.experts"
+        pairs += [(f"{expert}.0.gate", f"{expert}.0.up"), (f"{expert}.0.gate", f"{expert}.1.gate")]
+    large = [pair for pair in pairs if any(
+        pair[0] in info.name and info.nbytes >= REPEATED for info in source.tensors.values()
+    )]  # fmt: skip
+    old, new = draw.choice(large)
+    for name, info in source.tensors.items():
+        if f"{old}_proj." in name:
+            of(source.tensors[name.replace(old, new)], files)[:] = of(info, files)
+
+
 def random_bytes(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
     info = draw.choice([info for info in source.tensors.values() if info.nbytes >= 256])
     first = info.begin + draw.randrange(info.nbytes - 64)
@@ -110,6 +125,7 @@ NAMED: dict[str, Damage] = {
     "two top exponent bits": flip((1, 2)),
     "the same of scales": flip((1, 2), scales=True),
     "repeated shards": repeated,
+    "twins": twins,
 }
 OTHERS: dict[str, Damage] = {
     "third exponent bit": flip((3,)),

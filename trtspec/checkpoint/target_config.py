@@ -40,6 +40,9 @@ CLASSES = {
     True: ("KimiK25ForConditionalGeneration",),
 }
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+# keys that mean the whole model at the top level and its language model in text_config
+OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "quantization_config",
+              *COMPUTED)  # fmt: skip
 
 
 def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
@@ -47,7 +50,8 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     nested = bool(config.get("text_config"))
     text = config["text_config"] if nested else config
     return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
-            *_contradictions(config, text, spec), *_token_ids(config, text, spec)]  # fmt: skip
+            *_contradictions(config, text, spec), *_token_ids(config, text, spec),
+            *_two_levels(config, text)]  # fmt: skip
 
 
 @cache
@@ -172,6 +176,14 @@ def _contradictions(
     if width is not None and width != spec.hidden_size:
         message = f"{width!r:.60}, and the text model's hidden_size is {spec.hidden_size}"
         yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
+
+
+def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that the top level and text_config state differently; engines differ in which one they read."""
+    for key in sorted(config.keys() & text.keys() - {*OF_A_LEVEL, *TOKEN_IDS}):
+        if config is not text and config[key] != text[key]:
+            message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
+            yield _problem("TS-TARGET-CONFIG", key, message)
 
 
 def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:

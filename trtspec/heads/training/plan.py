@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import ENGINES
+from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
 from trtspec.checkpoint.hub import commit_record
@@ -214,6 +215,8 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
     which `trtspec inspect` finds an error, or which does not fit, naming every tensor."""
     checkpoint = Checkpoint.open(head)
     head_spec(checkpoint, values=True)
+    for problem in uncomputed(checkpoint.config):
+        raise TrtspecError(f"{head}: {problem.message}", problem.remedy, problem.code)
     unused = {"input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
     wanted = {
         name: shape for name, shape in expected_shapes(spec).items()
