@@ -194,7 +194,7 @@ def compared(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -> 
 
 def tables(shop: Workshop, options: TrainOptions, arguments: argparse.Namespace) -> None:
     rows = held_out_messages(arguments.target / "prompts_heldout.jsonl", arguments.prompts)
-    prompts = [shop.tokenizer.apply_chat_template(row["messages"]) for row in rows]
+    prompts = [shop.tokenizer.encode_chat(row["messages"])[1] for row in rows]
     columns = list(itertools.product(arguments.lengths, arguments.temperatures))
     titles = "  ".join(f"{f'length {length}, T={t:g}':>17}" for length, t in columns)
     for side in SIDES:

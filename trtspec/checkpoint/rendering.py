@@ -1,6 +1,6 @@
 """The one renderer of conversations: the prompts that a server is sent, and what the target writes behind them.
 
-An answer stands behind the prompt of its moment, in which the template renders earlier answers as history. Where a
+An answer follows the prompt of its moment, in which the template renders earlier answers as history. Where a
 template renders them in another way than they were written, a conversation has several renderings. Each answer is
 parsed back and compared with its row.
 """
@@ -23,7 +23,7 @@ END = "<|im_end|>"
 @dataclass(frozen=True)
 class Rendering:
     """Token ids of a conversation. `answer[i]` is 1 where the target wrote token i. `prompt` counts the tokens before
-    the last answer, `repeated` those that an earlier rendering of the same messages stands for."""
+    the last answer, `repeated` those that an earlier rendering of the same messages has."""
 
     tokens: list[int]
     answer: list[int]

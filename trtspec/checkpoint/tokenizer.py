@@ -131,7 +131,8 @@ class KimiTokenizer:
         thinking: bool | None = False,
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """The rendered conversation, with the assistant's turn opened, and its token ids. Anybody may have written it.
+        """The rendered conversation, with the assistant's turn opened unless `add_generation_prompt` is False, and its
+        token ids. Anybody may have written it.
 
         A special token's name is the token only where the template wrote it. In the texts of users, systems and
         tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
@@ -184,18 +185,6 @@ class KimiTokenizer:
             last = match.end()
         ids += self.encode(text[last:].replace(mark, ""))
         return text.replace(mark, ""), ids
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        thinking: bool | None = False,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of the rendered conversation; the special tokens in its text become their ids."""
-        text = self.template.render(messages, tools, add_generation_prompt, thinking, **variables)
-        return self.encode(text, allow_special=True)
 
 
 class Detokenizer:
