@@ -21,6 +21,7 @@ SIZES = (
     "pad_token_id",
 )  # fmt: skip
 VISION_SIZES = (
+    "mm_hidden_size",
     "vt_hidden_size",
     "vt_intermediate_size",
     "init_pos_emb_height",

@@ -47,6 +47,11 @@ def nameless(path: Path) -> None:
     (path / CONFIG).write_text(text.replace("<|im_middle|>", "<|im_center|>"))
 
 
+def renamed(path: Path) -> None:
+    text = (path / CONFIG).read_text()
+    (path / CONFIG).write_text(text.replace("</think>", "<|end_of_thought|>"))
+
+
 def fast(path: Path) -> None:
     added = [{"id": 272, "content": "<|im_middle|>"}]
     (path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
@@ -79,7 +84,8 @@ FAULTS = [
     (more_ranks, "error", "tiktoken.model", "are 513, and the model has 512"),
     (fewer_ranks, "error", "tiktoken.model", "are 492, and the model has 512"),
     (without_gaps, "error", CONFIG, "is token 264, and 266 in the model (and 10 more)"),
-    (nameless, "error", CONFIG, "<|im_middle|> is not named"),
+    (nameless, "error", CONFIG, "is <|im_center|>, and <|im_middle|> in the model"),
+    (renamed, "error", CONFIG, "279 is <|end_of_thought|>, and </think> in the model"),
     (fast, "error", "tokenizer.json", "<|im_middle|> is token 272, and 273 in the model"),
     (added, "error", "added_tokens.json", "<think> is token 277, and 278 in the model"),
     (generation, "error", "generation_config.json", "eos_token_id is 259, and [EOS] or <|im_end|>"),

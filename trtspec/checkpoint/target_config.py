@@ -51,7 +51,7 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     text = config["text_config"] if nested else config
     return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
             *_contradictions(config, text, spec), *_token_ids(config, text, spec),
-            *_two_levels(config, text)]  # fmt: skip
+            *_two_levels(config, text), *_vision(config)]  # fmt: skip
 
 
 @cache
@@ -176,6 +176,24 @@ def _contradictions(
     if width is not None and width != spec.hidden_size:
         message = f"{width!r:.60}, and the text model's hidden_size is {spec.hidden_size}"
         yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
+
+
+def _vision(config: dict[str, Any]) -> Iterator[Problem]:
+    """Keys of the vision tower that no tensor shows: published ones that are absent, other words, one width of two."""
+    vision = config.get("vision_config")
+    if not vision:
+        return
+    targets = load_yaml("models.yaml")["targets"].values()
+    configs = (entry["config"].get("vision_config") for entry in targets)
+    for key, known in next(filter(None, configs)).items():
+        value = vision.get(key)
+        if value is None or (isinstance(known, str) and value != known):
+            message = f"{value!r:.60}; published Kimis have {known!r}"
+            yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
+    widths = vision.get("mm_hidden_size"), vision.get("vt_hidden_size")
+    if widths[0] != widths[1]:
+        message = f"{widths[0]!r:.60}, and vt_hidden_size is {widths[1]!r:.60}"
+        yield _problem("TS-TARGET-CONFIG", "vision_config.mm_hidden_size", message)
 
 
 def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:

@@ -117,11 +117,17 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> Iterat
         yield _problem(CONFIG, "names special tokens in an unknown form")
         return
     for file, tokens in named.items():
-        wrong = [name for name in ids if tokens.get(name, ids[name]) != ids[name]]
+        names = {token: name for name, token in tokens.items()}
+        wrong = []
+        for name, token in ids.items():
+            other = names.get(token, name)
+            if tokens.get(name, token) != token:
+                wrong.append(f"{name} is token {tokens[name]}, and {token} in the model")
+            elif other != name and "reserved" not in other:
+                wrong.append(f"{token} is {other}, and {name} in the model")
         if wrong:
-            first = wrong[0]
             count = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            message = f"{first} is token {tokens[first]}, and {ids[first]} in the model{count}"
+            message = f"{wrong[0]}{count}"
             yield _problem(file, message)
     absent = [name for name in TURNS if not any(name in tokens for tokens in named.values())]
     if absent and any(named.values()):
