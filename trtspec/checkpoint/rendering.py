@@ -7,6 +7,7 @@ parsed back and compared with its row.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> li
             renderings.append(last)
             history = messages[: ends[number - 1] + 1]
             _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
-            repeated = _common_prefix(known, prompt)
+            repeated = len(os.path.commonprefix([known, prompt]))
             answer = []
         answer = answer + [0] * (len(prompt) - len(answer)) + [1] * len(written)
         start = len(prompt) if reply else last.prompt
@@ -122,11 +123,3 @@ PARTS: dict[str, Callable[[Message], Any]] = {
         for call in message.get("tool_calls", ())
     ],
 }
-
-
-def _common_prefix(first: list[int], second: list[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next(
-        (index for index, (left, right) in enumerate(pairs) if left != right),
-        min(len(first), len(second)),
-    )
