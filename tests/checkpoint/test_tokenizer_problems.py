@@ -87,7 +87,7 @@ FAULTS = [
     (nameless, "error", CONFIG, "is <|im_center|>, and <|im_middle|> in the model"),
     (renamed, "error", CONFIG, "279 is <|end_of_thought|>, and </think> in the model"),
     (fast, "error", "tokenizer.json", "<|im_middle|> is token 272, and 273 in the model"),
-    (added, "error", "added_tokens.json", "<think> is token 277, and 278 in the model"),
+    (added, "error", "added_tokens.json", "277 is <think>, and <|media_pad|> in the model"),
     (generation, "error", "generation_config.json", "eos_token_id is 259, and [EOS] or <|im_end|>"),
     (llama, "error", TEMPLATE, "the family's marks"),
     (replacing("<|im_middle|>", "\n"), "error", TEMPLATE, "the family's marks"),
