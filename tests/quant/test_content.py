@@ -14,7 +14,7 @@ from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem, TrtspecError, has_errors
-from trtspec.quant.content import REPEATED, content_problems
+from trtspec.quant.content import content_problems
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import Quantized, quantize_checkpoint
@@ -24,7 +24,7 @@ FAMILIES = {
     "K2": {"format": "fp8-block", "nested": False},
     "K2-Thinking": {"format": "int4", "nested": False},
     "K2.5": {"format": "int4", "vision": True},
-    "BF16": {"format": "bf16"},
+    "BF16": {"format": "bf16", "shards": 1},  # gate and up are in one file
 }
 Bytes = dict[str, np.ndarray]  # shard -> its bytes, mapped for writing
 Damage = Callable[[random.Random, Checkpoint, Bytes], None]
@@ -87,19 +87,15 @@ def repeated(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
             )
 
 
-def twins(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
-    """A gate that is there again as its up, or as another expert's gate: both are in one group of scales."""
-    pairs = [("layers.0.mlp.gate", "layers.0.mlp.up")]
-    for layer in (1, 2, 3):
-        expert = f"layers.{layer}.mlp.experts"
-        pairs += [(f"{expert}.0.gate", f"{expert}.0.up"), (f"{expert}.0.gate", f"{expert}.1.gate")]
-    large = [pair for pair in pairs if any(
-        pair[0] in info.name and info.nbytes >= REPEATED for info in source.tensors.values()
-    )]  # fmt: skip
-    old, new = draw.choice(large)
-    for name, info in source.tensors.items():
-        if f"{old}_proj." in name:
-            of(source.tensors[name.replace(old, new)], files)[:] = of(info, files)
+def copying(old: str, new: str) -> Damage:
+    """The tensors of one linear, again as those of another."""
+
+    def damage(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
+        for name, info in source.tensors.items():
+            if f".{old}." in name:
+                of(source.tensors[name.replace(f".{old}.", f".{new}.")], files)[:] = of(info, files)
+
+    return damage
 
 
 def random_bytes(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
@@ -125,7 +121,6 @@ NAMED: dict[str, Damage] = {
     "two top exponent bits": flip((1, 2)),
     "the same of scales": flip((1, 2), scales=True),
     "repeated shards": repeated,
-    "twins": twins,
 }
 OTHERS: dict[str, Damage] = {
     "third exponent bit": flip((3,)),
@@ -142,7 +137,7 @@ class Sources:
     def __init__(self, room: Path) -> None:
         self.room, self.clean = room, dict[str, Checkpoint]()
         for name, options in FAMILIES.items():
-            path = make_target(room / name, layers=4, shards=3, experts=2, **options)  # type: ignore[arg-type]
+            path = make_target(room / name, layers=4, experts=2, **{"shards": 3} | options)  # type: ignore[arg-type]
             self.clean[name] = Checkpoint.open(path)
             shutil.copytree(path, room / f"{name}-damaged")
 
@@ -164,13 +159,13 @@ class Sources:
         }
         write_json(place, {"shards": shards if known else {}})
 
-    def problems(self, family: str) -> list[Problem]:
+    def problems(self, family: str, policy: str = "k2.6") -> list[Problem]:
         """What quantize names; a refusal counts as an error."""
         out = self.room / "out"
         shutil.rmtree(out, ignore_errors=True)
         try:
             done = quantize_checkpoint(
-                self.path(family), out, load_policy("k2.6"), ConversionOptions(workers=1)
+                self.path(family), out, load_policy(policy), ConversionOptions(workers=1)
             )
         except TrtspecError as error:
             return [Problem(error.code, "error", "", error.message)]
@@ -203,6 +198,20 @@ def test_a_clean_source_raises_no_alarm(sources: Sources, family: str) -> None:
         sources.record_hashes(family, hashes)
         sources.damage(family, lambda *_: None, 0)
         assert [problem.code for problem in sources.problems(family)] == []
+
+
+TWINS = [
+    ("BF16", "k2.5", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"),
+    ("BF16", "k2.6", "layers.2.mlp.experts.0.gate_proj", "layers.2.mlp.experts.0.up_proj"),
+    ("BF16", "k2.6", "layers.2.mlp.experts.0.up_proj", "layers.2.mlp.experts.1.up_proj"),
+]
+
+
+@pytest.mark.parametrize(("family", "policy", "old", "new"), TWINS)
+def test_twins_in_groups_that_share_a_scale(sources, family, policy, old, new) -> None:
+    sources.record_hashes(family, False)
+    sources.damage(family, copying(old, new), 0)
+    assert "TS-CONTENT-REPEATED" in [problem.code for problem in sources.problems(family, policy)]
 
 
 def test_some_damages_are_named(sources: Sources) -> None:
