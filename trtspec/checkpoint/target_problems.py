@@ -123,8 +123,6 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
 
 
-
-
 def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
     """The family changed its end-of-text id between K2.5 and K2.6; generation_config.json wins in most engines."""
     generation = path / "generation_config.json"
