@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -175,18 +175,9 @@ def calibrate_checkpoint(
     start, again = time.monotonic(), again or OutputOptions()
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
-        work = calibration.work
-        layers = None if again.force else _finished_layers(calibration)
-        done = layers is not None and not again.restart
-        again = replace(
-            again, force=again.force or layers is not None
-        )  # `restart` may replace what this request wrote
         if again.dry_run:
-            return _what_a_run_takes(calibration, done or work.check(again))
-        if layers is not None and done:
-            work.finish()  # of a run killed after its last rename
-            return _result(calibration, layers, len(layers), start)
-        with work.claim(calibration.header, again) as journal:
+            return _what_a_run_takes(calibration, calibration.work.check(again))
+        with calibration.work.claim(calibration.header, again) as journal:
             resumed = _measure(calibration, journal, bar)
             layers = list(journal.done.values())
             _finish(calibration, layers)
@@ -424,10 +415,8 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     source = {"path": str(checkpoint.path), **header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     text = {"name": calibration.data.name, "sha256": header["data"]}
-    record = provenance(
-        "calibrate", source, header["options"], data=text, request=header, layers=kept
-    )
-    write_json(_provenance_path(output), record)
+    record = provenance("calibrate", source, header["options"], data=text, layers=kept)
+    write_json(output.with_name(f"{output.name}.provenance.json"), record)
     write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
     calibration.work.finish()
 
@@ -442,25 +431,6 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
                 module: scale for module in points[point] if calibration.policy.quantizes(module)
             }
     return found
-
-
-def _provenance_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.provenance.json")
-
-
-def _finished_layers(calibration: Calibration) -> list[dict[str, Any]] | None:
-    """The layers as provenance.json has them, where the output is what this very request writes."""
-    if calibration.work.journal.exists() or not calibration.output.is_file():
-        return None
-    try:
-        found = json.loads(_provenance_path(calibration.output).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return (
-        found["layers"]
-        if found.get("request") == json.loads(json.dumps(calibration.header))
-        else None
-    )
 
 
 def _result(

@@ -153,7 +153,7 @@ def one_kind(
         attention=attention, eagle=eagle, draft_vocab_size=draft_vocab, epochs=arguments.epochs,
         batch_size=arguments.batch_size, seq_len=arguments.seq_len, ttt_steps=arguments.ttt_steps, lr=arguments.lr,
         seed=arguments.seed, precision="fp32",
-    ).checked()  # fmt: skip
+    )  # fmt: skip
     row = kept(directory / "trained.json", lambda: trained(shop, options, directory)) | {
         "acceptance": {}
     }

@@ -83,7 +83,7 @@ def main() -> None:
     options = TrainOptions(
         attention="mha", eagle="3", steps=arguments.steps, batch_size=arguments.batch_size, lr=arguments.lr,
         seq_len=arguments.seq_len, seed=arguments.seed, precision="fp32",
-    ).checked()  # fmt: skip
+    )  # fmt: skip
     for side in SIDES:
         trained(shop, side, options, arguments)
     tables(shop, options, arguments)

@@ -186,13 +186,12 @@ def test_the_same_prompts_from_every_container(tmp_path):
         ({"content": "hm, or\nno</think>Yes."}, "hm, or\nno"),
     ],
 )
-def test_thinking_is_kept_or_dropped(message, reasoning):
+def test_thinking_is_kept(message, reasoning):
     from trtspec.heads.synthesis import _answer
 
     choice = {"message": {"role": "assistant", **message}}
     answer = {"role": "assistant", "content": "Yes."}
-    assert _answer(choice, "drop") == answer
-    assert _answer(choice, "keep") == answer | {"reasoning_content": reasoning}
+    assert _answer(choice) == answer | {"reasoning_content": reasoning}
 
 
 def spoken(message: dict, finish: str | None = "stop") -> dict:
@@ -269,21 +268,9 @@ def test_degenerate_answers_are_counted_by_kind():
         row(3, "A good answer."),
         row(4, "Cut", "length"),
     ]
-    made.append({"conversation_id": "5", "prompt": "x", "completion": " "})
     counts, found = judge_answers(made)
-    assert counts == {"answers": 6, "empty": 2, "noise": 1, "loop": 1, "cut off": 1}
-    assert found == {"0": "empty", "1": "loop", "2": "noise", "4": "cut off", "5": "empty"}
-
-
-def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
-    url, _ = server
-    text = tmp_path / "prompts.jsonl"
-    text.write_text('"def main"\n\n"import os"\n')
-    run(text, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, raw=True))
-    made = rows(tmp_path / "data.jsonl")
-    assert [row["prompt"] for row in made] == ["def main", "import os"]
-    assert made[0]["completion"].startswith("DEF MAIN")
-    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 2
+    assert counts == {"answers": 5, "empty": 1, "noise": 1, "loop": 1, "cut off": 1}
+    assert found == {"0": "empty", "1": "loop", "2": "noise", "4": "cut off"}
 
 
 def test_killed_and_run_again_asks_nothing_twice(tmp_path):

@@ -36,7 +36,7 @@ def test_the_command_writes_and_measures_a_head(trained):
         1 + row["accepted"] / row["steps"], abs=5e-5
     )  # four digits are written
     assert {path.name for path in output.iterdir()} == {
-        "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl", "speed.jsonl",
+        "config.json", "model.safetensors", "provenance.json", "README.md", "training.jsonl",
         "best", ".trtspec", ".trtspec-train.jsonl",
     }  # fmt: skip
     assert read_json(output / "provenance.json")["acceptance"] == record["acceptance"]

@@ -77,24 +77,21 @@ class TrainingPlan:
         """What engines cannot do with the head that is to be trained."""
         return [text for engine in ENGINES.values() if (text := engine.cannot_load(self.spec))]
 
-    def output_bytes(self, keep: int) -> int:
-        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the kept
-        heads, one more, the best and the last."""
+    @property
+    def output_bytes(self) -> int:
+        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the
+        best head, the one that replaces it, and the last."""
         state, head = 4 * (1 + len(MOMENTS)) * self.parameters, 2 * self.parameters
-        return 2 * state + (keep + 3) * head
+        return 2 * state + 3 * head
 
     def lines(self) -> list[str]:
         """What is trained on what, line by line, for whoever waits."""
-        found = [
-            f"{file['file']}: {file['conversations']} conversations, {file['duplicates']} duplicates left out"
-            for file in self.files
-            if file["duplicates"]
-        ]
-        found += [
-            f"{file['file']}: {file['refused']} rows refused, first: {file['refusals'][0]}"
-            for file in self.files
-            if file["refused"]
-        ]
+        found = []
+        for file in self.files:
+            if file["duplicates"] or file["refused"]:
+                first = f", first: {file['refusals'][0]}" if file["refused"] else ""
+                left_out = f"{file['duplicates']} duplicates left out, {file['refused']} rows refused{first}"
+                found.append(f"{file['file']}: {file['conversations']} conversations, {left_out}")
         found += [f"warning: {warning}" for warning in self.warnings]
         head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
         return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
@@ -201,9 +198,7 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     options; raises otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    resumes = run_directory(run.output, plan.output_bytes(run.keep)).check(
-        run_options(run.output, run.again)
-    )
+    resumes = run_directory(run.output, plan.output_bytes).check(run_options(run.output, run.again))
     saved = saved_run(run.work) if resumes else None
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
@@ -255,7 +250,7 @@ class SavedRun:
 
     step: int
     total: int
-    position: list[int]
+    position: int
     fingerprint: dict[str, Any]
 
 
@@ -322,7 +317,7 @@ def load_state(
     """
     saved = saved_run(run.work)
     if saved is None:
-        return SavedRun(0, total, [0, 0], fingerprint)
+        return SavedRun(0, total, 0, fingerprint)
     check_saved(saved, fingerprint, total, run.output)
     with safe_open(run.work / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():

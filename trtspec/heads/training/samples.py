@@ -38,8 +38,8 @@ class Sample:
     """One sequence. `answer[i]` is 1 where token i was written by the target, `prompt` counts the tokens before the
     last answer.
 
-    `repeated`: tokens at the beginning that an earlier sample of the conversation has trained. `first`: id of the
-    conversation's first sample, empty in that one.
+    `repeated`: tokens at the beginning that an earlier sample of the conversation has trained. `conversation`: its
+    name, where it has several samples.
     """
 
     id: str
@@ -48,11 +48,7 @@ class Sample:
     prompt: int
     category: str = ""
     repeated: int = 0
-    first: str = ""
-
-    @property
-    def conversation(self) -> str:
-        return self.first or self.id
+    conversation: str = ""
 
 
 def read_samples(
@@ -61,23 +57,30 @@ def read_samples(
     seq_len: int,
     min_len: int = 8,
     refused: list[TrtspecError] | None = None,
+    names: set[str] | None = None,
 ) -> list[Sample]:
     """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`.
 
-    `refused` gets an error for each row of which nothing is learned. Raises UsageError naming the line of a row that
-    is no conversation, TrtspecError when nothing is left.
+    `refused` gets an error for each row of which nothing is learned, and `names` the names that are taken. Raises
+    UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
     refused = [] if refused is None else refused
+    names = set() if names is None else names
     samples: list[Sample] = []
     for conversation in read_conversations(source):
         try:
-            samples += samples_of(conversation, tokenizer, seq_len, min_len)
+            parts = samples_of(conversation, tokenizer, seq_len, min_len)
         except TrtspecError as error:
             refused.append(error)
-    if not samples and refused:
-        count = f" (and {len(refused) - 1} rows more)" if len(refused) > 1 else ""
+            continue
+        name = _unused_name(conversation, names)
+        samples += [
+            replace(part, id=f"{name}.{number}" if number else name, conversation=name)
+            for number, part in enumerate(parts)
+        ]
+    if refused and not samples:
         first = refused[0]
-        raise TrtspecError(f"{first.message}{count}", first.remedy, first.code)
+        raise TrtspecError(f"{first.message} ({len(refused)} rows)", first.remedy, first.code)
     if not samples:
         message = f"TS-DATA-EMPTY {source} holds no conversation to train on"
         raise TrtspecError(message, "run `trtspec synthesize` first")
@@ -87,37 +90,43 @@ def read_samples(
 def samples_of(
     conversation: Conversation, tokenizer: KimiTokenizer, seq_len: int, min_len: int
 ) -> list[Sample]:
-    """The conversation's renderings; a row without an id is called by its line.
+    """The conversation's renderings.
 
     Raises UsageError naming the row if no position of an answer is left within `seq_len`.
     """
-    name = conversation.id or str(conversation.line)
     row = f"{CODE} {conversation.where}"
-    renderings = [each for each in render(conversation, tokenizer) if any(each.answer)]
-    if not renderings:
+    parts = [part for part in render(conversation, tokenizer) if any(part.answer)]
+    if not parts:
         remedy = f"make answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
         raise UsageError(f"{row} has no answer", remedy)
-    samples = []
-    for number, rendering in enumerate(renderings, 1):
-        tokens, answer = rendering.tokens[:seq_len], rendering.answer[:seq_len]
-        if any(answer) and len(tokens) >= min_len:
-            identity, first = (name, "") if number == 1 else (f"{name}.{number}", name)
-            samples.append(
-                Sample(
-                    identity,
-                    tuple(tokens),
-                    tuple(answer),
-                    rendering.prompt,
-                    conversation.category,
-                    rendering.repeated,
-                    first,
-                )
-            )
+    samples = [
+        Sample(
+            conversation.id,
+            tuple(part.tokens[:seq_len]),
+            tuple(part.answer[:seq_len]),
+            part.prompt,
+            conversation.category,
+            part.repeated,
+        )
+        for part in parts
+    ]
+    samples = [part for part in samples if any(part.answer) and len(part.tokens) >= min_len]
     if not samples:
-        size = f"of {len(renderings[0].tokens)} tokens, the first {renderings[0].prompt} its prompt"
+        size = f"of {len(parts[0].tokens)} tokens, the first {parts[0].prompt} its prompt"
         message = f"{row} {size}: no answer within {min_len} to {seq_len} tokens"
         raise UsageError(message, "raise `seq_len`, or leave the row out")
     return samples
+
+
+def _unused_name(conversation: Conversation, names: set[str]) -> str:
+    """A name that no earlier conversation has: rows without an id are called by their line, in every file alike."""
+    name = conversation.id or str(conversation.line)
+    if name in names:
+        name = f"{Path(conversation.file).stem}:{name}"
+    while name in names:
+        name += "+"
+    names.add(name)
+    return name
 
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
@@ -213,7 +222,7 @@ class TrainingData:
 def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
     """Holds out the `held_out` share; every other sample comes once in an epoch."""
     trained, held = split_held_out(
-        [sample.conversation for sample in samples], options.held_out, options.seed
+        [sample.conversation or sample.id for sample in samples], options.held_out, options.seed
     )
     return TrainingData([len(sample.tokens) for sample in samples], trained, held, options)
 
@@ -256,36 +265,20 @@ def read_files(
     counted = []
     for file in files:
         refused: list[TrtspecError] = []
-        renamed: dict[str, str] = {}
-        conversations = 0
-        duplicates = 0
-        for sample in read_samples(file, tokenizer, options.seq_len, refused=refused):
-            if sample.tokens in seen:
-                duplicates += 1
-                continue
-            seen.add(sample.tokens)
-            name = _unused_name(sample.id, file, names)
-            renamed[sample.id] = name
-            conversations += not sample.first
-            samples.append(replace(sample, id=name, first=renamed.get(sample.first, "")))
-        messages = [error.message for error in refused]
+        read = read_samples(file, tokenizer, options.seq_len, refused=refused, names=names)
+        kept = []
+        for sample in read:
+            if sample.tokens not in seen:
+                seen.add(sample.tokens)
+                kept.append(sample)
+        samples += kept
         counted.append(
             {
                 "file": file,
-                "conversations": conversations,
-                "duplicates": duplicates,
-                "refused": len(messages),
-                "refusals": messages[:MAX_REFUSALS],
+                "conversations": len({part.conversation for part in kept}),
+                "duplicates": len(read) - len(kept),
+                "refused": len(refused),
+                "refusals": [error.message for error in refused[:MAX_REFUSALS]],
             }
         )
     return samples, counted
-
-
-def _unused_name(name: str, source: str, names: set[str]) -> str:
-    """An id that no earlier sample has: rows without one are called by their line, in every file alike."""
-    if name in names:
-        name = f"{Path(source).stem}:{name}"
-    while name in names:
-        name += "+"
-    names.add(name)
-    return name
