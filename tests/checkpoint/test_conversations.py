@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from tests.json_files import read_lines
 from trtspec.checkpoint.conversations import Conversation, conversation, read_conversations
 from trtspec.checkpoint.rows import hub_rows
 from trtspec.errors import UsageError
@@ -25,6 +26,7 @@ CALL = {
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Bonn"}'},
 }
+ROWS = Path(__file__).parent / "rows"
 # JSON's text, and what Python's splitlines would split on, which JSON allows inside a string
 BREAKS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n\ufeff\0"
 
@@ -126,27 +128,9 @@ def test_a_line_ends_at_a_line_feed_only(tmp_path):
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        ({"prompt": "q"}, [USER]),
-        ({"prompt": "q", "response": "a"}, [USER, ANSWER]),
-        ({"question": "q", "answer": "a"}, [USER, ANSWER]),
-        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
-        ({"system_prompt": "s", "question": "q", "response": "a"}, [{"role": "system", "content": "s"}, USER, ANSWER]),
-        ({"conversation": [USER, ANSWER]}, [USER, ANSWER]),
-        ({"conversations": [USER], "messages": [USER]}, [USER]),
-        ({"turns": ["q", "q"]}, [USER, USER]),
-        ({"messages": [{"role": "developer", "content": "s"}, USER]}, [{"role": "system", "content": "s"}, USER]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, [USER]),
-        ({"messages": [USER, {**ANSWER, "reasoning": "r"}]}, [USER, {**ANSWER, "reasoning_content": "r"}]),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": json.dumps([CALL])}]},
-         [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]),
-        ({"messages": [{**USER, "weight": 1, "name": None}]}, [USER]),
-    ],
-)  # fmt: skip
-def test_pairs_and_namings(tmp_path, capsys, row, messages):
-    assert list(one(tmp_path, row).messages) == messages
+@pytest.mark.parametrize("line", read_lines(ROWS / "read.jsonl"))
+def test_pairs_and_namings(tmp_path, capsys, line):
+    assert list(one(tmp_path, line["row"]).messages) == line["messages"]
     assert "not read" not in capsys.readouterr().err
 
 
@@ -175,42 +159,9 @@ def test_what_is_not_read_is_named_once_with_counts(tmp_path, capsys):
     assert "chosen (1), messages[].mood (3), score (3)" in said
 
 
-BAD = [
-    ({"messages": []}, "an empty one"),
-    ({"messages": [{"role": "alien", "content": "x"}]}, "role 'alien'"),
-    ({"conversations": [{"from": "function_call", "value": "x"}]}, "role 'function_call'"),
-    ({"messages": [{"content": "x"}]}, "role ''"),
-    ({"messages": [{"role": "user"}]}, "without content"),
-    ({"messages": [{"role": "user", "content": 3}]}, "content that is int"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "'image_url'",
-    ),
-    ({"messages": [{**USER, "weight": 0}]}, "weight: 0"),
-    ({"messages": [USER], "loss_mask": [0]}, "loss_mask"),
-    ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "older form"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "function.name"),
-    ({"messages": [{**ANSWER, "reasoning": "r", "reasoning_content": "s"}]}, "differ"),
-    ({"messages": [USER], "conversations": [ANSWER]}, "differ"),
-    (
-        {"messages": [{"role": "system", "content": "s"}, USER], "system": "t"},
-        "another system message",
-    ),
-    ({"messages": [USER], "tools": "no JSON"}, "tools that are no list"),
-    ({"messages": [USER], "functions": [{}]}, "older form"),
-    ({"prompt": "q", "completion": "a", "response": "b"}, "several answers"),
-    ({"prompt": [1, 2]}, "empty or non-text"),
-    ({"prompt": "q", "completion": 3}, "completion that is int"),
-    ({"turns": [""]}, "empty or non-text"),
-    ({"text": 3}, "text that is int"),
-    ({"title": "x"}, "has none of"),
-    ({"instruction": "q", "input": "more", "output": "a"}, "has none of"),
-    (3, "neither an object nor a string"),
-]
-
-
-@pytest.mark.parametrize(("row", "says"), BAD)
-def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
+@pytest.mark.parametrize("bad", read_lines(ROWS / "refused.jsonl"), ids=lambda bad: bad["says"])
+def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, bad):
+    row = bad["row"]
     path = tmp_path / "data.jsonl"
     path.write_text(
         json.dumps({"prompt": "fine"}) + "\n\n" + json.dumps(row) + "\n" + json.dumps("fine") + "\n"
@@ -219,7 +170,7 @@ def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, row, says):
         list(read_conversations(path))
     assert refused.value.code == "TS-DATA-ROW"
     assert f"{path}:3" in refused.value.message
-    assert says in refused.value.message
+    assert bad["says"] in refused.value.message
 
 
 @pytest.mark.parametrize(

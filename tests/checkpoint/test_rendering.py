@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from tests.json_files import read_lines
 from tests.tiny import FILES, make_tokenizer
 from trtspec.calibrate import read_texts
 from trtspec.checkpoint.chat_parser import parse_reply
@@ -23,6 +24,7 @@ from trtspec.heads.training.samples import loss_mask, read_files, read_samples, 
 PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))
 TEMPLATES = [FILES / "split_template.jinja", FILES / "chat_template.jinja", *PUBLISHED]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ROWS = Path(__file__).parent / "rows"
 QUESTION = {"role": "user", "content": "Add 2 and 3."}
 
 
@@ -72,8 +74,6 @@ def test_each_answer_stands_behind_the_prompt_of_its_moment(tmp_path: Path, temp
     reasoning = "<think>" in template.read_text()
     messages = five_turns(reasoning)
     if "tool_calls" not in template.read_text():
-        with pytest.raises(TrtspecError, match="does not read"):
-            renderings(tmp_path, tokenizer, {"messages": messages})
         messages = [m for m in messages if m.keys() <= {"role", "content"}]
     parts = renderings(tmp_path, tokenizer, {"messages": messages, "tools": [TOOL]})
     assert len(parts) == (5 if reasoning else 1)
@@ -103,41 +103,27 @@ def test_each_answer_stands_behind_the_prompt_of_its_moment(tmp_path: Path, temp
     assert texts == [tuple(part.tokens) for part in parts]
 
 
-CASES = {
-    "no id": ({"tool_calls": [call('{"a": 2}')]}, '<think></think>{calls}'),
-    "another id": ({"tool_calls": [call('{"a": 2}', id="call_9f8a7b")]}, "<think></think>{calls}"),
-    "arguments as an object": ({"tool_calls": [call({"a": 2})]}, "<think></think>{calls}"),
-    "think in content": ({"content": "<think>\nR.\n</think>\n5"}, "<think>\nR.\n</think>\n5"),
-    "no parser": ({"content": "R.</think>5"}, "<think>R.</think>5"),
-    "no parser of calls": ({"content": "<think>R.</think>{calls}"}, "<think>R.</think>{calls}"),
-    "thinking": ({"thinking": "R.", "content": "5"}, "<think>R.</think>5"),
-    "reasoning": ({"reasoning": "R.", "reasoning_content": "R.", "content": "5"}, "<think>R.</think>5"),
-    "details": ({"reasoning_details": [{"text": "R"}, {"text": "."}], "content": "5"}, "<think>R.</think>5"),
-    "two that differ": ({"thinking": "R.", "content": "<think>S.</think>5"}, "thinking and content, which differ"),
-    "tags within": ({"content": "Well <think>R.</think>5"}, "no answer's"),
-    "encrypted": ({"reasoning_details": [{"type": "reasoning.encrypted"}], "content": "5"}, "not text"),
-    "a mark as text": ({"content": "the mark <|im_end|> ends"}, "<think></think>the mark <|im_end|> ends"),
-}  # fmt: skip
-CALLS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 2}<|tool_call_end|><|tool_calls_section_end|>'
-)
-
-
-@pytest.mark.parametrize(("answer", "expected"), CASES.values(), ids=CASES)
-def test_what_is_learned_is_the_row_or_the_row_is_refused(tmp_path, answer, expected):
+@pytest.mark.parametrize("line", read_lines(ROWS / "learned.jsonl"), ids=lambda line: line["form"])
+def test_what_is_learned_is_the_row_or_the_row_is_refused(tmp_path, line):
     tokenizer = tokenizer_with(tmp_path, FILES / "split_template.jinja")
-    answer = json.loads(json.dumps(answer).replace("{calls}", json.dumps(CALLS)[1:-1]))
-    row = {"messages": [QUESTION, {"role": "assistant", **answer}], "tools": [TOOL]}
-    if not expected.startswith("<"):
-        with pytest.raises(TrtspecError, match=f"row.jsonl:1 .*{expected}"):
-            renderings(tmp_path, tokenizer, row)
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps(line["row"]) + "\n")
+    if "refused" in line:
+        with pytest.raises(TrtspecError, match=f"row.jsonl:1 .*{line['refused']}"):
+            read_samples(path, tokenizer, 4096)
         return
-    (part,) = renderings(tmp_path, tokenizer, row)
-    learned = [token for token, mine in zip(part.tokens, part.answer, strict=True) if mine]
-    assert tokenizer.decode(learned) == expected.replace("{calls}", CALLS) + "<|im_end|>"
+    end = tokenizer.special_id("<|im_end|>")
+    learned: list[list[int]] = []
+    for sample in read_samples(path, tokenizer, 4096):
+        for token, before, mine in zip(
+            sample.tokens, (0, *sample.answer), sample.answer, strict=False
+        ):
+            learned += [] if before or not mine else [[]]
+            if mine:
+                learned[-1].append(token)
+    assert [tokenizer.decode(answer) for answer in learned] == line["learned"]
     # the name of an end mark is an answer's text, not its end
-    assert learned.count(tokenizer.special_id("<|im_end|>")) == 1
+    assert all(answer.count(end) == 1 for answer in learned)
 
 
 def test_calls_are_numbered_through_the_conversation_and_results_follow(tmp_path):

@@ -155,24 +155,23 @@ def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
     return message
 
 
-def reply_pieces(message: dict[str, Any], opened: bool, tags: bool = True) -> list[str]:
-    """Returns an answer as the model writes it, marks and texts apart: the inverse of `parse_reply`.
+def reply_text(message: dict[str, Any], opened: bool, tags: bool) -> str:
+    """Returns an answer as the model writes it: the inverse of `parse_reply`.
 
     Args:
         opened: the prompt ends in an open think tag.
         tags: the answer has think tags.
     """
-    pieces = [THINK] if tags and not opened else []
-    pieces += [message.get("reasoning_content", ""), THINK_END] if tags else []
-    pieces.append(message.get("content") or "")
-    calls = message.get("tool_calls") or ()
-    for call in calls:
-        function = call["function"]
-        pieces += [CALL_BEGIN, call["id"], ARGUMENTS, function["arguments"], CALL_END]
-    if calls:
-        pieces[-5 * len(calls) : -5 * len(calls)] = [SECTION]
-        pieces.append(SECTION_END)
-    return [piece for piece in pieces if piece]
+    thought = f"{message.get('reasoning_content', '')}{THINK_END}"
+    begin = THINK if tags and not opened else ""
+    text = begin + (thought if tags else "") + (message.get("content") or "")
+    if not message.get("tool_calls"):
+        return text
+    calls = [
+        f"{CALL_BEGIN}{call['id']}{ARGUMENTS}{call['function']['arguments']}{CALL_END}"
+        for call in message["tool_calls"]
+    ]
+    return f"{text}{SECTION}{''.join(calls)}{SECTION_END}"
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:

@@ -8,11 +8,10 @@ parsed back and compared with its row.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.checkpoint.chat_parser import MARKS, THINK, THINK_END, parse_reply, reply_pieces
+from trtspec.checkpoint.chat_parser import MARKS, THINK, THINK_END, parse_reply, reply_text
 from trtspec.checkpoint.conversations import Conversation, Message
 from trtspec.checkpoint.rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -38,26 +37,22 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
     Raises UsageError naming the row if an answer does not come back from the reply parser as the row has it.
     """
     if not conversation.messages:
-        prompt = tokenizer.encode(conversation.text)
-        written = tokenizer.encode(conversation.completion or "")
-        return [Rendering(prompt + written, [0] * len(prompt) + [1] * len(written), len(prompt))]
+        tokens = tokenizer.encode(conversation.text)
+        return [Rendering(tokens, [0] * len(tokens), len(tokens))]
     try:
-        _require_answerable(conversation, tokenizer)
+        if conversation.failure:
+            raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
+        _require_calls(conversation)
         return _render_messages(conversation, tokenizer)
     except TrtspecError as error:
         remedy = "correct the row, or leave it out"
         raise UsageError(f"{CODE} {conversation.where} {error.message}", remedy) from None
 
 
-def _require_answerable(conversation: Conversation, tokenizer: KimiTokenizer) -> None:
-    """Raises TrtspecError for a message that the template would leave out, and for a result of no call."""
-    if conversation.failure:
-        raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
+def _require_calls(conversation: Conversation) -> None:
+    """Raises TrtspecError for a result of no call."""
     calls: set[str] = set()
     for message in conversation.messages:
-        unread = message.keys() & {"tool_calls", "tool_call_id"} - tokenizer.template.names
-        if unread:
-            raise TrtspecError(f"has {min(unread)}, which the chat template does not read", "")
         if message["role"] == "tool" and message.get("tool_call_id") not in calls:
             raise TrtspecError("has a tool's result without the call that it answers", "")
         calls.update(call["id"] for call in message.get("tool_calls", ()))
@@ -100,26 +95,25 @@ def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -
     opened = prompt.rstrip().endswith(THINK)
     closed = prompt.rstrip().endswith(THINK_END)
     tags = opened or (not closed and THINK in tokenizer.template.source)
-    pieces = reply_pieces(reply, opened, tags)
-    while cut and pieces and pieces[-1] in MARKS:
-        pieces.pop()
-    ids: list[int] = []
-    for piece in pieces:
-        mark = piece in MARKS
-        ids += [tokenizer.special_id(piece)] if mark else tokenizer.encode(piece)
+    text = reply_text(reply, opened, tags)
+    while cut and text.endswith(MARKS):
+        text = text[: text.rindex("<")]
+    ids = tokenizer.encode(text, marks=MARKS)
     parsed = parse_reply(tokenizer.decode(ids), opened)
-    differing = [name for name, part in PARTS.items() if part(parsed) != part(reply)]
+    expected = _parts(reply)
+    differing = [name for name, part in _parts(parsed).items() if part != expected[name]]
     if differing:
         places = " and ".join(differing)
         raise TrtspecError(f"has {places} that the chat template and the parser change", "")
     return ids if cut else [*ids, tokenizer.special_id(END)]
 
 
-PARTS: dict[str, Callable[[Message], Any]] = {
-    "reasoning": lambda message: message.get("reasoning_content", ""),
-    "content": lambda message: message.get("content") or "",
-    "tool calls": lambda message: [
-        (call["id"], call["function"]["name"], call["function"]["arguments"].strip())
-        for call in message.get("tool_calls", ())
-    ],
-}
+def _parts(message: Message) -> dict[str, Any]:
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+    return {
+        "reasoning": message.get("reasoning_content", ""),
+        "content": message.get("content") or "",
+        "tool calls": [
+            (identity, call["name"], call["arguments"].strip()) for identity, call in calls
+        ],
+    }

@@ -16,7 +16,7 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.formats import WeightFormat, format_of_method
-from trtspec.specs import TOKEN_IDS, ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec, QuantSpec
 
 # keys that every reader takes for the published value where they are absent
 OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
@@ -50,8 +50,7 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     nested = bool(config.get("text_config"))
     text = config["text_config"] if nested else config
     return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
-            *_contradictions(config, text, spec), *_token_ids(config, text, spec),
-            *_two_levels(config, text), *_vision(config)]  # fmt: skip
+            *_contradictions(config, text, spec), *_two_levels(config, text), *_vision(config, spec)]  # fmt: skip
 
 
 @cache
@@ -159,7 +158,7 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
 def _contradictions(
     config: dict[str, Any], text: dict[str, Any], spec: ModelSpec
 ) -> Iterator[Problem]:
-    heads, vision = text.get("num_key_value_heads"), config.get("vision_config")
+    heads = text.get("num_key_value_heads")
     if heads is None:
         yield _problem(
             "TS-TARGET-CONFIG",
@@ -172,59 +171,29 @@ def _contradictions(
     if spec.num_experts_per_tok > spec.n_routed_experts:
         message = f"{spec.num_experts_per_tok} of {spec.n_routed_experts} experts"
         yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
-    width = vision.get("text_hidden_size") if isinstance(vision, dict) else None
-    if width is not None and width != spec.hidden_size:
-        message = f"{width!r:.60}, and the text model's hidden_size is {spec.hidden_size}"
-        yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
 
 
-def _vision(config: dict[str, Any]) -> Iterator[Problem]:
-    """Keys of the vision tower that no tensor shows: published ones that are absent, other words, one width of two."""
+def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    """Keys of the vision tower that no tensor shows: words, and one width under two keys."""
     vision = config.get("vision_config")
     if not vision:
         return
     targets = load_yaml("models.yaml")["targets"].values()
-    configs = (entry["config"].get("vision_config") for entry in targets)
-    for key, known in next(filter(None, configs)).items():
-        value = vision.get(key)
-        if value is None or (isinstance(known, str) and value != known):
-            message = f"{value!r:.60}; published Kimis have {known!r}"
+    published = next(filter(None, (entry["config"].get("vision_config") for entry in targets)))
+    words = {key: value for key, value in published.items() if isinstance(value, str)}
+    widths = {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
+    for key, value in (words | widths).items():
+        if vision.get(key) != value:
+            message = f"{vision.get(key)!r:.60}; this model needs {value!r:.60}"
             yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
-    widths = vision.get("mm_hidden_size"), vision.get("vt_hidden_size")
-    if widths[0] != widths[1]:
-        message = f"{widths[0]!r:.60}, and vt_hidden_size is {widths[1]!r:.60}"
-        yield _problem("TS-TARGET-CONFIG", "vision_config.mm_hidden_size", message)
 
 
 def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:
     """Keys that the top level and text_config state differently; engines differ in which one they read."""
-    for key in sorted(config.keys() & text.keys() - {*OF_A_LEVEL, *TOKEN_IDS}):
+    for key in sorted(config.keys() & text.keys() - set(OF_A_LEVEL)):
         if config is not text and config[key] != text[key]:
             message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
             yield _problem("TS-TARGET-CONFIG", key, message)
-
-
-def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Ids that are no token's, or differ between the two levels of a config; no end of an answer."""
-    for key, listed in zip(
-        TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True
-    ):
-        beyond = [
-            number for number in listed if number is not None and not 0 <= number < spec.vocab_size
-        ]
-        if beyond:
-            yield _problem(
-                "TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}"
-            )
-        outer, inner = (
-            [ids] if isinstance(ids, int) else ids for ids in (config.get(key), text.get(key))
-        )
-        if outer is not None and inner is not None and outer != inner:
-            message = f"{outer} at the top level and {inner} in text_config"
-            yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
-    if not spec.eos_token_ids:
-        message = "is absent: unless generation_config.json has it, answers end only at their limit"
-        yield _problem("TS-TARGET-TOKEN-IDS", "eos_token_id", message, "warning")
 
 
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -299,13 +268,6 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     ]
     if set(ours.exclude) != set(theirs.exclude):
         differing.append("exclude list")
-    producers = [
-        checkpoint.config.get("quantization_config", {}).get("producer"),
-        quant.get("producer"),
-    ]
-    names = {producer.get("name") for producer in producers if isinstance(producer, dict)}
-    if len(names) > 1:  # one tool may rewrite either file in another version
-        differing.append("producer")
     if not differing:
         return []
     message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint, read_json
+from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
@@ -20,7 +20,7 @@ from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.specs import ModelSpec, Values
+from trtspec.specs import ModelSpec
 
 HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
 SHOWN = 3  # further errors that a refusal names
@@ -62,7 +62,6 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *_shards(checkpoint),
         *tokenizer_problems(checkpoint.path, checkpoint.config, spec.vocab_size),
         *read_code(checkpoint.path).problems,
-        *_end_of_text(checkpoint.path, spec),
         *_noted(checkpoint.path),
     ]
     return ReadTarget(checkpoint, spec, formats, problems)
@@ -121,18 +120,6 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
         remedy = "wait for the download to end, or start it again"
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
-
-
-def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
-    """The family changed its end-of-text id between K2.5 and K2.6; generation_config.json wins in most engines."""
-    generation = path / "generation_config.json"
-    if not generation.is_file() or not spec.eos_token_ids:
-        return []
-    ids = Values(read_json(generation), generation.name).wholes("eos_token_id")
-    if not ids or set(spec.eos_token_ids) & set(ids):
-        return []
-    message = f"generation_config.json ends text at {list(ids)}, config.json at {list(spec.eos_token_ids)}"
-    return [Problem("TS-TARGET-EOS", "warning", "generation_config.json", message)]
 
 
 EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")

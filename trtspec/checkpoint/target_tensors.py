@@ -20,11 +20,13 @@ from trtspec.errors import Problem, Severity
 from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat
 from trtspec.specs import ID, HeadSpec, ModelSpec, Values
 
-OF_MODEL = ("layers.", "embed_tokens.", "norm.")
+INNER = re.compile(r"(?:.*?\.)?((?:layers\.\d+|embed_tokens|norm|lm_head)\..*)")  # below a prefix
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
 VISION = re.compile(r"(^|\.)(vision_tower|mm_projector|multi_modal_projector)\.")
 COLOURS, MAX_BLOCKS = 3, 1000
+VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
+                "init_pos_emb_width")  # fmt: skip
 VALUE_FAULTS, SCALE_FAULTS = (
     ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"),
     ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE"),
@@ -42,15 +44,24 @@ def tensor_problems(
     formats: dict[str, WeightFormat] = {}
     for module, shape in logical_shapes(spec):
         if len(shape) == 1:
-            _check_vector(faults, unseen, module, shape)
+            name = module if module.endswith("_bias") else f"{module}.weight"
+            _check_plain(faults, unseen, name, shape, "TS-TARGET-NORM-MISSING")
         elif (
             stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)
         ) is not None:
             formats[module] = stored
+    for name, shape in vision_shapes(checkpoint.config) if spec.has_vision else ():
+        _check_plain(faults, unseen, name, shape, "TS-TARGET-VISION")
     left = [info.name for parts in unseen.values() for info in parts.values()]
     vision = [name for name in left if spec.has_vision and VISION.search(name)]
-    if spec.has_vision:
-        _check_tower(faults, checkpoint, vision)
+    absent = faults["TS-TARGET-VISION"]
+    if absent and vision:
+        reason = (
+            f"and {len(vision):,} tensors of a vision tower have other names, first {vision[0]}"
+        )
+        absent[:] = [f"{absent[0]} is absent, {reason}"]
+    elif vision:
+        faults["TS-TARGET-EXTRA"] += vision
     ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
     rest = [
         name
@@ -71,22 +82,16 @@ def _in_hub_names(
     """The tensors by the names that the config demands, if another prefix explains those that they have; and a problem
     that says so."""
     model = f"{spec.name_prefix}model."
-    prefixes: dict[str, str] = {}
-    for anchor, wanted in (
-        ("layers.0.input_layernorm.weight", model),
-        ("lm_head.weight", spec.name_prefix),
-    ):
-        stems = [name.removesuffix(anchor) for name in tensors if name.endswith(anchor)]
-        if len(stems) == 1 and stems[0] != wanted:
-            parts = ("lm_head.",) if anchor == "lm_head.weight" else OF_MODEL
-            prefixes |= {stems[0] + part: wanted + part for part in parts}
-    if not prefixes:
+    if f"{model}norm.weight" in tensors:
         return tensors, []
     names = {}
     for name in tensors:
-        old = next((old for old in prefixes if name.startswith(old)), "")
-        names[name] = prefixes.get(old, "") + name.removeprefix(old)
+        inner = None if VISION.search(name) else INNER.fullmatch(name)
+        prefix = spec.name_prefix if ".lm_head." in f".{name}" else model
+        names[name] = prefix + inner[1] if inner else name
     changed = [old for old, new in names.items() if old != new]
+    if not changed or len(set(names.values())) < len(names):
+        return tensors, []
     message = f"{len(changed):,} tensors have another prefix than {model}, first {changed[0]}"
     remedy = (
         f"name them as the publisher does: {names[changed[0]]}; values and config.json may stay"
@@ -121,14 +126,18 @@ def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo
     return modules
 
 
-def _check_vector(
-    faults: Faults, unseen: dict[str, dict[str, TensorInfo]], module: str, shape: tuple[int, ...]
+def _check_plain(
+    faults: Faults,
+    unseen: dict[str, dict[str, TensorInfo]],
+    name: str,
+    shape: tuple[int, ...],
+    absent: str,
 ) -> None:
-    name = module if module.endswith("_bias") else f"{module}.weight"
+    """A tensor that no format packs; `absent` is the code where it is missing."""
     module, _, suffix = name.rpartition(".")
     info = unseen.get(module, {}).pop(suffix, None)
     if info is None:
-        faults["TS-TARGET-NORM-MISSING"].append(name)
+        faults[absent].append(name)
     elif info.shape != shape:
         faults["TS-TARGET-SHAPE"].append(
             f"{name} is {list(info.shape)}, config.json needs {list(shape)}"
@@ -186,31 +195,10 @@ def _is_kv_scale(name: str) -> bool:
     return ".self_attn." in name and name.rpartition(".")[2] in KV_SCALES
 
 
-def _check_tower(faults: Faults, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Compares the vision tower and the projector with the shapes that vision_config gives them."""
-    shapes = dict(vision_shapes(checkpoint.config))
-    absent = [name for name in shapes if name not in checkpoint.tensors]
-    other = [name for name in names if name not in shapes]
-    if absent and other:
-        reason = f"and {len(other):,} tensors of a vision tower have other names, first {other[0]}"
-        absent = [f"{absent[0]} is absent, {reason}"]
-    faults["TS-TARGET-VISION"] += absent
-    faults["TS-TARGET-EXTRA"] += [] if absent else other
-    faults["TS-TARGET-SHAPE"] += [
-        f"{name} is {list(info.shape)}, vision_config needs {list(shapes[name])}"
-        for name, info in checkpoint.tensors.items()
-        if name in shapes and info.shape != shapes[name]
-    ]
-
-
 def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a K2.5's vision tower and projector."""
     vision = Values(config).mapping("vision_config")
-    width, inner, text, patch = (
-        vision.whole(key, least=1)
-        for key in ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size")
-    )
-    height, across = (vision.whole(f"init_pos_emb_{side}", least=1) for side in ("height", "width"))
+    width, inner, text, patch, height, across = (vision.whole(key, least=1) for key in VISION_SIZES)
     merged = width * math.prod(vision.read("merge_kernel_size", list[ID], [2, 2]))
     layers: dict[str, tuple[int, ...]] = {
         "vision_tower.patch_embed.proj": (width, COLOURS, patch, patch),
@@ -219,11 +207,11 @@ def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         "mm_projector.proj.0": (merged, merged),
         "mm_projector.proj.2": (text, merged),
     }
+    block = {"norm0": (width,), "norm1": (width,), "wqkv": (3 * width, width), "wo": (width, width),
+             "mlp.fc0": (inner, width), "mlp.fc1": (width, inner)}  # fmt: skip
     for number in range(vision.whole("vt_num_hidden_layers", most=MAX_BLOCKS)):
-        block = f"vision_tower.encoder.blocks.{number}"
-        layers |= {f"{block}.norm0": (width,), f"{block}.norm1": (width,)}
-        layers |= {f"{block}.wqkv": (3 * width, width), f"{block}.wo": (width, width)}
-        layers |= {f"{block}.mlp.fc0": (inner, width), f"{block}.mlp.fc1": (width, inner)}
+        for part, shape in block.items():
+            layers[f"vision_tower.encoder.blocks.{number}.{part}"] = shape
     yield "vision_tower.patch_embed.pos_emb.weight", (height, across, width)
     for name, shape in layers.items():
         yield f"{name}.weight", shape

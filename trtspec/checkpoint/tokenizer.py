@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import tiktoken
-from jinja2 import meta, nodes
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -110,9 +110,11 @@ class KimiTokenizer:
                 "check added_tokens_decoder in tokenizer_config.json",
             ) from None
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`; names of special tokens become their ids only when `allow_special`."""
-        allowed: Any = "all" if allow_special else set()
+    def encode(
+        self, text: str, allow_special: bool = False, marks: Collection[str] = ()
+    ) -> list[int]:
+        """Token ids of `text`; names of special tokens become their ids only when `allow_special`, or among `marks`."""
+        allowed: Any = "all" if allow_special else set(marks)
         ids: list[int] = []
         for piece in _safe_pieces(text):
             ids.extend(self.encoding.encode(piece, allowed_special=allowed, disallowed_special=()))
@@ -234,7 +236,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     except (ValueError, binascii.Error):
         raise TrtspecError(
             f"{path}: not a tiktoken ranks file (base64 token, space, rank)",
-            "download the file again",
+            "download the file again, in a clone with `git lfs pull`",
         ) from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise TrtspecError(
@@ -294,13 +296,6 @@ class ChatTemplate:
         return frozenset(
             read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"}
         )
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """What the template may read of a message: every attribute and every text that it has."""
-        tree = _environment().parse(self.source)
-        texts = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
-        return frozenset(texts).union(node.attr for node in tree.find_all(nodes.Getattr))
 
     @staticmethod
     def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:
