@@ -191,9 +191,14 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
 def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:
     """Keys that the top level and text_config state differently; engines differ in which one they read."""
     for key in sorted(config.keys() & text.keys() - set(OF_A_LEVEL)):
-        if config is not text and config[key] != text[key]:
+        if config is not text and _listed(config[key]) != _listed(text[key]):
             message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
             yield _problem("TS-TARGET-CONFIG", key, message)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of one value says the same as the value."""
+    return value if isinstance(value, list) else [value]
 
 
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:

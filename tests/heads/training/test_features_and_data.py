@@ -52,14 +52,6 @@ def test_a_sample_is_the_generation_prompt_then_the_answer(tmp_path, tokenizer):
     assert not any(whole.answer[: len(prompt) - 2])
 
 
-def test_raw_text_needs_no_template(tmp_path, tokenizer):
-    path = tmp_path / "raw.jsonl"
-    path.write_text(json.dumps({"prompt": "def f(", "completion": "x): return x"}) + "\n")
-    (sample,) = read_samples(path, tokenizer, 512)
-    assert tokenizer.decode(sample.tokens) == "def f(x): return x"
-    assert sum(sample.answer) == len(tokenizer.encode("x): return x"))
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [('{"text": "x"}\n', "TS-DATA-ROW"), ("\n", "TS-DATA-EMPTY")],
