@@ -40,6 +40,10 @@ CLASSES = {
     True: ("KimiK25ForConditionalGeneration",),
 }
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
+                "init_pos_emb_width", "vt_num_attention_heads")  # fmt: skip
+# a small tower has others than published ones
+SCALED = {*VISION_SIZES, "vt_num_hidden_layers", "mm_hidden_size"}
 # keys that mean the whole model at the top level and its language model in text_config
 OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "quantization_config",
               *COMPUTED)  # fmt: skip
@@ -168,22 +172,25 @@ def _contradictions(
     elif heads != spec.num_attention_heads:
         message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
         yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
-    if spec.num_experts_per_tok > spec.n_routed_experts:
-        message = f"{spec.num_experts_per_tok} of {spec.n_routed_experts} experts"
+    chosen = (spec.num_experts_per_tok, spec.n_routed_experts)
+    published = _published("text_config" in config)
+    known = dict(zip(published["n_routed_experts"], published["num_experts_per_tok"], strict=True))
+    if chosen[0] > chosen[1] or known.get(chosen[1], chosen[0]) != chosen[0]:
+        message = f"{chosen[0]} of {chosen[1]} experts"
         yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
 
 
 def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Keys of the vision tower that no tensor shows: words, and one width under two keys."""
+    """Keys of the vision tower that no tensor shows, and one width under two keys."""
     vision = config.get("vision_config")
     if not vision:
         return
     targets = load_yaml("models.yaml")["targets"].values()
     published = next(filter(None, (entry["config"].get("vision_config") for entry in targets)))
-    words = {key: value for key, value in published.items() if isinstance(value, str)}
-    widths = {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
-    for key, value in (words | widths).items():
-        if vision.get(key) != value:
+    wanted = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
+    wanted |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
+    for key, value in wanted.items():
+        if vision.get(key) is None or vision[key] != value:
             message = f"{vision.get(key)!r:.60}; this model needs {value!r:.60}"
             yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
 

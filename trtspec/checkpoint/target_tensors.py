@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_config import quantization_blocks
+from trtspec.checkpoint.target_config import VISION_SIZES, quantization_blocks
 from trtspec.data_files import documented
 from trtspec.errors import Problem, Severity
 from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat
@@ -25,8 +25,6 @@ KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
 VISION = re.compile(r"(^|\.)(vision_tower|mm_projector|multi_modal_projector)\.")
 COLOURS, MAX_BLOCKS = 3, 1000
-VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
-                "init_pos_emb_width")  # fmt: skip
 VALUE_FAULTS, SCALE_FAULTS = (
     ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"),
     ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE"),
@@ -198,7 +196,9 @@ def _is_kv_scale(name: str) -> bool:
 def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of a K2.5's vision tower and projector."""
     vision = Values(config).mapping("vision_config")
-    width, inner, text, patch, height, across = (vision.whole(key, least=1) for key in VISION_SIZES)
+    width, inner, text, patch, height, across, _heads = (
+        vision.whole(key, least=1) for key in VISION_SIZES
+    )
     merged = width * math.prod(vision.read("merge_kernel_size", list[ID], [2, 2]))
     layers: dict[str, tuple[int, ...]] = {
         "vision_tower.patch_embed.proj": (width, COLOURS, patch, patch),

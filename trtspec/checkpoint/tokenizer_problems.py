@@ -30,6 +30,7 @@ CONFIG_TOKENS = {
     "media_placeholder_token_id": ("<|media_pad|>",),
 }
 FETCH = "copy {} from the base model's repository"
+FIRST = {"role": "system", "content": "S1"}
 USER = {"role": "user", "content": "Q1"}
 ANSWER = {"role": "assistant", "content": "A1", "reasoning_content": "R"}
 CALL_ID = call_id("f1", 0)
@@ -38,15 +39,20 @@ CALLING = {"role": "assistant", "content": "C1", "reasoning_content": "R1", "too
 RESULT = {"role": "tool", "tool_call_id": CALL_ID, "content": "T1"}
 TOOL = {"type": "function", "function": {"name": "f1", "description": "D1", "parameters": {}}}
 ASSISTANT = r"<\|im_assistant\|>[^<]*<\|im_middle\|>"
+SYSTEM = r"<\|im_system\|>[^<]*<\|im_middle\|>"
 QUESTION = r"<\|im_user\|>[^<]*<\|im_middle\|>Q1<\|im_end\|>"
 MARKS = "does not put {} between the family's marks, of which each is one token"
 # what the family's templates write of the conversation above, and what another one does
 WRITTEN: tuple[tuple[Severity, str, str], ...] = (
-    ("error", QUESTION + ASSISTANT, MARKS.format("turns")),
+    ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
     ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
     ("error", ASSISTANT + r"(<think>(</think>)?)?\s*$", "does not open the turn of the answer"),
-    ("warning", "D1", "leaves out the tools of a request"),
-    ("warning", f"## Return of {CALL_ID}.*T1", "leaves out tool calls or their results"),
+    ("warning", SYSTEM + "[^<]*D1", "leaves out the tools of a request"),
+    (
+        "warning",
+        SYSTEM + rf"## Return of {CALL_ID}\s*T1<\|im_end\|>",
+        "leaves out tool calls or their results",
+    ),
 )
 
 
@@ -150,7 +156,7 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
         yield finding(code, TEMPLATE, "warning")
         return
     template = ChatTemplate.from_directory(path, tokenizer)
-    text = template.render([USER, ANSWER, USER, CALLING, RESULT], [TOOL], thinking=None)
+    text = template.render([FIRST, USER, ANSWER, USER, CALLING, RESULT], [TOOL], thinking=None)
     reply = reply_text(CALLING, False, THINK in template.source) + "<|im_end|>"
     form = "writes reasoning or calls in another form than the family"
     for severity, pattern, message in (*WRITTEN, ("warning", re.escape(reply), form)):
