@@ -115,6 +115,14 @@ def test_a_remedy_states_no_figure_that_nobody_measured(tmp_path, whole):
         assert problems and all("near 1.0" not in problem.remedy for problem in problems)
 
 
+def test_another_version_of_the_producer_is_no_disagreement(tmp_path):
+    path = make_target(tmp_path / "target", format="nvfp4", layers=3)
+    stated = json.loads((path / "hf_quant_config.json").read_text())
+    stated["producer"] = {"name": "modelopt", "version": "0.45.0"}
+    write_json(path / "hf_quant_config.json", stated)
+    assert not read_target(path).problems
+
+
 def test_an_embedding_stored_in_another_type_is_the_same():
     theirs = torch.randn(64, 32).mul(1e-4).to(torch.bfloat16)
     for ours in (theirs.to(torch.float16), theirs.to(torch.float32)):
