@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import tiktoken
-from jinja2 import meta
+from jinja2 import meta, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -296,6 +296,13 @@ class ChatTemplate:
         return frozenset(
             read - environment.globals.keys() - {"messages", "tools", "add_generation_prompt"}
         )
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What the template may read of a message: every attribute and every text that it has."""
+        tree = _environment().parse(self.source)
+        texts = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        return frozenset(texts).union(node.attr for node in tree.find_all(nodes.Getattr))
 
     @staticmethod
     def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:

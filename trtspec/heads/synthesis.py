@@ -297,7 +297,7 @@ async def converse(
         record["category"] = prompt.category
     messages: list[dict[str, Any]] = []
     total = 0
-    choice = {}
+    choice: dict[str, Any] = {}
     for number, turn in enumerate(prompt.turns):
         messages += turn
         body: dict[str, Any] = {"messages": messages}
