@@ -74,6 +74,8 @@ def test_each_answer_stands_behind_the_prompt_of_its_moment(tmp_path: Path, temp
     reasoning = "<think>" in template.read_text()
     messages = five_turns(reasoning)
     if "tool_calls" not in template.read_text():
+        with pytest.raises(TrtspecError, match="does not read"):
+            renderings(tmp_path, tokenizer, {"messages": messages})
         messages = [m for m in messages if m.keys() <= {"role", "content"}]
     parts = renderings(tmp_path, tokenizer, {"messages": messages, "tools": [TOOL]})
     assert len(parts) == (5 if reasoning else 1)

@@ -42,17 +42,20 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
     try:
         if conversation.failure:
             raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
-        _require_calls(conversation)
+        _require_calls(conversation, tokenizer.template.names)
         return _render_messages(conversation, tokenizer)
     except TrtspecError as error:
         remedy = "correct the row, or leave it out"
         raise UsageError(f"{CODE} {conversation.where} {error.message}", remedy) from None
 
 
-def _require_calls(conversation: Conversation) -> None:
-    """Raises TrtspecError for a result of no call."""
+def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
+    """Raises TrtspecError for a call or result that the template leaves out, and for a result of no call."""
     calls: set[str] = set()
     for message in conversation.messages:
+        unread = message.keys() & {"tool_calls", "tool_call_id"} - names
+        if unread:
+            raise TrtspecError(f"has {min(unread)}, which the chat template does not read", "")
         if message["role"] == "tool" and message.get("tool_call_id") not in calls:
             raise TrtspecError("has a tool's result without the call that it answers", "")
         calls.update(call["id"] for call in message.get("tool_calls", ()))
