@@ -6,6 +6,7 @@ shards in turn, which separates all pairs (gate and up, packed weight and scale)
 """
 
 import base64
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -154,18 +155,38 @@ def text_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 def vision_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """A few tensors under the names of the vision tower and the projector; enough to see them carried through."""
+    """Every tensor of a published vision tower and projector."""
     random, vision = _Random(seed + 1), config["vision_config"]
     width, inner = vision["vt_hidden_size"], vision["vt_intermediate_size"]
-    merged = width * 4
-    return {
-        "vision_tower.encoder.blocks.0.mlp.fc0.weight": random.matrix(inner, width),
-        "vision_tower.encoder.blocks.0.mlp.fc1.weight": random.matrix(width, inner),
-        "vision_tower.encoder.blocks.0.norm0.weight": random.gain(width),
-        "mm_projector.pre_norm.weight": random.gain(width),
-        "mm_projector.proj.0.weight": random.matrix(merged, merged),
-        "mm_projector.proj.2.weight": random.matrix(vision["text_hidden_size"], merged),
+    patch, merged = vision["patch_size"], width * 4
+    gains = ["vision_tower.encoder.final_layernorm", "mm_projector.pre_norm"]
+    linears = {
+        "mm_projector.proj.0": (merged, merged),
+        "mm_projector.proj.2": (vision["text_hidden_size"], merged),
     }
+    for number in range(vision["vt_num_hidden_layers"]):
+        block = f"vision_tower.encoder.blocks.{number}"
+        gains += [f"{block}.norm0", f"{block}.norm1"]
+        linears |= {
+            f"{block}.wqkv": (3 * width, width),
+            f"{block}.wo": (width, width),
+            f"{block}.mlp.fc0": (inner, width),
+            f"{block}.mlp.fc1": (width, inner),
+        }
+    sides = vision["init_pos_emb_height"], vision["init_pos_emb_width"]
+    patches = random.matrix(width, 3 * patch * patch).reshape(width, 3, patch, patch)
+    tensors = {
+        "vision_tower.patch_embed.pos_emb.weight": random.matrix(math.prod(sides), width).reshape(
+            *sides, width
+        ),
+        "vision_tower.patch_embed.proj.weight": patches,
+        "vision_tower.patch_embed.proj.bias": random.gain(width),
+    }
+    for name in gains:
+        tensors |= {f"{name}.weight": random.gain(width), f"{name}.bias": random.gain(width)}
+    for name, shape in linears.items():
+        tensors |= {f"{name}.weight": random.matrix(*shape), f"{name}.bias": random.gain(shape[0])}
+    return tensors
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -231,6 +252,8 @@ def make_target(
     tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
     if vision:
         tensors |= vision_tensors(config, seed)
+    elif nested:
+        del config["vision_config"]
     if format == "int4":
         (config["text_config"] if nested else config)["quantization_config"] = INT4_CONFIG
     elif format == "fp8-block":

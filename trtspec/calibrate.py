@@ -13,8 +13,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec import machine
-from trtspec.checkpoint.conversations import REMEDY, Conversation, read_conversations
+from trtspec.checkpoint.conversations import REMEDY, read_conversations
 from trtspec.checkpoint.hub import commit_record, source_name
 from trtspec.checkpoint.identity import identity
 from trtspec.checkpoint.output import OutputDirectory
+from trtspec.checkpoint.rendering import Rendering, render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import TrtspecError, UsageError
@@ -41,6 +42,7 @@ from trtspec.report import (
     Bar,
     OutputOptions,
     file_sha256,
+    note,
     peak_rss,
     provenance,
     versions,
@@ -173,18 +175,9 @@ def calibrate_checkpoint(
     start, again = time.monotonic(), again or OutputOptions()
     calibration = prepare(source, data, output, policy, options or CalibrationOptions())
     with calibration.stream:
-        work = calibration.work
-        layers = None if again.force else _finished_layers(calibration)
-        done = layers is not None and not again.restart
-        again = replace(
-            again, force=again.force or layers is not None
-        )  # `restart` may replace what this request wrote
         if again.dry_run:
-            return _what_a_run_takes(calibration, done or work.check(again))
-        if layers is not None and done:
-            work.finish()  # of a run killed after its last rename
-            return _result(calibration, layers, len(layers), start)
-        with work.claim(calibration.header, again) as journal:
+            return _what_a_run_takes(calibration, calibration.work.check(again))
+        with calibration.work.claim(calibration.header, again) as journal:
             resumed = _measure(calibration, journal, bar)
             layers = list(journal.done.values())
             _finish(calibration, layers)
@@ -224,28 +217,30 @@ def prepare(
 def read_texts(
     data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """The first `samples` texts of `data` (see `read_conversations`) as token ids, each cut to `seq_len`; those of
-    fewer than 2 tokens are passed over. Raises UsageError naming the row that is none, or when nothing is left."""
-    found = (
-        _token_ids(conversation, tokenizer)[:seq_len] for conversation in read_conversations(data)
-    )
-    texts = [
-        tuple(ids)
-        for ids in itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples)
-    ]
+    """The first `samples` renderings of `data` (see `render`) as token ids, each cut to `seq_len`.
+
+    Texts of fewer than 2 tokens and rows that cannot be rendered are passed over. Raises UsageError naming the row
+    that is no conversation, or when nothing is left.
+    """
+    refused: list[UsageError] = []
+    renderings = _renderings(data, tokenizer, refused)
+    found = (tuple(rendering.tokens[:seq_len]) for rendering in renderings)
+    texts = list(itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples))
     if not texts:
-        raise UsageError(f"{data} holds no text", REMEDY)
+        raise refused[0] if refused else UsageError(f"{data} holds no text", REMEDY)
+    if refused:
+        note(f"{data}: {len(refused)} rows refused, first: {refused[0].message}")
     return texts
 
 
-def _token_ids(conversation: Conversation, tokenizer: KimiTokenizer) -> list[int]:
-    """Raw text as it is; messages through the chat template, with the generation prompt when the user speaks last."""
-    if not conversation.messages:
-        return tokenizer.encode(conversation.text + (conversation.completion or ""))
-    asked = conversation.messages[-1]["role"] != "assistant"
-    return tokenizer.apply_chat_template(
-        conversation.messages, list(conversation.tools) or None, add_generation_prompt=asked
-    )
+def _renderings(
+    data: Path, tokenizer: KimiTokenizer, refused: list[UsageError]
+) -> Iterator[Rendering]:
+    for conversation in read_conversations(data):
+        try:
+            yield from render(conversation, tokenizer)
+        except UsageError as error:
+            refused.append(error)
 
 
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -416,12 +411,14 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     source = {"path": str(checkpoint.path), **header["source"]}
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     text = {"name": calibration.data.name, "sha256": header["data"]}
-    record = provenance(
-        "calibrate", source, header["options"], data=text, request=header, layers=kept
-    )
+    record = provenance("calibrate", source, header["options"], data=text, layers=kept)
     write_json(_provenance_path(output), record)
     write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
     calibration.work.finish()
+
+
+def _provenance_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.provenance.json")
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:
@@ -434,25 +431,6 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
                 module: scale for module in points[point] if calibration.policy.quantizes(module)
             }
     return found
-
-
-def _provenance_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.provenance.json")
-
-
-def _finished_layers(calibration: Calibration) -> list[dict[str, Any]] | None:
-    """The layers as provenance.json has them, where the output is what this very request writes."""
-    if calibration.work.journal.exists() or not calibration.output.is_file():
-        return None
-    try:
-        found = json.loads(_provenance_path(calibration.output).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return (
-        found["layers"]
-        if found.get("request") == json.loads(json.dumps(calibration.header))
-        else None
-    )
 
 
 def _result(

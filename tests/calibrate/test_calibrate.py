@@ -141,10 +141,6 @@ def test_experts_share_a_scale_and_quantize_takes_the_file(tmp_path, data):
             len({float(scales[f"{stem}{expert}.{leaf}.input_scale"]) for expert in range(4)}) == 1
         )
     assert result.texts == 24 and result.experts == 8
-    assert (
-        calibrate_checkpoint(source, data, tmp_path / "s.safetensors", K25, FLOAT32).layers_resumed
-        == 3
-    )
     with safe_open(tmp_path / "s.safetensors", "pt") as file:
         about = json.loads(file.metadata()["trtspec"])
     assert about["options"]["seq_len"] == 40 and about["tokens"] == result.tokens
@@ -175,7 +171,7 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
         if before.count(b"\n") > 1 and journal.exists():  # what was done is not done again
             assert journal.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
             resumed.append(before.count(b"\n") - 1)
-    calibrate_checkpoint(*arguments)  # what is finished is only tidied up
+    calibrate_checkpoint(*arguments)
     assert output.read_bytes() == expected
     assert output.with_name(f"{output.name}.provenance.json").read_bytes() == record
     print(

@@ -419,11 +419,6 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
         for key, value in pairs(HF_QUANT):
             spoil = lambda d, k=key, v=value: d.quant["quantization"].update({k: v})  # noqa: E731
             yield Fault("hf_quant_config", key, spoil)
-        yield Fault(
-            "hf_quant_config",
-            "producer",
-            lambda d: d.quant.update(producer={"name": "x", "version": "1"}),
-        )
     for key, value in top:
         yield Fault("scheme", key, lambda d, k=key, v=value: d.block.update({k: v}))
     for key, value in changes:

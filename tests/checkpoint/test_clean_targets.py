@@ -20,6 +20,13 @@ SIZES = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "vocab_size", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
+VISION_SIZES = (
+    "mm_hidden_size",
+    "vt_hidden_size",
+    "vt_intermediate_size",
+    "init_pos_emb_height",
+    "init_pos_emb_width",
+)
 
 
 def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
@@ -33,23 +40,26 @@ def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
             result[key] = (
                 [small[key]] if key == "eos_token_id" else small[key]
             )  # a list of one says the same
+    if "media_placeholder_token_id" in result:
+        result["media_placeholder_token_id"] = tiny["media_placeholder_token_id"]
     if "vision_config" in result:
         result["vision_config"] |= {
             "text_hidden_size": small["hidden_size"],
             "vt_num_hidden_layers": 1,
+            **{key: tiny["vision_config"][key] for key in VISION_SIZES},
         }
     return result
 
 
-def publish(name: str, directory: Path, shards: int, vision: bool) -> Path:
+def publish(name: str, directory: Path, shards: int) -> Path:
     """A small checkpoint in the words and the layout of the published one."""
     entry = catalogue()["targets"][name]
     nested = "text_config" in entry["config"]
     plain = make_target(
-        directory.parent / "plain", nested=nested, layers=3, shards=1, vision=vision and nested
+        directory.parent / "plain", nested=nested, layers=3, shards=1, vision=nested
     )
     path = make_target(
-        directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=vision and nested
+        directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=nested
     )  # fmt: skip
     tensors, bf16 = read_tensors(path), read_tensors(plain)
     config = scaled_down(entry["config"], read_json(path / "config.json"))
@@ -92,7 +102,7 @@ def above_info(path: Path, sample: int | None = 0) -> list[str]:
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", catalogue()["targets"])
 def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
-    path = publish(name, tmp_path / "it", shards, vision=shards == 3)
+    path = publish(name, tmp_path / "it", shards)
     assert not above_info(path)
     require_target(path)
 

@@ -182,7 +182,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(TrtspecError, match=r"chat_template\.jinja"):
-        KimiTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}])
+        KimiTokenizer(tmp_path).encode_chat([{"role": "user", "content": "hi"}])[1]
 
 
 MESSAGES = [
@@ -226,7 +226,9 @@ def test_template_like_transformers(
     assert (
         tokenizer.template.render(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
     )
-    ids = tokenizer.apply_chat_template(MESSAGES, tools, add_generation_prompt, thinking)
+    ids = tokenizer.encode_chat(
+        MESSAGES, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
+    )[1]
     assert tokenizer.decode(ids) == expected[0]
     assert tokenizer.special_id("<|im_user|>") in ids
 
@@ -320,11 +322,6 @@ def test_the_template_alone_writes_special_tokens(
     assert sorted(specials(user, said, tools)) == sorted(
         plain + tiny.encode(shown, allow_special=True)
     )
-
-
-def test_a_conversation_without_their_names_is_encoded_as_ever(tiny: KimiTokenizer) -> None:
-    messages = [{"role": "user", "content": "one < two | three"}]
-    assert tiny.encode_chat(messages)[1] == tiny.apply_chat_template(messages)
 
 
 def test_a_conversation_may_hold_any_private_use_character(tiny: KimiTokenizer) -> None:

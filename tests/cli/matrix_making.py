@@ -62,7 +62,7 @@ RECIPE = effects(
     "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
     "--epochs 2 --steps 5 --lr 0.001 --seq-len 16 --batch-size 2 --ttt-decay 0.8 --accumulation 2 "
     f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} --held-out 0.3 "
-    "--eval-every 3 --keep 4 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
+    "--eval-every 3 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
     "--device cuda --acceptance-prompts 3"
 )
 
@@ -166,7 +166,7 @@ MAKING: dict[str, dict[str, Situation]] = {
             SYNTHESIZE,
             effects(
                 "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 --max-tokens 4 "
-                "--temperature 0.5 --top-p 0.5 --thinking drop --raw --shard 0/2 --dry-run --json",
+                "--temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
                 prompts=Effect(instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")),
                 output=Effect(instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")),
                 split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),

@@ -86,8 +86,7 @@ def held_out(count: int) -> list[GenerationRequest]:
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:count]
     assert len(lines) == count
     prompts = [
-        tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:]
-        for line in lines
+        tokenizer.encode_chat(json.loads(line)["messages"])[1][-PROMPT_TOKENS:] for line in lines
     ]
     return [
         GenerationRequest(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(prompts)

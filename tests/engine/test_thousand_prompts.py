@@ -62,7 +62,7 @@ def conversations(target: KimiModel) -> tuple[list[Conversation], dict[str, list
         one = Conversation([system], [next(short) for _ in range(TURNS)])
         for turn, says in enumerate(one.says):
             one.messages.append({"role": "user", "content": says})
-            prompt = tokenizer.apply_chat_template(one.messages)
+            prompt = tokenizer.encode_chat(one.messages)[1]
             request = GenerationRequest(
                 f"{number}.{turn}", prompt[-MAX_SEQ_LEN + 64 :], numbers.randrange(8, 40)
             )

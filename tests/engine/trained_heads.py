@@ -72,7 +72,7 @@ def training_tokens() -> list[list[int]]:
     found = []
     for line in lines[:: len(lines) // TEXTS]:
         record = json.loads(line)
-        ids = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+        ids = tokenizer.encode_chat(record["messages"])[1]
         found.append(ids + tokenizer.encode(record.get("reference") or ""))
     return found
 

@@ -53,8 +53,7 @@ def right() -> Right:
     tokenizer = KimiTokenizer(directory)
     lines = (directory / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
     prompts = [
-        tokenizer.apply_chat_template(json.loads(line)["messages"])[-PROMPT_TOKENS:]
-        for line in lines
+        tokenizer.encode_chat(json.loads(line)["messages"])[1][-PROMPT_TOKENS:] for line in lines
     ]
     engine = Engine(
         load_target(directory, dtype=torch.float32),

@@ -152,7 +152,7 @@ def prompts() -> list[GenerationRequest]:
     asked = asked[:PROMPTS] + [
         [{"role": "user", "content": " ".join(texts[n::LONG])[:2048]}] for n in range(LONG)
     ]
-    ids = [list(tokenizer.apply_chat_template(messages)) for messages in asked]
+    ids = [tokenizer.encode_chat(messages)[1] for messages in asked]
     assert all(512 < len(prompt) <= LENGTH - NEW_TOKENS for prompt in ids[PROMPTS:])
     return [
         GenerationRequest(str(n), prompt, NEW_TOKENS, logprobs=5) for n, prompt in enumerate(ids)
@@ -300,9 +300,7 @@ def bench_tells_the_engines_counters(
     the end of answers; they are the surplus, which no token of an answer accounts for."""
     tokenizer = KimiTokenizer(NANO)
     chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
-    rendered = [
-        list(tokenizer.apply_chat_template(*question.first_request())) for question in chosen
-    ]
+    rendered = [tokenizer.encode_chat(*question.first_request())[1] for question in chosen]
     ours = reference(
         NANO, HEAD, [GenerationRequest(str(n), ids, BENCH_TOKENS) for n, ids in enumerate(rendered)]
     )

@@ -24,7 +24,7 @@ FAMILIES = {
     "K2": {"format": "fp8-block", "nested": False},
     "K2-Thinking": {"format": "int4", "nested": False},
     "K2.5": {"format": "int4", "vision": True},
-    "BF16": {"format": "bf16"},
+    "BF16": {"format": "bf16", "shards": 1},  # gate and up are in one file
 }
 Bytes = dict[str, np.ndarray]  # shard -> its bytes, mapped for writing
 Damage = Callable[[random.Random, Checkpoint, Bytes], None]
@@ -87,6 +87,17 @@ def repeated(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
             )
 
 
+def copying(old: str, new: str) -> Damage:
+    """The tensors of one linear, again as those of another."""
+
+    def damage(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
+        for name, info in source.tensors.items():
+            if f".{old}." in name:
+                of(source.tensors[name.replace(f".{old}.", f".{new}.")], files)[:] = of(info, files)
+
+    return damage
+
+
 def random_bytes(draw: random.Random, source: Checkpoint, files: Bytes) -> None:
     info = draw.choice([info for info in source.tensors.values() if info.nbytes >= 256])
     first = info.begin + draw.randrange(info.nbytes - 64)
@@ -126,7 +137,7 @@ class Sources:
     def __init__(self, room: Path) -> None:
         self.room, self.clean = room, dict[str, Checkpoint]()
         for name, options in FAMILIES.items():
-            path = make_target(room / name, layers=4, shards=3, experts=2, **options)  # type: ignore[arg-type]
+            path = make_target(room / name, layers=4, experts=2, **{"shards": 3} | options)  # type: ignore[arg-type]
             self.clean[name] = Checkpoint.open(path)
             shutil.copytree(path, room / f"{name}-damaged")
 
@@ -148,13 +159,13 @@ class Sources:
         }
         write_json(place, {"shards": shards if known else {}})
 
-    def problems(self, family: str) -> list[Problem]:
+    def problems(self, family: str, policy: str = "k2.6") -> list[Problem]:
         """What quantize names; a refusal counts as an error."""
         out = self.room / "out"
         shutil.rmtree(out, ignore_errors=True)
         try:
             done = quantize_checkpoint(
-                self.path(family), out, load_policy("k2.6"), ConversionOptions(workers=1)
+                self.path(family), out, load_policy(policy), ConversionOptions(workers=1)
             )
         except TrtspecError as error:
             return [Problem(error.code, "error", "", error.message)]
@@ -187,6 +198,20 @@ def test_a_clean_source_raises_no_alarm(sources: Sources, family: str) -> None:
         sources.record_hashes(family, hashes)
         sources.damage(family, lambda *_: None, 0)
         assert [problem.code for problem in sources.problems(family)] == []
+
+
+TWINS = [
+    ("BF16", "k2.5", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"),
+    ("BF16", "k2.6", "layers.2.mlp.experts.0.gate_proj", "layers.2.mlp.experts.0.up_proj"),
+    ("BF16", "k2.6", "layers.2.mlp.experts.0.up_proj", "layers.2.mlp.experts.1.up_proj"),
+]
+
+
+@pytest.mark.parametrize(("family", "policy", "old", "new"), TWINS)
+def test_twins_in_groups_that_share_a_scale(sources, family, policy, old, new) -> None:
+    sources.record_hashes(family, False)
+    sources.damage(family, copying(old, new), 0)
+    assert "TS-CONTENT-REPEATED" in [problem.code for problem in sources.problems(family, policy)]
 
 
 def test_some_damages_are_named(sources: Sources) -> None:

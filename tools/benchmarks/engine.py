@@ -92,7 +92,7 @@ def read_requests(options: argparse.Namespace, temperature: float) -> list[Gener
     tokenizer = KimiTokenizer(options.target)
     path = options.prompts or options.target / "prompts_heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    prompts = [tokenizer.apply_chat_template(row["messages"]) for row in rows]
+    prompts = [tokenizer.encode_chat(row["messages"])[1] for row in rows]
     return [
         GenerationRequest(str(n), prompt, options.new_tokens, temperature=temperature, seed=n)
         for n, prompt in enumerate(prompts)

@@ -110,7 +110,10 @@ def prompt_sets(shop: Workshop, arguments: argparse.Namespace) -> dict[str, list
     """Token ids of the held-out prompts in each kind of context."""
     longest = max(len(sample.tokens) for sample in shop.features.samples)
     rows = held_out_messages(arguments.target / "prompts_heldout.jsonl", arguments.prompts)
-    chat = shop.tokenizer.apply_chat_template
+
+    def chat(messages: list[dict[str, Any]]) -> list[int]:
+        return shop.tokenizer.encode_chat(messages)[1]
+
     plain = [PLAIN.format(question=row["messages"][-1]["content"]) for row in rows]
     return {
         "as trained": [chat(row["messages"]) for row in rows],
@@ -135,7 +138,7 @@ def long_context(shop: Workshop, rows: list[dict[str, Any]], index: int, length:
             {"role": "assistant", "content": other["reference"]},
             *messages,
         ]
-        ids = shop.tokenizer.apply_chat_template(messages)
+        ids = shop.tokenizer.encode_chat(messages)[1]
         if len(ids) >= length:
             break
     return ids
@@ -150,7 +153,7 @@ def one_kind(
         attention=attention, eagle=eagle, draft_vocab_size=draft_vocab, epochs=arguments.epochs,
         batch_size=arguments.batch_size, seq_len=arguments.seq_len, ttt_steps=arguments.ttt_steps, lr=arguments.lr,
         seed=arguments.seed, precision="fp32",
-    ).checked()  # fmt: skip
+    )  # fmt: skip
     row = kept(directory / "trained.json", lambda: trained(shop, options, directory)) | {
         "acceptance": {}
     }

@@ -71,7 +71,7 @@ def converse(engine: Engine, options: argparse.Namespace) -> list[float]:
             talk.append(
                 {"role": "user", "content": says[(number * options.turns + turn) % len(says)]}
             )
-            prompt = tokenizer.apply_chat_template(talk)
+            prompt = tokenizer.encode_chat(talk)[1]
             fields = {"temperature": options.temperature, "seed": number, "ignore_eos": True}
             requests.append(GenerationRequest(str(number), prompt, options.new_tokens, **fields))
         done = engine.generate(requests)

@@ -83,7 +83,7 @@ def main() -> None:
     options = TrainOptions(
         attention="mha", eagle="3", steps=arguments.steps, batch_size=arguments.batch_size, lr=arguments.lr,
         seq_len=arguments.seq_len, seed=arguments.seed, precision="fp32",
-    ).checked()  # fmt: skip
+    )  # fmt: skip
     for side in SIDES:
         trained(shop, side, options, arguments)
     tables(shop, options, arguments)
@@ -194,7 +194,7 @@ def compared(shop: Workshop, module: train.TrainingModule, head: Eagle3Head) -> 
 
 def tables(shop: Workshop, options: TrainOptions, arguments: argparse.Namespace) -> None:
     rows = held_out_messages(arguments.target / "prompts_heldout.jsonl", arguments.prompts)
-    prompts = [shop.tokenizer.apply_chat_template(row["messages"]) for row in rows]
+    prompts = [shop.tokenizer.encode_chat(row["messages"])[1] for row in rows]
     columns = list(itertools.product(arguments.lengths, arguments.temperatures))
     titles = "  ".join(f"{f'length {length}, T={t:g}':>17}" for length, t in columns)
     for side in SIDES:

@@ -101,7 +101,7 @@ class Models:
                 tokenizer.encode(f"Question {number}: why is the sky blue?") for number in range(64)
             ]
         rows = [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()]
-        return [tokenizer.apply_chat_template(row["messages"]) for row in rows]
+        return [tokenizer.encode_chat(row["messages"])[1] for row in rows]
 
     def requests(self, count: int, **fields: float) -> list[GenerationRequest]:
         prompts = [self.prompts[number % len(self.prompts)][-256:] for number in range(count)]

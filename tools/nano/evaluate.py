@@ -118,9 +118,9 @@ def answer_all(
 
 
 def prompt_ids(tokenizer: KimiTokenizer, row: Row) -> list[int]:
-    return tokenizer.apply_chat_template(
+    return tokenizer.encode_chat(
         row["messages"], row.get("tools"), thinking=row.get("thinking", False)
-    )
+    )[1]
 
 
 def by_kind(rows: Sequence[Row], answers: Sequence[Answer]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], li
     records = [record for record in records if record.get("reference")]
     found = []
     for record in records[:: max(1, len(records) // samples)][:samples]:
-        prompt = tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True)
+        prompt = tokenizer.encode_chat(record["messages"])[1]
         found.append(
             (prompt, tokenizer.encode(record["reference"]), len(record["reference"].encode()))
         )

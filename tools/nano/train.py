@@ -176,9 +176,9 @@ def prepare(output: Path) -> KimiTokenizer:
 
 def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
     """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the mark that ends them."""
-    ids = tokenizer.apply_chat_template(
+    ids = tokenizer.encode_chat(
         chat.messages, list(chat.task.tools) or None, add_generation_prompt=False
-    )
+    )[1]
     speaks, ends = tokenizer.special_id("<|im_assistant|>"), tokenizer.special_id("<|im_end|>")
     weights, answer = [], False
     for token in ids:

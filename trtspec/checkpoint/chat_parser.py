@@ -13,13 +13,23 @@ from typing import Any, Literal
 
 THINK, THINK_END = "<think>", "</think>"
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-CALL_END = "<|tool_call_end|>"
+CALL_BEGIN, ARGUMENTS, CALL_END = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+MARKS = (THINK, THINK_END, SECTION, SECTION_END, CALL_BEGIN, ARGUMENTS, CALL_END)
 CALL = re.compile(
     r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
 CUT_OFF = re.compile(r"<\|tool_call_begin\|>\s*[^<\s]+\s*<\|tool_call_argument_begin\|>")
 CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?$")
+
+
+def call_id(name: str, index: int) -> str:
+    """Id of a call as the family writes it. `index` counts the calls of the whole conversation from 0."""
+    return f"functions.{name}:{index}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,25 @@ def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def reply_text(message: dict[str, Any], opened: bool, tags: bool) -> str:
+    """Returns an answer as the model writes it: the inverse of `parse_reply`.
+
+    Args:
+        opened: the prompt ends in an open think tag.
+        tags: the answer has think tags.
+    """
+    thought = f"{message.get('reasoning_content', '')}{THINK_END}"
+    begin = THINK if tags and not opened else ""
+    text = begin + (thought if tags else "") + (message.get("content") or "")
+    if not message.get("tool_calls"):
+        return text
+    calls = [
+        f"{CALL_BEGIN}{call['id']}{ARGUMENTS}{call['function']['arguments']}{CALL_END}"
+        for call in message["tool_calls"]
+    ]
+    return f"{text}{SECTION}{''.join(calls)}{SECTION_END}"
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:

@@ -1,11 +1,10 @@
 """The one reader of conversations, for calibrate, synthesize, train and bench. A row may have any of these fields:
 
     messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
-    turns                                   a list of questions (MT-Bench)
-    prompt | question                       a question
-      with response | answer | output       ... and its answer
-    prompt, completion                      raw text and its continuation, without a chat template; of messages: joined
-    text                                    raw text
+    turns                                   a list of questions (MT-Bench), or of {text} (AIPerf)
+    prompt | question                       a question, or a list of messages
+      with response | answer | output | completion    ... and its answer
+    text                                    raw text, without a chat template
     a JSON string, a line of a text file    bare text, which a caller may take for a question
 
 `system` or `system_prompt` precedes a conversation. `tools` is a field of its own, a list or JSON text of one, or
@@ -20,8 +19,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from trtspec import files
+from trtspec.checkpoint.chat_parser import (
+    MARKS,
+    THINK,
+    THINK_END,
+    call_id,
+    parse_reply,
+    reply_text,
+)
 from trtspec.checkpoint.rows import CODE, DataRow, read_rows
 from trtspec.data_files import DATA
 from trtspec.errors import UsageError
@@ -34,26 +42,19 @@ ROLES = {
     "tool": "tool", "function_response": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
 LISTS = ("messages", "conversations", "conversation")
-QUESTIONS, ANSWERS, CONTINUATION = (
-    ("prompt", "question"),
-    ("response", "answer", "output"),
-    "completion",
-)
+QUESTIONS = ("prompt", "question")
+ANSWERS = ("response", "answer", "output", "completion")
 SYSTEM = ("system", "system_prompt")
-IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid")
+IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid", "session_id")
 PICTURES = ("image_url", "video_url")  # types of a part of a message
-REASONING = ("reasoning_content", "reasoning")
+REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+FAILED = ("error", "failed", "failure", "timeout", "cancelled")  # of a row's `status`
 # what describes a row and changes nothing that is made of it
-ABOUT = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
-         "reference")  # fmt: skip
-MASKS = (
-    "weight",
-    "train",
-    "loss",
-    "loss_weight",
-    "loss_mask",
-)  # of a message: whether a trainer should learn it
-ROW_MASKS = ("weight", "loss_weight", "loss_mask")
+METADATA = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
+            "reference", "tools", "status", "error")  # fmt: skip
+# what a trainer should leave out of the loss, and OpenAI's older form of calls; 1 leaves nothing out
+ROW_REFUSED = ("weight", "loss_weight", "loss_mask", "functions")
+MESSAGE_REFUSED = ("weight", "train", "loss", "loss_weight", "loss_mask", "function_call")
 REMEDY = "each row has messages, conversations, turns, prompt with or without completion or response, or text"
 Message = dict[str, Any]
 
@@ -61,19 +62,19 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     """One row in OpenAI's words. Either `messages` ({role, content}, and where set reasoning_content, tool_calls,
-    tool_call_id, name), or raw `text` with its `completion`; `bare` text stood alone. Content is text, or with pictures
+    tool_call_id, name), or raw `text`; `bare` text stood alone. Content is text, or with pictures
     a list of parts."""
 
     file: str
     line: int
     messages: tuple[Message, ...] = ()
     text: str = ""
-    completion: str | None = None
     bare: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     id: str = ""
     category: str = ""
     finish_reason: str = ""
+    failure: str = ""  # why a server gave no answer, where the row says so
 
     @property
     def where(self) -> str:
@@ -81,8 +82,8 @@ class Conversation:
 
     @property
     def chat(self) -> tuple[Message, ...]:
-        """The messages; bare text and the prompt of a raw pair as a question. Empty for raw text."""
-        if self.bare or self.completion is not None:
+        """The messages; bare text as a question. Empty for raw text."""
+        if self.bare:
             return ({"role": "user", "content": self.text},)
         return self.messages
 
@@ -116,250 +117,249 @@ def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> 
     message may be a list of parts; without, such a row is refused."""
     if isinstance(row.value, str):
         return Conversation(row.file, row.line, text=row.value, bare=True)
-    if not isinstance(row.value, dict):
-        _refuse(row, "is neither an object nor a string", REMEDY)
-    fields = {key: value for key, value in row.value.items() if value is not None}
-    _refuse_masks(row, fields, ROW_MASKS)
-    read = {*ABOUT, "tools", *ROW_MASKS}
-    about: dict[str, Any] = {
-        "tools": _tools(row, fields),
-        "id": next((str(fields[key]) for key in IDS if key in fields), ""),
-        "category": str(fields.get("category", "")),
-        "finish_reason": str(fields.get("finish_reason", "")),
-    }
-    found = _body(row, fields, read, unread)
-    if "messages" in found:
-        shown = [
-            message["content"]
-            for message in found["messages"]
-            if not isinstance(message["content"], str)
-        ]
-        if shown and not pictures:
-            kind = next(part["type"] for part in shown[0] if part["type"] != "text")
-            _refuse(
-                row,
-                f"has content with a part of the type {kind!r}, and only text is read",
-                "leave the row out",
-            )
-        found["messages"] = tuple(_with_system(row, fields, found["messages"], read))
+    try:
+        if not isinstance(row.value, dict):
+            raise ValueError("is neither an object nor a string")
+        fields = {key: value for key, value in row.value.items() if value is not None}
+        return _conversation(row, fields, unread, pictures)
+    except ValueError as error:
+        raise UsageError(f"{CODE} {row.where} {error}", REMEDY) from None
+
+
+def _conversation(
+    row: DataRow, fields: dict[str, Any], unread: Counter[str], pictures: bool
+) -> Conversation:
+    _refuse(fields, ROW_REFUSED)
+    status = str(fields.get("status", "")).lower()
+    read = {*METADATA, *ROW_REFUSED}
+    text, messages = _body(fields, read, unread)
+    if messages:
+        messages = _with_system(fields, messages)
+        read.update(SYSTEM)
+    shown = [message for message in messages if not isinstance(message["content"], str)]
+    if shown and not pictures:
+        raise ValueError(f"has content with {' or '.join(PICTURES)}, and only text is read")
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
-    return Conversation(row.file, row.line, **found, **about)
-
-
-def _body(
-    row: DataRow, fields: dict[str, Any], read: set[str], unread: Counter[str]
-) -> dict[str, Any]:
-    """`messages`, or `text` with or without `completion`; adds the keys that made them to `read`."""
-    lists = [key for key in LISTS if key in fields]
-    if len(lists) > 1 and any(fields[key] != fields[lists[0]] for key in lists):
-        _refuse(row, f"has {' and '.join(lists)}, which differ", "leave one of them")
-    if lists:
-        read.update(lists)
-        return {"messages": _messages(row, _items(row, fields, lists[0]), unread)}
-    if "turns" in fields:
-        read.add("turns")
-        return {"messages": [_question(row, turn) for turn in _items(row, fields, "turns")]}
-    asked = next((key for key in QUESTIONS if key in fields), None)
-    if asked:
-        return _pair(row, fields, asked, read, unread)
-    if "text" in fields:
-        read.add("text")
-        return {"text": _text(row, fields["text"], "text")}
-    _refuse(
-        row,
-        f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}",
-        REMEDY,
+    return Conversation(
+        row.file,
+        row.line,
+        tuple(with_call_ids(messages)),
+        text,
+        tools=_tools(fields),
+        id=next((str(fields[key]) for key in IDS if key in fields), ""),
+        category=str(fields.get("category", "")),
+        finish_reason=str(fields.get("finish_reason", "")),
+        failure=str(fields.get("error") or (status if status in FAILED else "")),
     )
 
 
-def _pair(
-    row: DataRow, fields: dict[str, Any], asked: str, read: set[str], unread: Counter[str]
-) -> dict[str, Any]:
-    """A question, with its answer or continuation where there is one."""
-    answers = [key for key in (*ANSWERS, CONTINUATION) if key in fields]
+def _body(
+    fields: dict[str, Any], read: set[str], unread: Counter[str]
+) -> tuple[str, list[Message]]:
+    """(raw text or "", the messages or []). Adds the keys that made them to `read`."""
+    names = [key for key in (*LISTS, "turns", *QUESTIONS, "text") if key in fields]
+    if not names:
+        raise ValueError(
+            f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}"
+        )
+    name = names[0]
+    value = fields[name]
+    read.add(name)
+    if name == "text":
+        return _text(value, name), []
+    if name in LISTS:
+        others = [key for key in names if key in LISTS and fields[key] != value]
+        if others:
+            raise ValueError(f"has {name} and {others[0]}, which differ: leave one of them")
+        read.update(LISTS)
+        return "", _messages(_items(value, name), unread)
+    if name == "turns":
+        return "", [_question(turn, unread) for turn in _items(value, name)]
+    answers = [key for key in ANSWERS if key in fields]
     if len(answers) > 1:
-        _refuse(row, f"has {' and '.join(answers)}: several answers", "leave one of them")
-    read |= {asked, *answers}
-    prompt, answer = fields[asked], fields[answers[0]] if answers else None
-    if isinstance(prompt, list) and any(isinstance(item, dict) for item in prompt):
-        answered = _items(row, fields, answers[0]) if answers else []
-        return {"messages": _messages(row, [*prompt, *answered], unread)}
-    question = _question(row, prompt)
-    if answers == [CONTINUATION]:
-        return {"text": question["content"], "completion": _text(row, answer, CONTINUATION)}
-    if answers:
-        return {
-            "messages": [question, {"role": "assistant", "content": _text(row, answer, answers[0])}]
-        }
-    return {"messages": [question]}
+        raise ValueError(f"has {' and '.join(answers)}, several answers: leave one of them")
+    read.update(answers)
+    answer = fields[answers[0]] if answers else None
+    if isinstance(value, list):
+        return "", _messages(value + (_items(answer, answers[0]) if answers else []), unread)
+    question = _question(value, unread)
+    replies = [{"role": "assistant", "content": _text(fields[key], key)} for key in answers]
+    return "", [question, *replies]
 
 
-def _question(row: DataRow, value: Any) -> Message:
-    if not isinstance(value, str) or not value.strip():
-        _refuse(
-            row,
-            "has an empty or non-text prompt",
-            "a prompt or a turn is a string with something in it",
-        )
-    return {"role": "user", "content": value}
+def _question(value: Any, unread: Counter[str]) -> Message:
+    """Text, or {text} with fields that are not read."""
+    item = value if isinstance(value, dict) else {"text": value}
+    text = item.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("has an empty or non-text prompt")
+    unread.update(f"turns[].{key}" for key in item.keys() - {"text"})
+    return {"role": "user", "content": text}
 
 
-def _text(row: DataRow, value: Any, key: str) -> str:
+def _text(value: Any, key: str) -> str:
     if not isinstance(value, str):
-        _refuse(
-            row, f"has {key} that is {type(value).__name__}, not text", f"write {key} as a string"
-        )
+        raise ValueError(f"has {key} that is {type(value).__name__}, not text")
     return value
 
 
-def _items(row: DataRow, fields: dict[str, Any], key: str) -> list[Any]:
-    value = fields[key]
-    if not isinstance(value, list) or not value:
-        _refuse(
-            row,
-            f"has {key} that are no list, or an empty one",
-            f"write {key}: [...] with one item at least",
-        )
-    return value
+def _items(value: Any, key: str) -> list[Any]:
+    items = _parsed(value)
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"has {key} that are no list, or an empty one")
+    return items
 
 
-def _messages(row: DataRow, items: list[Any], unread: Counter[str]) -> list[Message]:
+def _messages(items: list[Any], unread: Counter[str]) -> list[Message]:
     odd: set[str] = set()
-    found = [_message(row, item, odd) for item in items]
+    messages = [_message(item, odd) for item in items]
     unread.update(f"messages[].{key}" for key in odd)
-    return found
+    return messages
 
 
-def _message(row: DataRow, value: Any, odd: set[str]) -> Message:
+def _message(value: Any, odd: set[str]) -> Message:
     """A message in OpenAI's keys, whichever of the two namings it has. Adds the keys that it does not know to `odd`."""
     if not isinstance(value, dict):
-        _refuse(row, "has a message that is no object", "each message is {role: ..., content: ...}")
+        raise ValueError("has a message that is no object")
     fields = {key: item for key, item in value.items() if item is not None}
-    _refuse_masks(row, fields, MASKS)
-    if "function_call" in fields:
-        _refuse(row, "has a message with function_call, OpenAI's older form", "write tool_calls")
+    _refuse(fields, MESSAGE_REFUSED)
     named = "role" if "role" in fields else "from"
     role = ROLES.get(str(fields.get(named, "")))
     if role is None:
         known = ", ".join(ROLES)
-        _refuse(
-            row, f"has a message of the role {fields.get(named, '')!r}", f"the roles are {known}"
+        raise ValueError(
+            f"has a message of the role {fields.get(named, '')!r}, which is none of {known}"
         )
     content = "content" if "content" in fields else "value"
-    reasoning = [key for key in REASONING if fields.get(key)]
-    if len(reasoning) > 1 and fields[reasoning[0]] != fields[reasoning[1]]:
-        _refuse(row, f"has {' and '.join(reasoning)}, which differ", "leave one of them")
-    if content not in fields and not (
-        role == "assistant" and (fields.get("tool_calls") or reasoning)
-    ):
-        _refuse(
-            row,
-            f"has a message of the role {role} without content",
-            "each message is {role: ..., content: ...}",
-        )
-    message: Message = {"role": role, "content": _content(row, fields.get(content, ""))}
-    if reasoning:
-        message["reasoning_content"] = _text(row, fields[reasoning[0]], reasoning[0])
-    if fields.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(row, fields["tool_calls"])
+    read = {named, content, "tool_call_id", "name", *MESSAGE_REFUSED}
+    message: Message = {"role": role, "content": _joined(fields.get(content, ""), "content")}
+    if role == "assistant":
+        message = answer_of({**fields, **message})
+        read |= {*REASONING, "tool_calls"}
+    if content not in fields and message.keys() <= {"role", "content"}:
+        raise ValueError(f"has a message of the role {role} without content")
     for key in ("tool_call_id", "name"):
         if fields.get(key):
-            message[key] = _text(row, fields[key], key)
-    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - {
-        named, content, *REASONING, "tool_calls", "tool_call_id", "name", *MASKS,
-    }  # fmt: skip
+            message[key] = _text(fields[key], key)
+    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - read
     return message
 
 
-def _content(row: DataRow, value: Any) -> str | list[dict[str, Any]]:
-    """Text; a list of text parts is joined, as the templates of the family print it. A list with pictures stays."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        _refuse(
-            row,
-            f"has content that is {type(value).__name__}, not text",
-            "write content as a string",
-        )
-    parts = [part if isinstance(part, dict) else {"text": part} for part in value]
-    for part in parts:
-        kind = part.setdefault("type", "text")
-        if kind not in PICTURES and (kind != "text" or not isinstance(part.get("text"), str)):
-            _refuse(
-                row,
-                f"has content with a part of the type {kind!r}, and only text is read",
-                "leave the row out",
+def answer_of(fields: dict[str, Any]) -> Message:
+    """Returns an assistant's message in one form, wherever its reasoning and its calls are.
+
+    Raises ValueError with the reason if two places differ, or the text is not one that a model writes.
+    """
+    content = _text(fields.get("content") or "", "content")
+    calls = _calls(fields.get("tool_calls") or [])
+    reasoning = {key: _text(_joined(fields[key], key), key) for key in REASONING if fields.get(key)}
+    if any(mark in content for mark in MARKS):
+        head, end, _ = content.partition(THINK_END)
+        opened = bool(end) and THINK not in head
+        parsed = parse_reply(content, opened)
+        if calls or reply_text(parsed, opened, bool(end)) != content:
+            raise ValueError(
+                "has marks of reasoning or tool calls in its content that are no answer's"
             )
-    return (
-        parts
-        if any(part["type"] in PICTURES for part in parts)
-        else "".join(part["text"] for part in parts)
-    )
+        content, calls = parsed["content"] or "", parsed.get("tool_calls", [])
+        if "reasoning_content" in parsed:
+            reasoning["content"] = parsed["reasoning_content"]
+    if len(set(reasoning.values())) > 1:
+        raise ValueError(f"has reasoning in {' and '.join(reasoning)}, which differ")
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = next(iter(reasoning.values()))
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def _tool_calls(row: DataRow, value: Any) -> list[dict[str, Any]]:
-    calls = _parsed_list(row, value, "tool_calls")
+def _calls(value: Any) -> list[dict[str, Any]]:
+    """Calls of a list, or of JSON text of one, their arguments as JSON text."""
+    calls = _objects(value, "tool_calls")
     for call in calls:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            _refuse(
-                row,
-                "has a tool call without function.name",
-                "write {id, type, function: {name, arguments}}",
-            )
+            raise ValueError("has tool_calls without function.name")
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return calls
 
 
-def _tools(row: DataRow, fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """A list, or JSON text of one; Nemotron's sets keep it inside `metadata`."""
-    if fields.get("functions"):
-        _refuse(row, "has functions, OpenAI's older form", "write tools")
-    found, metadata = fields.get("tools"), fields.get("metadata")
-    if not found and metadata:
-        try:
-            metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-        except ValueError:
-            return ()  # a remark, not a structure
-        found = metadata.get("tools") if isinstance(metadata, dict) else None
-    return tuple(_parsed_list(row, found, "tools")) if found else ()
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Returns the messages with call ids as the family writes them, unless all are; results with those of their calls.
+
+    INDEX counts the calls of the whole conversation (vLLM's `get_history_tool_calls_cnt`).
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    ids = [call_id(call["function"]["name"], index) for index, call in enumerate(calls)]
+    stems = [identity.rpartition(":")[0] for identity in ids]
+    if [str(call.get("id")).rpartition(":")[0] for call in calls] == stems:
+        return messages
+    unused = iter(ids)
+    waiting: dict[str, str] = {}  # id of the row -> id of the family, of calls without a result
+    renamed = []
+    for message in messages:
+        if "tool_calls" in message:
+            named = [{**call, "id": next(unused)} for call in message["tool_calls"]]
+            pairs = zip(message["tool_calls"], named, strict=True)
+            waiting = {str(old.get("id") or new["id"]): new["id"] for old, new in pairs}
+            message = {**message, "tool_calls": named}
+        if message["role"] == "tool" and waiting:
+            old = message.get("tool_call_id") or next(iter(waiting))
+            message = {**message, "tool_call_id": waiting.pop(old, old)}
+        renamed.append(message)
+    return renamed
 
 
-def _parsed_list(row: DataRow, value: Any, key: str) -> list[dict[str, Any]]:
+def _joined(value: Any, key: str) -> str | list[dict[str, Any]]:
+    """Text; a list of text parts is joined, as the templates of the family print it. A list with pictures stays."""
+    if not isinstance(value, list):
+        return _text(value, key)
+    parts = [
+        {"type": "text", **part} if isinstance(part, dict) else {"type": "text", "text": part}
+        for part in value
+    ]
+    texts = [_text(part.get("text"), f"{key} with a part of the type {part['type']!r}") for part in parts
+             if part["type"] not in PICTURES]  # fmt: skip
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def _tools(fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """A list, or JSON text of one; Nemotron's sets keep it inside `metadata`, which may also be a remark."""
+    metadata = _parsed(fields.get("metadata"))
+    inner = metadata.get("tools") if isinstance(metadata, dict) else None
+    return tuple(_objects(fields.get("tools") or inner or [], "tools"))
+
+
+def _objects(value: Any, key: str) -> list[dict[str, Any]]:
+    items = _parsed(value)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"has {key} that are no list of objects, or JSON text of one")
+    return items
+
+
+def _parsed(value: Any) -> Any:
+    """The value of JSON text; None for other text. What is no text stays."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        _refuse(
-            row,
-            f"has {key} that are no list of objects",
-            f"write {key}: [{{...}}], or JSON text of it",
-        )
-    return found
+        return files.parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
 
 
-def _with_system(
-    row: DataRow, fields: dict[str, Any], messages: list[Message], read: set[str]
-) -> list[Message]:
+def _with_system(fields: dict[str, Any], messages: list[Message]) -> list[Message]:
     """The messages behind the row's own system prompt, where it has one that they do not begin with."""
     for key in SYSTEM:
-        if key in fields:
-            read.add(key)
-            text = _text(row, fields[key], key)
-            first = messages[0]
-            if first["role"] == "system" and first["content"] != text and text:
-                _refuse(row, f"has {key} and another system message", "leave one of them")
-            if text and first["role"] != "system":
-                messages = [{"role": "system", "content": text}, *messages]
+        text = _text(fields.get(key, ""), key)
+        if text and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": text}, *messages]
+        elif text and messages[0]["content"] != text:
+            raise ValueError(f"has {key} and another system message: leave one of them")
     return messages
 
 
-def _refuse_masks(row: DataRow, fields: dict[str, Any], masks: tuple[str, ...]) -> None:
-    for key in masks:
+def _refuse(fields: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in keys:
         if fields.get(key, 1) != 1:
-            _refuse(row, f"has {key}: {str(fields[key])[:40]}, and no part of a row is left out of the loss",
-                    "leave the field out, or the row")  # fmt: skip
-
-
-def _refuse(row: DataRow, reason: str, remedy: str) -> NoReturn:
-    raise UsageError(f"{CODE} {row.where} {reason}", remedy)
+            raise ValueError(
+                f"has {key}: {str(fields[key])[:40]}, which is not read: leave it out, or the row"
+            )

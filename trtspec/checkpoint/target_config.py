@@ -16,7 +16,7 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.formats import WeightFormat, format_of_method
-from trtspec.specs import TOKEN_IDS, ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec, QuantSpec
 
 # keys that every reader takes for the published value where they are absent
 OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
@@ -40,6 +40,13 @@ CLASSES = {
     True: ("KimiK25ForConditionalGeneration",),
 }
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
+                "init_pos_emb_width", "vt_num_attention_heads")  # fmt: skip
+# a small tower has others than published ones
+SCALED = {*VISION_SIZES, "vt_num_hidden_layers", "mm_hidden_size"}
+# keys that mean the whole model at the top level and its language model in text_config
+OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "quantization_config",
+              *COMPUTED)  # fmt: skip
 
 
 def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
@@ -47,7 +54,7 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     nested = bool(config.get("text_config"))
     text = config["text_config"] if nested else config
     return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
-            *_contradictions(config, text, spec), *_token_ids(config, text, spec)]  # fmt: skip
+            *_contradictions(config, text, spec), *_two_levels(config, text), *_vision(config, spec)]  # fmt: skip
 
 
 @cache
@@ -155,7 +162,7 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
 def _contradictions(
     config: dict[str, Any], text: dict[str, Any], spec: ModelSpec
 ) -> Iterator[Problem]:
-    heads, vision = text.get("num_key_value_heads"), config.get("vision_config")
+    heads = text.get("num_key_value_heads")
     if heads is None:
         yield _problem(
             "TS-TARGET-CONFIG",
@@ -165,36 +172,40 @@ def _contradictions(
     elif heads != spec.num_attention_heads:
         message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
         yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
-    if spec.num_experts_per_tok > spec.n_routed_experts:
-        message = f"{spec.num_experts_per_tok} of {spec.n_routed_experts} experts"
+    chosen = (spec.num_experts_per_tok, spec.n_routed_experts)
+    published = _published("text_config" in config)
+    known = dict(zip(published["n_routed_experts"], published["num_experts_per_tok"], strict=True))
+    if chosen[0] > chosen[1] or known.get(chosen[1], chosen[0]) != chosen[0]:
+        message = f"{chosen[0]} of {chosen[1]} experts"
         yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
-    width = vision.get("text_hidden_size") if isinstance(vision, dict) else None
-    if width is not None and width != spec.hidden_size:
-        message = f"{width!r:.60}, and the text model's hidden_size is {spec.hidden_size}"
-        yield _problem("TS-TARGET-CONFIG", "vision_config.text_hidden_size", message)
 
 
-def _token_ids(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Ids that are no token's, or differ between the two levels of a config; no end of an answer."""
-    for key, listed in zip(
-        TOKEN_IDS, ((spec.bos_token_id,), spec.eos_token_ids, (spec.pad_token_id,)), strict=True
-    ):
-        beyond = [
-            number for number in listed if number is not None and not 0 <= number < spec.vocab_size
-        ]
-        if beyond:
-            yield _problem(
-                "TS-TARGET-CONFIG", key, f"{beyond} is not within 0 to {spec.vocab_size - 1}"
-            )
-        outer, inner = (
-            [ids] if isinstance(ids, int) else ids for ids in (config.get(key), text.get(key))
-        )
-        if outer is not None and inner is not None and outer != inner:
-            message = f"{outer} at the top level and {inner} in text_config"
-            yield _problem("TS-TARGET-TOKEN-IDS", key, message, "warning")
-    if not spec.eos_token_ids:
-        message = "is absent: unless generation_config.json has it, answers end only at their limit"
-        yield _problem("TS-TARGET-TOKEN-IDS", "eos_token_id", message, "warning")
+def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    """Keys of the vision tower that no tensor shows, and one width under two keys."""
+    vision = config.get("vision_config")
+    if not vision:
+        return
+    targets = load_yaml("models.yaml")["targets"].values()
+    published = next(filter(None, (entry["config"].get("vision_config") for entry in targets)))
+    wanted = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
+    wanted |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
+    for key, value in wanted.items():
+        if vision.get(key) is None or vision[key] != value:
+            message = f"{vision.get(key)!r:.60}; this model needs {value!r:.60}"
+            yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
+
+
+def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that the top level and text_config state differently; engines differ in which one they read."""
+    for key in sorted(config.keys() & text.keys() - set(OF_A_LEVEL)):
+        if config is not text and _listed(config[key]) != _listed(text[key]):
+            message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
+            yield _problem("TS-TARGET-CONFIG", key, message)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of one value says the same as the value."""
+    return value if isinstance(value, list) else [value]
 
 
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -221,7 +232,11 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
             problems.append(
                 Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message)
             )
-        for word in load_yaml("quantization_words.yaml").get(format, ()):
+        words = load_yaml("quantization_words.yaml").get(format, ())
+        formats = next((word["values"] for word in words if word["path"] == "format"), None)
+        if formats and block.get("format") not in formats:
+            continue  # another scheme of the same tool
+        for word in words:
             for path, value in _values_at(block, word["path"].split("."), ()):
                 if not any(
                     type(value) is type(known) and value == known for known in word["values"]
@@ -265,12 +280,6 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     ]
     if set(ours.exclude) != set(theirs.exclude):
         differing.append("exclude list")
-    producers = (
-        checkpoint.config.get("quantization_config", {}).get("producer"),
-        quant.get("producer"),
-    )
-    if None not in producers and producers[0] != producers[1]:
-        differing.append("producer")
     if not differing:
         return []
     message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.headers import INDEX_NAME, POINTER, Checkpoint, read_json
+from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
-from trtspec.checkpoint.target_tensors import coverage_problems, finding, tensor_problems
-from trtspec.errors import Problem, Severity, TrtspecError
-from trtspec.files import open_regular
+from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
+from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
+from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.formats import WeightFormat
-from trtspec.specs import ModelSpec, Values
+from trtspec.specs import ModelSpec
 
+HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
 SHOWN = 3  # further errors that a refusal names
 
 
@@ -42,12 +43,15 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     config.json of another model or in an unknown scheme.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
+    if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
+        raise UsageError(f"{checkpoint.path} is a draft head, not a target", "name its target here")
     scheme = scheme_problems(checkpoint)
     try:
         spec = target_spec(checkpoint)
     except TrtspecError:
         if scheme:  # says which word of the scheme it is
-            raise refusal(checkpoint.path, scheme) from None
+            first = refusal(checkpoint.path, scheme)
+            raise TrtspecError(first.message, scheme[0].remedy, first.code) from None
         raise
     tensors, formats = tensor_problems(checkpoint, spec)
     problems = [
@@ -56,9 +60,8 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *coverage_problems(checkpoint, spec, formats),
         *config_problems(checkpoint.config, spec),
         *_shards(checkpoint),
-        *_files(checkpoint.path),
+        *tokenizer_problems(checkpoint.path, checkpoint.config, spec.vocab_size),
         *read_code(checkpoint.path).problems,
-        *_end_of_text(checkpoint.path, spec),
         *_noted(checkpoint.path),
     ]
     return ReadTarget(checkpoint, spec, formats, problems)
@@ -119,38 +122,6 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
 
 
-def _files(path: Path) -> Iterator[Problem]:
-    if not (path / "tiktoken.model").is_file() and not (path / "tokenizer.json").is_file():
-        yield finding("TS-TARGET-TOKENIZER", "tiktoken.model", "warning")
-    elif (path / "tiktoken.model").is_file() and _is_pointer(path / "tiktoken.model"):
-        message, remedy = (
-            "tiktoken.model is a Git LFS pointer, not the vocabulary",
-            "run `git lfs pull` there",
-        )
-        yield Problem("TS-TARGET-TOKENIZER", "warning", "tiktoken.model", message, remedy)
-    tokenizer = path / "tokenizer_config.json"
-    inline = tokenizer.is_file() and "chat_template" in read_json(tokenizer)
-    if not inline and not (path / "chat_template.jinja").is_file():
-        yield finding("TS-TARGET-TEMPLATE", "chat_template.jinja", "warning")
-
-
-def _is_pointer(path: Path) -> bool:
-    with open_regular(path) as stream:
-        return stream.read(len(POINTER)) == POINTER
-
-
-def _end_of_text(path: Path, spec: ModelSpec) -> list[Problem]:
-    """The family changed its end-of-text id between K2.5 and K2.6; generation_config.json wins in most engines."""
-    generation = path / "generation_config.json"
-    if not generation.is_file() or not spec.eos_token_ids:
-        return []
-    ids = Values(read_json(generation), generation.name).wholes("eos_token_id")
-    if not ids or set(spec.eos_token_ids) & set(ids):
-        return []
-    message = f"generation_config.json ends text at {list(ids)}, config.json at {list(spec.eos_token_ids)}"
-    return [Problem("TS-TARGET-EOS", "warning", "generation_config.json", message)]
-
-
 EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 Kind = Literal["target", "head"]
 
@@ -159,7 +130,7 @@ def detect(path_or_checkpoint: Path | str | Checkpoint) -> Kind:
     """`target` or `head`, tensors first: a head fuses captured states (`fc`), a target has routed experts."""
     given = path_or_checkpoint
     checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.open(given)
-    if "fc.weight" in checkpoint.tensors or "model.fc.weight" in checkpoint.tensors:
+    if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
         return "head"
     if any(EXPERT.search(name) for name in checkpoint.tensors):
         return "target"

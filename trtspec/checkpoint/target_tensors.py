@@ -7,21 +7,24 @@ that does not fit the tensors produces nonsense without an error message.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_config import quantization_blocks
+from trtspec.checkpoint.target_config import VISION_SIZES, quantization_blocks
 from trtspec.data_files import documented
 from trtspec.errors import Problem, Severity
 from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat
-from trtspec.specs import HeadSpec, ModelSpec
+from trtspec.specs import ID, HeadSpec, ModelSpec, Values
 
+INNER = re.compile(r"(?:.*?\.)?((?:layers\.\d+|embed_tokens|norm|lm_head)\..*)")  # below a prefix
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
 UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
-VISION = ("vision_tower.", "mm_projector.")
-BLOCKS = "vision_tower.encoder.blocks."
+VISION = re.compile(r"(^|\.)(vision_tower|mm_projector|multi_modal_projector)\.")
+COLOURS, MAX_BLOCKS = 3, 1000
 VALUE_FAULTS, SCALE_FAULTS = (
     ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE"),
     ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE"),
@@ -34,19 +37,29 @@ def tensor_problems(
 ) -> tuple[list[Problem], dict[str, WeightFormat]]:
     """One problem for each kind of fault, naming the first tensor and counting all; and the format of each linear."""
     faults: Faults = defaultdict(list)
-    unseen = _by_module(checkpoint.tensors)
+    tensors, renamed = _in_hub_names(checkpoint.tensors, spec)
+    unseen = _by_module(tensors)
     formats: dict[str, WeightFormat] = {}
     for module, shape in logical_shapes(spec):
         if len(shape) == 1:
-            _check_vector(faults, unseen, module, shape)
+            name = module if module.endswith("_bias") else f"{module}.weight"
+            _check_plain(faults, unseen, name, shape, "TS-TARGET-NORM-MISSING")
         elif (
             stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)
         ) is not None:
             formats[module] = stored
+    for name, shape in vision_shapes(checkpoint.config) if spec.has_vision else ():
+        _check_plain(faults, unseen, name, shape, "TS-TARGET-VISION")
     left = [info.name for parts in unseen.values() for info in parts.values()]
-    vision = [name for name in left if spec.has_vision and name.startswith(VISION)]
-    if vision:
-        faults["TS-TARGET-VISION"] += _missing_in_tower(checkpoint.config, vision)
+    vision = [name for name in left if spec.has_vision and VISION.search(name)]
+    absent = faults["TS-TARGET-VISION"]
+    if absent and vision:
+        reason = (
+            f"and {len(vision):,} tensors of a vision tower have other names, first {vision[0]}"
+        )
+        absent[:] = [f"{absent[0]} is absent, {reason}"]
+    elif vision:
+        faults["TS-TARGET-EXTRA"] += vision
     ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
     rest = [
         name
@@ -55,9 +68,34 @@ def tensor_problems(
     ]
     faults["TS-TARGET-EXTRA"] += [name for name in rest if name.startswith(ours)]
     problems = [grouped(code, names) for code, names in faults.items() if names]
+    problems += renamed
     if unknown := [name for name in rest if not name.startswith(ours)]:
         problems.append(grouped("TS-TARGET-TENSOR-UNKNOWN", unknown, "warning"))
     return problems, formats
+
+
+def _in_hub_names(
+    tensors: dict[str, TensorInfo], spec: ModelSpec
+) -> tuple[dict[str, TensorInfo], list[Problem]]:
+    """The tensors by the names that the config demands, if another prefix explains those that they have; and a problem
+    that says so."""
+    model = f"{spec.name_prefix}model."
+    if f"{model}norm.weight" in tensors:
+        return tensors, []
+    names = {}
+    for name in tensors:
+        inner = None if VISION.search(name) else INNER.fullmatch(name)
+        prefix = spec.name_prefix if ".lm_head." in f".{name}" else model
+        names[name] = prefix + inner[1] if inner else name
+    changed = [old for old, new in names.items() if old != new]
+    if not changed or len(set(names.values())) < len(names):
+        return tensors, []
+    message = f"{len(changed):,} tensors have another prefix than {model}, first {changed[0]}"
+    remedy = (
+        f"name them as the publisher does: {names[changed[0]]}; values and config.json may stay"
+    )
+    problem = Problem("TS-TARGET-TENSOR-UNKNOWN", "error", changed[0], message, remedy)
+    return {names[name]: info for name, info in tensors.items()}, [problem]
 
 
 def grouped(code: str, names: list[str], severity: Severity = "error", what: str = "") -> Problem:
@@ -86,14 +124,18 @@ def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo
     return modules
 
 
-def _check_vector(
-    faults: Faults, unseen: dict[str, dict[str, TensorInfo]], module: str, shape: tuple[int, ...]
+def _check_plain(
+    faults: Faults,
+    unseen: dict[str, dict[str, TensorInfo]],
+    name: str,
+    shape: tuple[int, ...],
+    absent: str,
 ) -> None:
-    name = module if module.endswith("_bias") else f"{module}.weight"
+    """A tensor that no format packs; `absent` is the code where it is missing."""
     module, _, suffix = name.rpartition(".")
     info = unseen.get(module, {}).pop(suffix, None)
     if info is None:
-        faults["TS-TARGET-NORM-MISSING"].append(name)
+        faults[absent].append(name)
     elif info.shape != shape:
         faults["TS-TARGET-SHAPE"].append(
             f"{name} is {list(info.shape)}, config.json needs {list(shape)}"
@@ -151,26 +193,29 @@ def _is_kv_scale(name: str) -> bool:
     return ".self_attn." in name and name.rpartition(".")[2] in KV_SCALES
 
 
-def _missing_in_tower(config: dict[str, object], names: Iterable[str]) -> list[str]:
-    """Blocks of the vision encoder have the same tensors each, as many as vision_config says."""
-    blocks: dict[str, set[str]] = {}
-    for name in names:
-        if name.startswith(BLOCKS):
-            number, _, part = name.removeprefix(BLOCKS).partition(".")
-            blocks.setdefault(number, set()).add(part)
-    vision = config.get("vision_config")
-    count = vision.get("vt_num_hidden_layers") if isinstance(vision, dict) else None
-    wanted = (
-        [str(number) for number in range(count)]
-        if isinstance(count, int) and 0 <= count <= 1000
-        else list(blocks)
+def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a K2.5's vision tower and projector."""
+    vision = Values(config).mapping("vision_config")
+    width, inner, text, patch, height, across, _heads = (
+        vision.whole(key, least=1) for key in VISION_SIZES
     )
-    every = set().union(*blocks.values()) if blocks else {"mlp.fc0.weight"}
-    return [
-        f"{BLOCKS}{number}.{part}"
-        for number in wanted
-        for part in sorted(every - blocks.get(number, set()))
-    ]
+    merged = width * math.prod(vision.read("merge_kernel_size", list[ID], [2, 2]))
+    layers: dict[str, tuple[int, ...]] = {
+        "vision_tower.patch_embed.proj": (width, COLOURS, patch, patch),
+        "vision_tower.encoder.final_layernorm": (width,),
+        "mm_projector.pre_norm": (width,),
+        "mm_projector.proj.0": (merged, merged),
+        "mm_projector.proj.2": (text, merged),
+    }
+    block = {"norm0": (width,), "norm1": (width,), "wqkv": (3 * width, width), "wo": (width, width),
+             "mlp.fc0": (inner, width), "mlp.fc1": (width, inner)}  # fmt: skip
+    for number in range(vision.whole("vt_num_hidden_layers", most=MAX_BLOCKS)):
+        for part, shape in block.items():
+            layers[f"vision_tower.encoder.blocks.{number}.{part}"] = shape
+    yield "vision_tower.patch_embed.pos_emb.weight", (height, across, width)
+    for name, shape in layers.items():
+        yield f"{name}.weight", shape
+        yield f"{name}.bias", shape[:1]
 
 
 LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")

@@ -58,7 +58,7 @@ class KimiTokenizer:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer_config.json"
-        ranks, self._config = _read_ranks(self.directory / "tiktoken.model"), _read_json(path)
+        ranks, self._config = read_ranks(self.directory / "tiktoken.model"), read_optional(path)
         self.base_size = len(ranks)
         self.special_tokens, self.hidden_ids = _special_tokens(path, self._config, self.base_size)
         self.vocab_size = self.base_size + RESERVED_SPECIAL_TOKENS
@@ -79,10 +79,10 @@ class KimiTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a generation: those of generation_config.json and of config.json, in that order."""
         found: list[int] = []
-        model = _read_json(self.directory / "config.json")
+        model = read_optional(self.directory / "config.json")
         text = model.get("text_config")
         inner = text if isinstance(text, dict) and "eos_token_id" in text else model
-        for config in (_read_json(self.directory / "generation_config.json"), inner):
+        for config in (read_optional(self.directory / "generation_config.json"), inner):
             value = config.get("eos_token_id")
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
         if not found:
@@ -110,9 +110,11 @@ class KimiTokenizer:
                 "check added_tokens_decoder in tokenizer_config.json",
             ) from None
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`; names of special tokens become their ids only when `allow_special`."""
-        allowed: Any = "all" if allow_special else set()
+    def encode(
+        self, text: str, allow_special: bool = False, marks: Collection[str] = ()
+    ) -> list[int]:
+        """Token ids of `text`; names of special tokens become their ids only when `allow_special`, or among `marks`."""
+        allowed: Any = "all" if allow_special else set(marks)
         ids: list[int] = []
         for piece in _safe_pieces(text):
             ids.extend(self.encoding.encode(piece, allowed_special=allowed, disallowed_special=()))
@@ -131,7 +133,8 @@ class KimiTokenizer:
         thinking: bool | None = False,
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """The rendered conversation, with the assistant's turn opened, and its token ids. Anybody may have written it.
+        """The rendered conversation, with the assistant's turn opened unless `add_generation_prompt` is False, and its
+        token ids. Anybody may have written it.
 
         A special token's name is the token only where the template wrote it. In the texts of users, systems and
         tools it is ordinary text; in an assistant's own turns the names that a server shows (think tags, tool calls)
@@ -185,18 +188,6 @@ class KimiTokenizer:
         ids += self.encode(text[last:].replace(mark, ""))
         return text.replace(mark, ""), ids
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        thinking: bool | None = False,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of the rendered conversation; the special tokens in its text become their ids."""
-        text = self.template.render(messages, tools, add_generation_prompt, thinking, **variables)
-        return self.encode(text, allow_special=True)
-
 
 class Detokenizer:
     """Turns token ids into text as they arrive: a character whose bytes span tokens comes out when it is complete."""
@@ -230,7 +221,7 @@ def _safe_pieces(text: str) -> Iterator[str]:
         yield chunk[start:]
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def read_ranks(path: Path) -> dict[bytes, int]:
     """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
     try:
         lines = files.read_bytes(path).splitlines()
@@ -245,7 +236,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     except (ValueError, binascii.Error):
         raise TrtspecError(
             f"{path}: not a tiktoken ranks file (base64 token, space, rank)",
-            "download the file again",
+            "download the file again, in a clone with `git lfs pull`",
         ) from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise TrtspecError(
@@ -275,7 +266,7 @@ def _special_tokens(
     return names, frozenset(ids) - visible
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_optional(path: Path) -> dict[str, Any]:
     """The object in `path`, {} when there is no such file."""
     try:
         return files.read_object(path, remedy="download the file again")

@@ -221,11 +221,13 @@ async def _asking(
 def _tokenizer(name: str) -> KimiTokenizer:
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.tokenizer import KimiTokenizer
+    from trtspec.checkpoint.tokenizer_problems import require_tokenizer
 
     try:
         path = resolve(name, weights=False).path
         if path is None:
             raise UsageError(f"{name} is not in the hub cache", "")
+        require_tokenizer(path)
         return KimiTokenizer(path)
     except TrtspecError as error:
         remedy = "name the target with --tokenizer: a directory, or a hub id"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags
 from trtspec.errors import TrtspecError
-from trtspec.records import Excludes, JsonOption, Needs, argument, fill, option
+from trtspec.records import JsonOption, Needs, argument, fill, option
 from trtspec.report import Result, file_sha256, progress_bar, provenance, value_table, write_json
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class SynthesizeOptions(OutputFlags):
     concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 16
     split: Annotated[
         str | None,
-        option("Split of a hub data set, or several: a,b,c give equal shares.", default="train"),
+        option("Split of a hub data set.", default="train"),
         Needs("from_hub"),
     ] = None
     samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0
@@ -48,14 +48,6 @@ class SynthesizeOptions(OutputFlags):
         float, option("Sampling temperature; use your production value.", min=0.0)
     ] = 1.0
     top_p: Annotated[float, option("Nucleus sampling probability.", min=0.0, max=1.0)] = 1.0
-    thinking: Annotated[
-        Literal["keep", "drop"],
-        option("Whether the reasoning before each answer goes into the data set."),
-        Excludes("raw"),
-    ] = "keep"
-    raw: Annotated[
-        bool, option("Send prompts to /completions as plain text, without the chat template.")
-    ] = False
     extra_body: ExtraBody = JsonObject("{}", {})
     shard: Annotated[
         str | None, option("i/n: process only part i of n, to share the work among machines.")
@@ -167,9 +159,7 @@ def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str,
 
     found = {}
     for row in rows:
-        last = (
-            row["conversations"][-1] if "conversations" in row else {"content": row["completion"]}
-        )
+        last = row["conversations"][-1]
         text = last.get("reasoning_content", "") + last["content"]
         reason = None if last.get("tool_calls") and not text else degeneration(text)
         if reason or row.get("finish_reason") == "length":

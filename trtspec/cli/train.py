@@ -91,7 +91,6 @@ class TrainCommand(TrainOptions, OutputFlags):
     save_every: Annotated[int, option("Steps between saved states.", min=1)] = (
         TrainingRun.save_every
     )
-    keep: Annotated[int, option("Exported heads to keep, the newest.", min=1)] = TrainingRun.keep
     max_time: Annotated[
         float | None,
         option(
@@ -155,7 +154,7 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
 def curve_options(command: TrainCommand) -> TrainOptions:
     """What decides the loss curve, checked."""
     layers = None if command.aux_layers is None else command.aux_layers.values
-    return fill(TrainOptions, command, aux_layers=layers).checked()
+    return fill(TrainOptions, command, aux_layers=layers)
 
 
 def train(command: TrainCommand) -> Result | None:

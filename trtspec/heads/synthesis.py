@@ -11,25 +11,28 @@ import asyncio
 import hashlib
 import json
 import random
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 from pydantic import Field
 
-from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.checkpoint.conversations import (
+    Conversation,
+    answer_of,
+    read_conversations,
+    with_call_ids,
+)
 from trtspec.checkpoint.output import OutputDirectory
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.addresses import bearer, server_url
 from trtspec.client.client import (
     CHAT,
     OWNED,
-    RAW,
     RequestFailed,
     complete,
     new_client,
@@ -41,9 +44,6 @@ from trtspec.report import Bar, OutputOptions, write_atomic
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-THINKING = re.compile(
-    r"^\s*(?:<think>)?(?:(?!</?think>).)*</think>\s*", re.DOTALL
-)  # up to the end of the reasoning
 RETRIES = 6  # of one request, with exponential backoff and jitter
 FIRST_DELAY_S = 0.5
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
@@ -51,7 +51,7 @@ MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 SYNTHESIS_OWNED = {
     **OWNED,
     "messages": "give PROMPTS",
-    "prompt": "give PROMPTS, with `raw`",
+    "prompt": "give PROMPTS",
     "tools": "give PROMPTS that have tools",
     "top_p": "give `top_p`",
     "seed": "leave it out: the seed follows from each prompt's text",
@@ -79,20 +79,12 @@ class Prompt:
 
 def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -> list[Prompt]:
     """Prompts of a file, a directory or a hub data set (see `read_conversations`), in order, each text once, at most
-    `limit` (0: all). Of several splits, with commas between, each gives an equal share, and its name is the category
-    of prompts without one. Answers are dropped. Raises UsageError naming the row that is no prompt."""
-    splits, found, seen = split.split(",") if split else [None], list[Prompt](), set[str]()
-    for number, name in enumerate(splits):
-        share = (limit - len(found)) // (len(splits) - number)
-        prompts = list(
-            islice(distinct(read_conversations(source, name), seen), share if limit else None)
-        )
-        if len(splits) > 1:
-            prompts = [replace(prompt, category=prompt.category or str(name)) for prompt in prompts]
-        found += prompts
-    if not found:
+    `limit` (0: all). Answers are dropped. Raises UsageError naming the row that is no prompt."""
+    prompts = distinct(read_conversations(source, split), set())
+    chosen = list(islice(prompts, limit or None))
+    if not chosen:
         raise UsageError(f"TS-PROMPTS-EMPTY {source} holds no prompt", REMEDY)
-    return found
+    return chosen
 
 
 def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[Prompt]:
@@ -148,16 +140,13 @@ def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class AnswerSampling:
-    """What is sent with every request. `raw` asks /completions with the bare prompt: no chat template. `thinking` says
-    whether the reasoning before an answer goes into the data set, and so into what the head learns."""
+    """What is sent with every request."""
 
     model: str | None = None
     max_tokens: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
-    raw: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
-    thinking: Literal["keep", "drop"] = "keep"
 
     def __post_init__(self) -> None:
         refuse_owned(self.extra_body, SYNTHESIS_OWNED)
@@ -205,17 +194,10 @@ class ChatRow:
 
 
 @dataclass(frozen=True)
-class RawRow:
-    conversation_id: str
-    prompt: str
-    completion: str
-
-
-@dataclass(frozen=True)
 class RowRecord:
     """A record of the journal. The row may have more fields."""
 
-    row: ChatRow | RawRow
+    row: ChatRow
 
 
 def synthesize(
@@ -313,15 +295,9 @@ async def converse(
     record: dict[str, Any] = {"conversation_id": prompt.id}
     if prompt.category:
         record["category"] = prompt.category
-    if sampling.raw:
-        text = "\n".join(message["content"] for turn in prompt.turns for message in turn)
-        choice, tokens = await _ask(client, {"prompt": text}, prompt.seed, sampling, endpoint)
-        if not isinstance(choice.get("text"), str):
-            raise RequestFailed(f"the answer holds no text: {str(choice)[:200]}")
-        return record | {"prompt": text, "completion": choice["text"]} | _ending(choice), tokens
     messages: list[dict[str, Any]] = []
     total = 0
-    choice = {}
+    choice: dict[str, Any] = {}
     for number, turn in enumerate(prompt.turns):
         messages += turn
         body: dict[str, Any] = {"messages": messages}
@@ -329,45 +305,26 @@ async def converse(
             body["tools"] = list(prompt.tools)
         choice, tokens = await _ask(client, body, prompt.seed + number, sampling, endpoint)
         total += tokens
-        messages.append(_answer(choice, sampling.thinking))
+        messages = with_call_ids([*messages, _answer(choice)])
         if choice.get("finish_reason") == "length":
             break
     if prompt.tools:
         record["tools"] = list(prompt.tools)
-    return record | {"conversations": messages} | _ending(choice), total
+    if choice.get("finish_reason"):
+        record["finish_reason"] = choice["finish_reason"]
+    return record | {"conversations": messages}, total
 
 
-def _ending(choice: dict[str, Any]) -> dict[str, Any]:
-    """Why the last answer ended, where the server says it."""
-    return {"finish_reason": choice["finish_reason"]} if choice.get("finish_reason") else {}
-
-
-def _answer(choice: dict[str, Any], thinking: Literal["keep", "drop"]) -> dict[str, Any]:
+def _answer(choice: dict[str, Any]) -> dict[str, Any]:
     """The assistant's message as the data set holds it, in the words of the one reader. Reasoning is in a field of
     its own (`reasoning` in newer servers), or in the text of servers without a reasoning parser."""
     answer = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(answer, dict):
         raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}")
-    content = answer.get("content") or ""
-    reasoning = answer.get("reasoning_content") or answer.get("reasoning")
-    calls = answer.get("tool_calls")
-    for name, value, kind in (
-        ("content", content, str),
-        ("reasoning", reasoning, str),
-        ("tool_calls", calls, list),
-    ):
-        if value and not isinstance(value, kind):
-            raise RequestFailed(
-                f"the answer's {name} is {type(value).__name__}: {str(value)[:200]}"
-            )
-    if thinking == "drop":
-        content, reasoning = THINKING.sub("", content), None
-    message = {"role": "assistant", "content": content}
-    return message | {
-        key: value
-        for key, value in (("reasoning_content", reasoning), ("tool_calls", calls))
-        if value
-    }
+    try:
+        return answer_of(answer)
+    except ValueError as error:
+        raise RequestFailed(f"the answer {error}") from None
 
 
 async def _ask(
@@ -378,7 +335,6 @@ async def _ask(
     target: TargetEndpoint,
 ) -> tuple[dict[str, Any], int]:
     """(the first choice, completion tokens)."""
-    path = RAW if sampling.raw else CHAT
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,
@@ -388,7 +344,7 @@ async def _ask(
         **sampling.extra_body,
         **body,
     }
-    reply = await _with_retries(lambda: complete(client, path, body), target)
+    reply = await _with_retries(lambda: complete(client, CHAT, body), target)
     try:
         return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):

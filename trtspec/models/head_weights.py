@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
+from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_value_problems
@@ -42,6 +43,7 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
     found = [
         problem for problem in found + pair_problems(spec, target) if problem.severity == "error"
     ]
+    found += uncomputed(checkpoint.config)
     _refuse(path, found or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 

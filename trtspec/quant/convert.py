@@ -94,7 +94,7 @@ def convert_shards(
             file.close()
             whole = {source / name: hashes.pop(name) for name in plan.sources if name in hashes}
             record = {
-                "read": [result.read.hexdigest() for result in results],
+                "read": [digest for result in results for digest in result.read],
                 "found": list(dict.fromkeys(one for result in results for one in result.found)),
                 "classes": summed(errors for result in results for errors in result.errors),
                 "times": times,
@@ -123,10 +123,10 @@ Errors = dict[
 
 @dataclass
 class Converted:
-    """A group that is written: the digest of what was read for it, what is wrong with that, and the rounding errors of
-    its linears, each with its class."""
+    """A group that is written: the digest of each weight that was read, what is wrong with them, and the rounding
+    errors of its linears, each with its class."""
 
-    read: Any = field(default_factory=xxhash.xxh3_128)
+    read: list[str] = field(default_factory=list)
     found: Found = field(default_factory=list)
     errors: list[tuple[str, Errors]] = field(default_factory=list)
 
@@ -157,6 +157,7 @@ class Converter:
             _amax(partner, prepared(self._read(partner, done), packer), packer)
             for partner in group.partners
         ]
+        del done.read[len(group.weights) :]  # partners are weights of other groups
         if 0 < max(amax) < TINIEST_AMAX:
             raise _too_small(weight)
         scaling = Scaling.of(max(amax))
@@ -173,22 +174,25 @@ class Converter:
     def _copy(self, file: ShardFile, weight: Weight, done: Converted) -> None:
         """A tensor as it is, looked at a chunk at a time; embeddings are large."""
         info, before, content = weight.parts[0], 0, Content(weight.parts[0])
+        digest = xxhash.xxh3_128()
         for chunk in self.reader.pieces(info, COPY_BYTES):
-            done.read.update(chunk)
+            digest.update(chunk)
             content.add(np.frombuffer(chunk, np.uint8))
             if content.may_be_nan and (index := count_not_finite(chunk, info.dtype)[1]) is not None:
                 raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
             file.append(weight.name, chunk)
             before += len(chunk)
         done.found += content.found()
+        done.read.append(digest.hexdigest())
 
     def _read(self, weight: Weight, done: Converted) -> Rows:
         """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
         views = []
+        digest = xxhash.xxh3_128()
         for info, kind in zip(weight.parts, weight.format.storage.kinds, strict=False):
             data: Array = np.empty(info.nbytes, np.uint8)
             self.reader.read_bytes(info, info.begin, data.data)
-            done.read.update(data)
+            digest.update(data.data)
             content = Content(info)
             content.add(data)
             done.found += content.found()
@@ -197,6 +201,7 @@ class Converter:
                 text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
                 raise TrtspecError(text, "download the checkpoint again")
             views.append(view)
+        done.read.append(digest.hexdigest())
         if len(views) == 1:
             return Rows(weight.format, weight.parts[0].dtype, views[0])
         info, scale = weight.parts[1], views[1]

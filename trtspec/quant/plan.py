@@ -26,7 +26,7 @@ from trtspec.formats import (
 from trtspec.quant.policy import INPUT_SCALES, KV_CACHES, WEIGHT_SCALES, InputScales, Policy
 from trtspec.specs import ModelSpec
 
-FORMAT_VERSION = 2  # raised when the same options would give other bytes
+FORMAT_VERSION = 3  # raised when the same options would give other bytes or another journal
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]
 

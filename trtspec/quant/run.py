@@ -313,8 +313,9 @@ def _found(conversion: Conversion, records: dict[str, Record]) -> Found:
     found = [(code, name) for record in records.values() for code, name in record["found"]]
     zeros, digests = {name for code, name in found if code == ZERO}, []
     for plan in conversion.plans:
-        for group, digest in zip(plan.groups, records[plan.shard]["read"], strict=True):
-            part = group.weights[0].parts[0]
+        converted = [weight for group in plan.groups for weight in group.weights]
+        for weight, digest in zip(converted, records[plan.shard]["read"], strict=True):
+            part = weight.parts[0]
             if len(part.shape) == 2 and part.nbytes >= REPEATED and part.name not in zeros:
                 digests.append((part.name, digest))
     return found + repeated(digests)

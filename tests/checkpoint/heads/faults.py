@@ -235,7 +235,7 @@ def _sizes(config: Config, tensors: Tensors) -> Iterator[Fault]:
         _key("num_hidden_layers", 2),
         ("TS-HEAD-FUNCTION",),
     )
-    for value in (0.1, -1.0):
+    for value in (0.1, 1e-3, -1.0):
         yield Fault(
             "size in config.json",
             f"rms_norm_eps: {value}",

@@ -4,8 +4,6 @@ The catalogue of damaged heads is in tests/checkpoint/heads/faults.py; here is w
 """
 
 import json
-import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -260,39 +258,6 @@ def test_unknown_tensors_and_bad_values_stop_a_conversion(room: Path, target_dir
     )
     succeeded(*words)
     assert not (room / "no").exists()
-
-
-def test_pickles_are_opened_without_running_them(room: Path, target_dir: Path) -> None:
-    plain = changed_head(room / "plain", target_dir, "safeailab", draft_vocab=128)
-    pickled = room / "pickled"
-    pickled.mkdir()
-    (pickled / "config.json").write_bytes((plain / "config.json").read_bytes())
-    torch.save({"state_dict": read_tensors(plain)}, pickled / "pytorch_model.bin")
-    for source, name in ((plain, "from-plain"), (pickled, "from-pickle")):
-        succeeded("convert", source, "-o", room / name, "--to", "trtllm")
-    files = [
-        (room / name / "model.safetensors").read_bytes() for name in ("from-plain", "from-pickle")
-    ]
-    assert files[0] == files[1]
-
-    class Code:
-        def __reduce__(self) -> Any:
-            return (os.mkdir, (str(room / "ran"),))
-
-    torch.save({"fc.weight": Code()}, pickled / "pytorch_model.bin")
-    for reason in ("posix.mkdir", "torch.nn.modules.linear.Linear", "damaged"):
-        done = trtspec("convert", pickled, "-o", room / "evil", "--to", "trtllm")
-        assert "not a plain file of tensors" in done.stderr
-        assert reason in done.stderr
-        assert "weights_only" not in done.stderr
-        assert not (room / "ran").exists()
-        assert not (room / "evil").exists()
-        if reason == "posix.mkdir":
-            torch.save({"fc.weight": torch.nn.Linear(2, 2)}, pickled / "pytorch_model.bin")
-        else:
-            (pickled / "pytorch_model.bin").write_bytes(
-                pickle.dumps({"fc.weight": Code()}, protocol=5)
-            )
 
 
 def test_a_dry_run_checks_what_the_run_checks(

@@ -121,6 +121,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
 }
+WRITTEN = {"id": "functions.weather:0"}  # by the family, in place of a server's own id
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 NEMOTRON = {
     "uuid": "u", "category": "chat", "reasoning": "off", "metadata": json.dumps({"tools": [TOOL]}),
@@ -145,7 +146,7 @@ def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target
     assert [message["role"] for message in row["conversations"]] == [
         "user", "assistant", "tool", "assistant", "user", "assistant",
     ]  # fmt: skip
-    assert row["conversations"][1]["tool_calls"] == [CALL]
+    assert row["conversations"][1]["tool_calls"] == [CALL | WRITTEN]
     assert row["conversations"][3]["content"].startswith("SUNNY")
     assert row["tools"] == [TOOL]
     assert row["category"] == "chat"
@@ -178,19 +179,19 @@ def test_the_same_prompts_from_every_container(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "reasoning"),
     [
-        {"content": "Yes.", "reasoning_content": "hm"},
-        {"content": "<think>hm</think>\n\nYes."},
-        {"content": "hm, or\nno</think>Yes."},
+        ({"content": "Yes.", "reasoning_content": "hm"}, "hm"),
+        ({"content": "<think>hm</think>Yes."}, "hm"),
+        ({"content": "hm, or\nno</think>Yes."}, "hm, or\nno"),
     ],
 )
-def test_thinking_is_kept_or_dropped(message):
+def test_thinking_is_kept(message, reasoning):
     from trtspec.heads.synthesis import _answer
 
     choice = {"message": {"role": "assistant", **message}}
-    assert _answer(choice, "drop") == {"role": "assistant", "content": "Yes."}
-    assert _answer(choice, "keep") == {"role": "assistant", **message}
+    answer = {"role": "assistant", "content": "Yes."}
+    assert _answer(choice) == answer | {"reasoning_content": reasoning}
 
 
 def spoken(message: dict, finish: str | None = "stop") -> dict:
@@ -233,7 +234,7 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
         "content": "Yes.",
         "reasoning_content": "hm",
     }
-    assert read[2].messages[-1]["tool_calls"] == [CALL]
+    assert read[2].messages[-1]["tool_calls"] == [CALL | WRITTEN]
     assert read[6].tools == (TOOL,)
     assert judge_answers(made)[0] == {"answers": 7, "empty": 0, "noise": 0, "loop": 0, "cut off": 1}
 
@@ -267,21 +268,9 @@ def test_degenerate_answers_are_counted_by_kind():
         row(3, "A good answer."),
         row(4, "Cut", "length"),
     ]
-    made.append({"conversation_id": "5", "prompt": "x", "completion": " "})
     counts, found = judge_answers(made)
-    assert counts == {"answers": 6, "empty": 2, "noise": 1, "loop": 1, "cut off": 1}
-    assert found == {"0": "empty", "1": "loop", "2": "noise", "4": "cut off", "5": "empty"}
-
-
-def test_raw_text_goes_through_completions(tmp_path, server, target_dir):
-    url, _ = server
-    text = tmp_path / "prompts.jsonl"
-    text.write_text('"def main"\n\n"import os"\n')
-    run(text, tmp_path / "data.jsonl", url, AnswerSampling(max_tokens=8, raw=True))
-    made = rows(tmp_path / "data.jsonl")
-    assert [row["prompt"] for row in made] == ["def main", "import os"]
-    assert made[0]["completion"].startswith("DEF MAIN")
-    assert len(read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)) == 2
+    assert counts == {"answers": 5, "empty": 1, "noise": 1, "loop": 1, "cut off": 1}
+    assert found == {"0": "empty", "1": "loop", "2": "noise", "4": "cut off"}
 
 
 def test_killed_and_run_again_asks_nothing_twice(tmp_path):

@@ -40,7 +40,7 @@ def test_a_sample_is_the_generation_prompt_then_the_answer(tmp_path, tokenizer):
     rows = [{"conversations": turns}, {"conversations": turns, "finish_reason": "length"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole, cut = read_samples(path, tokenizer, 512)
-    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
+    prompt = tokenizer.encode_chat(turns[:1])[1]
     end = tokenizer.special_id("<|im_end|>")
     assert list(whole.tokens) == prompt + tokenizer.encode("good day") + [end]
     assert list(cut.tokens) == list(
@@ -50,14 +50,6 @@ def test_a_sample_is_the_generation_prompt_then_the_answer(tmp_path, tokenizer):
     written = [token for token, mine in zip(whole.tokens, whole.answer, strict=True) if mine]
     assert written[-len(tokenizer.encode("good day")) - 1 :] == tokenizer.encode("good day") + [end]
     assert not any(whole.answer[: len(prompt) - 2])
-
-
-def test_raw_text_needs_no_template(tmp_path, tokenizer):
-    path = tmp_path / "raw.jsonl"
-    path.write_text(json.dumps({"prompt": "def f(", "completion": "x): return x"}) + "\n")
-    (sample,) = read_samples(path, tokenizer, 512)
-    assert tokenizer.decode(sample.tokens) == "def f(x): return x"
-    assert sum(sample.answer) == len(tokenizer.encode("x): return x"))
 
 
 @pytest.mark.parametrize(

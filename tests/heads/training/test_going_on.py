@@ -14,7 +14,7 @@ import torch
 
 from tests.command_line import ROOT, inspected, printed_json
 from tests.heads.training.test_training import OPTIONS, after_steps, curve, train_once
-from tests.json_files import read_json, read_lines
+from tests.json_files import read_json
 from tests.tiny import read_tensors
 from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
 from trtspec.errors import UsageError
@@ -65,32 +65,21 @@ def test_a_finished_run_goes_on_to_what_a_longer_one_is(tmp_path, target_dir, da
 
 
 @pytest.mark.slow
-def test_heads_on_the_way_and_the_best(tmp_path, target_dir, data):
+def test_the_best_head(tmp_path, target_dir, data):
     output = tmp_path / "head"
     options = replace(OPTIONS, steps=9, eval_every=3)
-    train_once(target_dir, data, output, options, save_every=2, keep=3)
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
-        "checkpoint-4",
-        "checkpoint-6",
-        "checkpoint-8",
-    ]
-    record = read_json(output / "checkpoint-6" / "provenance.json")["training"]
-    assert (record["steps"], record["total"], record["finished"]) == (6, 9, False)
+    train_once(target_dir, data, output, options, save_every=2)
     held = [row for row in curve(output) if "held_out" in row]
     figures = [row["held_out"]["loss"] for row in held]
     best = read_json(output / "best" / "provenance.json")["training"]
     assert best["held_out_figures"]["loss"] == min(figures)
     assert best["steps"] == held[figures.index(min(figures))]["step"]
-    for name in ("checkpoint-6", "best", "."):
+    for name in ("best", "."):
         assert_usable(output / name, target_dir)
     assert all(
         {"loss", "accuracy", "lr", "grad_norm", "tokens"} <= row.keys()
         for row in curve(output)
         if "loss" in row
-    )
-    speed = read_lines(output / "speed.jsonl")
-    assert [row["step"] for row in speed] == list(range(1, 10)) and all(
-        row["tokens_per_second"] > 0 for row in speed
     )
 
 
@@ -135,11 +124,7 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
     out, err = process.communicate(timeout=900)
     if number == signal.SIGKILL:
         assert process.returncode == -number
-        exported = sorted(
-            output.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2])
-        )
-        assert exported and int(exported[-1].name.partition("-")[2]) >= 9
-        assert_usable(exported[-1], target_dir)
+        assert (output / ".trtspec" / "state.safetensors").is_file()
         return
     assert process.returncode == 130, err
     record = json.loads(out)

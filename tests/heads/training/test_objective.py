@@ -221,8 +221,8 @@ def test_duplicates_are_counted_and_ids_differ(tmp_path, target_dir):
     )
     samples, told = read_files([one, two], KimiTokenizer(target_dir), TrainOptions())
     assert told == [
-        {"file": one, "conversations": 6, "duplicates": 2},
-        {"file": two, "conversations": 4, "duplicates": 2},
+        {"file": one, "conversations": 6, "duplicates": 2, "refused": 0, "refusals": []},
+        {"file": two, "conversations": 4, "duplicates": 2, "refused": 0, "refusals": []},
     ]
     assert len({sample.id for sample in samples}) == len(samples) == 10
 

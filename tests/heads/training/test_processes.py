@@ -111,9 +111,6 @@ def test_the_launchers_settings_are_read_or_refused(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert world_from_env() == World(1, 2, 1)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP"):
-        world_from_env()
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="is not a number"):
         world_from_env()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trtspec.checkpoint.chat_parser import THINK, THINK_END, parse_reply
+from trtspec.checkpoint.chat_parser import THINK, THINK_END, call_id, parse_reply
 from trtspec.client.client import RAW
 from trtspec.client.exchange import Exchange
 
@@ -297,7 +297,7 @@ def _called(tools: Sequence[Message]) -> list[Message]:
     function = tools[0]["function"]
     arguments = {name: "Paris" for name in function.get("parameters", {}).get("properties", {})}
     call = {"name": function["name"], "arguments": json.dumps(arguments)}
-    name = f"functions.{function['name']}:0"
+    name = call_id(function["name"], 0)
     said = {
         "role": "assistant",
         "content": "",

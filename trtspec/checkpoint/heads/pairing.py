@@ -180,7 +180,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
                 )
             ]
         message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
-        remedy = "right for every published Kimi head; else acceptance is near 1.0, as `trtspec bench` shows"
+        remedy = "right for every published Kimi head; `trtspec bench` shows the acceptance"
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     outside = [layer for layer in layers if not -1 <= layer < last]
     if outside:
@@ -190,7 +190,9 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         return []
     if tuple(layer - 1 for layer in layers) == default:
         message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
-        remedy = f"if so, store {list(default)}; `trtspec bench` shows acceptance near 1.0 with the wrong ids"
+        remedy = (
+            f"if so, store {list(default)}; `trtspec bench` with both shows which ids accept more"
+        )
         return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
     message = (
         f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"

@@ -24,7 +24,20 @@ CLASS_WORDS = {
     "mla": ("deepseek", "kimi"),
 }  # in the names of classes and model types
 KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
-EPSILONS = (1e-8, 1e-3)  # between which every published rms_norm_eps lies
+EPSILONS = (1e-8, 1e-4)  # between which every published rms_norm_eps lies
+WINDOW = "TensorRT-LLM 1.3 and vLLM before speculators#684 attend to all tokens"
+PARALLEL = "vLLM computes it, TensorRT-LLM and SGLang draft token after token"
+UNKNOWN = "no engine is known to compute it"
+# key -> (values that are computed here, what another value changes, which engines compute that)
+DECISIVE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "sliding_window": ((None, 0), "attention to a window", WINDOW),
+    "layer_types": ((None, [], ["full_attention"]), "attention of another type", WINDOW),
+    "mla_use_nope": ((None, False), "attention without rotated positions", UNKNOWN),
+    "parallel_drafting": ((None, False), "several drafts in one step", PARALLEL),
+    "parallel_draft_step": ((None, 1), "several drafts in one step", PARALLEL),
+    "softmax_scale": ((None,), "another scale of attention", UNKNOWN),
+    "attn_logit_softcapping": ((None,), "capped attention", UNKNOWN),
+}
 STRANGE = (".bias", "q_norm.weight", "k_norm.weight")
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
@@ -43,6 +56,7 @@ def head_problems(
         *_stated(checkpoint.config, tensors, spec),
         *_layer_ids(checkpoint.config, spec),
         *_function(checkpoint.config, tensors, spec),
+        *uncomputed(checkpoint.config),
         *_unstated(flat_config(checkpoint.config), spec),
         *_vocabulary(spec),
         *unloadable(spec),
@@ -246,6 +260,22 @@ def _function(
     ):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
         yield Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY)
+
+
+def uncomputed(config: dict[str, Any]) -> list[Problem]:
+    """A warning for each key by which the head computes what this package does not; nothing may run such a head."""
+    stated = {**(config.get("eagle_config") or {}), **flat_config(config)}
+    if stated.get("use_sliding_window") is False:
+        stated["sliding_window"] = None  # the switch of the key
+    problems = []
+    for key, (computed, effect, engines) in DECISIVE.items():
+        value = stated.get(key)
+        if value not in computed:
+            message = f"`{key}: {json.dumps(value)}` means {effect}: {engines}"
+            remedy = "serve it where that is computed, or train a head without it"
+            where = f"config.json:{key}"
+            problems.append(Problem("TS-HEAD-FUNCTION", "warning", where, message, remedy))
+    return problems
 
 
 def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:

@@ -31,7 +31,6 @@ from trtspec.heads.convert.tensors import (
     Choice,
     Lender,
     OutputTensor,
-    opened,
     plan_tensors,
     sizes,
     vocabulary_targets,
@@ -129,39 +128,37 @@ def convert_head(
         options.dry_run, restart=True, force=options.force
     )  # a killed conversion starts over
     directory.check(again)
-    with opened(path, output.parent if output.parent.is_dir() else None) as checkpoint:
-        wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
-        if wrong is not None:
-            raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
-        found, entries = _plan(checkpoint, output, options, target)
-        directory = replace(directory, size=found.bytes_out)
-        if not has_errors(found.problems):
-            directory.check(again)
-        if has_errors(found.problems) or options.dry_run:
-            return replace(found, seconds=round(time.monotonic() - begun, 3))
-        done = replace(found, output=output)
-        with directory.claim({}, again):
-            tensors = write_tensors(output / "model.safetensors", entries, bar)
-            carry_files(path, output, licences)
-            origin = {
-                "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
-                "provenance": recorded(path) or None, "target": target.name if target else None,
-                **commit_record(path),
-            }  # fmt: skip
-            more = {
-                "dialect": done.head.dialect,
-                "tensors": tensors,
-                "repairs": done.to_json()["repairs"],
-            }
-            chosen = {"to": options.to, "from": options.from_, "embed_tokens": options.embed_tokens,
-                      "rope_theta": options.rope_theta}  # fmt: skip
-            record = provenance("convert", origin, chosen, **more)
-            write_json(output / "provenance.json", record)
-            write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
-            write_json(
-                output / "config.json", done.config
-            )  # last: without it the directory is no head
-            directory.finish()
+    checkpoint = Checkpoint.open(path)
+    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    if wrong is not None:
+        raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
+    found, entries = _plan(checkpoint, output, options, target)
+    directory = replace(directory, size=found.bytes_out)
+    if not has_errors(found.problems):
+        directory.check(again)
+    if has_errors(found.problems) or options.dry_run:
+        return replace(found, seconds=round(time.monotonic() - begun, 3))
+    done = replace(found, output=output)
+    with directory.claim({}, again):
+        tensors = write_tensors(output / "model.safetensors", entries, bar)
+        carry_files(path, output, licences)
+        origin = {
+            "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
+            "provenance": recorded(path) or None, "target": target.name if target else None,
+            **commit_record(path),
+        }  # fmt: skip
+        more = {
+            "dialect": done.head.dialect,
+            "tensors": tensors,
+            "repairs": done.to_json()["repairs"],
+        }
+        chosen = {"to": options.to, "from": options.from_, "embed_tokens": options.embed_tokens,
+                  "rope_theta": options.rope_theta}  # fmt: skip
+        record = provenance("convert", origin, chosen, **more)
+        write_json(output / "provenance.json", record)
+        write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
+        write_json(output / "config.json", done.config)  # last: without it the directory is no head
+        directory.finish()
     return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
 
 

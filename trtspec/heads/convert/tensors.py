@@ -1,17 +1,13 @@
-"""The tensors of a converted head, and where the bytes of each come from. Heads that exist only as pickles (SafeAILab's
-pytorch_model.bin, a trainer's .pt) are read without running code."""
+"""The tensors of a converted head, and where the bytes of each come from."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +19,6 @@ from trtspec.checkpoint.headers import (
     Checkpoint,
     ShardReader,
     TensorInfo,
-    read_config,
     same_bytes,
 )
 from trtspec.checkpoint.heads.dialects import Dialect
@@ -34,14 +29,12 @@ from trtspec.checkpoint.heads.shapes import (
     required_names,
 )
 from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
-from trtspec.checkpoint.writer import ShardFile, write_shard
-from trtspec.errors import CheckFailed, Problem, TrtspecError
-from trtspec.report import Bar, write_json
+from trtspec.checkpoint.writer import ShardFile
+from trtspec.errors import CheckFailed, Problem
+from trtspec.report import Bar
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "target"]
-PATTERNS = ("*.bin", "*.pt", "*.pth")  # of pickles
-NESTED = ("state_dict", "model_state_dict", "model", "draft_model")
 LM_HEAD, EMBED = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -250,68 +243,6 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
         has_embed_tokens=EMBED in entries,
         has_d2t="d2t" in entries,
     )
-
-
-@contextmanager
-def opened(path: Path, scratch: Path | None = None) -> Iterator[Checkpoint]:
-    """The head's checkpoint. Pickled weights are rewritten as safetensors below `scratch` for as long as it is open."""
-    pickles = [] if any(path.glob("*.safetensors")) else _pickles(path)
-    if not pickles:
-        yield Checkpoint.open(path)
-        return
-    config = read_config(path / "config.json")
-    with TemporaryDirectory(prefix="trtspec-head-", dir=scratch) as directory:
-        for number, file in enumerate(pickles):
-            write_shard(Path(directory) / f"model-{number:05d}.safetensors", load_tensors(file))
-        write_json(Path(directory) / "config.json", config)
-        yield Checkpoint.open(directory)
-
-
-def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a pickled state dict, mapped and not read; raises TrtspecError where it holds anything else.
-
-    `weights_only=True` admits tensors and plain containers; whatever else a pickle would run is refused.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the pickle's protocol
-            value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
-        # its own text is not repeated: it says how to load the file all the same
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = "it is damaged, or was not written by torch.save"
-        if named is not None:
-            reason = (
-                f"it names {named[1]}, which would be imported and may be run while it is opened"
-            )
-        raise TrtspecError(
-            f"{file} is not a plain file of tensors: {reason}",
-            "ask its author for the head as safetensors, which run nothing; do not open this file by other means",
-        ) from None
-    tensors = _state_dict(value)
-    if not tensors:
-        raise TrtspecError(
-            f"{file} holds no tensors by name", "pass a directory with the head's state_dict"
-        )
-    if all(name.startswith("module.") for name in tensors):  # as DistributedDataParallel names them
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def _state_dict(value: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(value, Mapping):
-        return {}
-    for key in NESTED:
-        if isinstance(value.get(key), Mapping):
-            return _state_dict(value[key])
-    return {str(name): tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
-
-
-def _pickles(path: Path) -> list[Path]:
-    """Weight files; optimizer and scheduler states beside them are left alone."""
-    found = sorted({file for pattern in PATTERNS for file in path.glob(pattern)})
-    other = ("optimizer", "scheduler", "training_args", "rng_state", "trainer_state")
-    return [file for file in found if not file.name.startswith(other)]
 
 
 def write_tensors(

@@ -1,5 +1,5 @@
 """What a run leaves in its output directory and where, and its course: training.jsonl, which another run of the same
-command repeats byte for byte, and speed.jsonl with what its machine did.
+command repeats byte for byte.
 
 Torch-free, so that a command can look before it loads anything.
 """
@@ -18,19 +18,8 @@ from trtspec.foreign import PlainName
 from trtspec.report import OutputOptions, refuse_overwrite
 
 WORK_NAME = PlainName(".trtspec")  # the state of a run, and states of a streamed target
-CHECKPOINT = "checkpoint-"  # folders of exported heads, with the step
 BEST = PlainName("best")
-CURVE_NAME, SPEED_NAME = PlainName("training.jsonl"), PlainName("speed.jsonl")
-
-
-def checkpoints(output: Path) -> list[Path]:
-    """The heads exported on the way, oldest first."""
-    found = [
-        path
-        for path in output.glob(f"{CHECKPOINT}*")
-        if path.name.removeprefix(CHECKPOINT).isdigit()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(CHECKPOINT)))
+CURVE_NAME = PlainName("training.jsonl")
 
 
 def is_finished(output: Path) -> bool:
@@ -46,9 +35,8 @@ def is_finished(output: Path) -> bool:
 
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
     """What a run writes into `output`, `size` bytes at the most."""
-    names = frozenset((CURVE_NAME, SPEED_NAME, *HEAD_FILES))
-    saved = {PlainName(path.name) for path in checkpoints(output)}
-    folders = frozenset((WORK_NAME, BEST, *saved))
+    names = frozenset((CURVE_NAME, *HEAD_FILES))
+    folders = frozenset((WORK_NAME, BEST))
     return OutputDirectory(output, "train", names, size, folders=folders)
 
 
@@ -87,39 +75,27 @@ class CurvePoint:
 
 
 class Curve:
-    """Both files. `position` is what the saved state counts as written of them.
+    """The file of the curve. `position` is what the saved state counts as written of it.
 
     Opening drops what was written after the state from which the run resumes.
     """
 
-    def __init__(self, path: Path, position: list[int]) -> None:
-        """`path`: of training.jsonl."""
+    def __init__(self, path: Path, position: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._files = [name.open("ab+") for name in (path, path.with_name(SPEED_NAME))]
-        for file, length in zip(self._files, position, strict=True):
-            file.truncate(min(length, file.seek(0, os.SEEK_END)))
+        self._file = path.open("ab+")
+        self._file.truncate(min(position, self.position))
 
     @property
-    def position(self) -> list[int]:
-        return [file.seek(0, os.SEEK_END) for file in self._files]
+    def position(self) -> int:
+        return self._file.seek(0, os.SEEK_END)
 
     def add(self, point: CurvePoint) -> None:
-        speed: dict[str, Any] = {
-            "step": point.step,
-            "seconds": round(point.seconds, 4),
-            "tokens": point.tokens,
-        }
-        speed["tokens_per_second"] = (
-            round(point.tokens / point.seconds, 1) if point.seconds else None
-        )
-        for file, rows in zip(self._files, (point.rows(), [speed]), strict=True):
-            file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-            file.flush()
+        self._file.write(b"".join(json.dumps(row).encode() + b"\n" for row in point.rows()))
+        self._file.flush()
 
     def close(self) -> None:
-        for file in self._files:
-            os.fsync(file.fileno())
-            file.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -64,7 +64,6 @@ def dry_run(
         "device": run.device,
         "init": str(run.init) if run.init else None,
         "save_every": run.save_every,
-        "keep": run.keep,
         "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
         "options": asdict(options) | {"lr": options.peak_lr(spec.hidden_size)},
         "warnings": plan.warnings,

@@ -51,7 +51,12 @@ class TrainOptions:
     aux_layers: tuple[int, ...] | None = None
     ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = 3
     ttt_decay: Annotated[
-        float, option("Weight of each of these steps in the loss, relative to the step before.")
+        float,
+        option(
+            "Weight of each of these steps in the loss, relative to the step before.",
+            min=0.01,
+            max=1,
+        ),
     ] = 0.9
     answer_only: Annotated[
         bool,
@@ -68,17 +73,22 @@ class TrainOptions:
     steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
     batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = 8
     accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = 1
-    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=8)] = 2048
+    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=18)] = 2048
     lr: Annotated[
         float | None,
-        option("Peak learning rate.", default="by hidden size: 2e-3 at 256, 7e-5 at 7168"),
+        option(
+            "Peak learning rate.",
+            default="by hidden size: 2e-3 at 256, 7e-5 at 7168",
+            min=1e-8,
+            max=1,
+        ),
     ] = None
     schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = "cosine"
     warmup: Annotated[
         float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)
     ] = 0.05
     weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = 0.0
-    grad_clip: Annotated[float, option("Largest norm of the gradient.")] = 1.0
+    grad_clip: Annotated[float, option("Largest norm of the gradient.", min=1e-6)] = 1.0
     precision: Annotated[
         Precision,
         option("Precision of matrix products; auto: bf16 where the device supports it natively."),
@@ -113,21 +123,6 @@ class TrainOptions:
     def evaluates(self, step: int, total: int) -> bool:
         """Whether the held-out samples are looked at after this step."""
         return step == total or step % (self.eval_every or max(1, total // EVALUATIONS)) == 0
-
-    def checked(self) -> TrainOptions:
-        """Returns itself. UsageError for the first value out of a range that the command's options do not declare."""
-        for fine, name, allowed in (
-            (self.seq_len > self.ttt_steps + 1, "seq_len", "more than ttt_steps + 1"),
-            (0 < self.ttt_decay <= 1, "ttt_decay", "above 0, up to 1"),
-            (self.lr is None or 0 < self.lr < math.inf, "lr", "above 0"),
-            (self.grad_clip > 0, "grad_clip", "above 0"),
-        ):
-            if not fine:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)!r}, it must be {allowed}",
-                    f"pass another `{name}`",
-                )
-        return self
 
 
 @dataclass(frozen=True)
@@ -178,8 +173,7 @@ class TrainingRun:
     data: str
     output: Path
     init: Path | None = None
-    save_every: int = 100  # steps between saved states, each with a head `checkpoint-<step>`
-    keep: int = 2  # of those heads, the newest
+    save_every: int = 100  # steps between saved states
     deadline: float | None = None
     device: str = "cpu"
     again: OutputOptions = OutputOptions()

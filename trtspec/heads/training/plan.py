@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import ENGINES
+from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
 from trtspec.checkpoint.hub import commit_record
@@ -36,7 +37,13 @@ from trtspec.heads.training.options import (
     TrainOptions,
     new_head_spec,
 )
-from trtspec.heads.training.samples import Sample, read_files, split_data, steps_of
+from trtspec.heads.training.samples import (
+    Sample,
+    counted_positions,
+    read_files,
+    split_data,
+    steps_of,
+)
 from trtspec.heads.training.states import DumpedFeatures, bytes_per_token, dumps_of
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.report import file_sha256
@@ -70,19 +77,21 @@ class TrainingPlan:
         """What engines cannot do with the head that is to be trained."""
         return [text for engine in ENGINES.values() if (text := engine.cannot_load(self.spec))]
 
-    def output_bytes(self, keep: int) -> int:
-        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the kept
-        heads, one more, the best and the last."""
+    @property
+    def output_bytes(self) -> int:
+        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the
+        best head, the one that replaces it, and the last."""
         state, head = 4 * (1 + len(MOMENTS)) * self.parameters, 2 * self.parameters
-        return 2 * state + (keep + 3) * head
+        return 2 * state + 3 * head
 
     def lines(self) -> list[str]:
         """What is trained on what, line by line, for whoever waits."""
-        found = [
-            f"{file['file']}: {file['conversations']} conversations, {file['duplicates']} duplicates left out"
-            for file in self.files
-            if file["duplicates"]
-        ]
+        found = []
+        for file in self.files:
+            if file["duplicates"] or file["refused"]:
+                first = f", first: {file['refusals'][0]}" if file["refused"] else ""
+                left_out = f"{file['duplicates']} duplicates left out, {file['refused']} rows refused{first}"
+                found.append(f"{file['file']}: {file['conversations']} conversations, {left_out}")
         found += [f"warning: {warning}" for warning in self.warnings]
         head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
         return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
@@ -127,6 +136,10 @@ def make_plan(
         )
     order = split_data(samples, options)
     held = len(order.held)
+    trained = [samples[index] for index in order.trained]
+    if not sum(counted_positions(trained, options.ttt_steps, options.answer_only)):
+        message = f"TS-DATA-EMPTY no position of {', '.join(data)} counts in the loss"
+        raise TrtspecError(message, "give conversations with longer answers")
     return TrainingPlan(
         spec,
         samples,
@@ -185,9 +198,7 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     options; raises otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    resumes = run_directory(run.output, plan.output_bytes(run.keep)).check(
-        run_options(run.output, run.again)
-    )
+    resumes = run_directory(run.output, plan.output_bytes).check(run_options(run.output, run.again))
     saved = saved_run(run.work) if resumes else None
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
@@ -199,6 +210,8 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
     which `trtspec inspect` finds an error, or which does not fit, naming every tensor."""
     checkpoint = Checkpoint.open(head)
     head_spec(checkpoint, values=True)
+    for problem in uncomputed(checkpoint.config):
+        raise TrtspecError(f"{head}: {problem.message}", problem.remedy, problem.code)
     unused = {"input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
     wanted = {
         name: shape for name, shape in expected_shapes(spec).items()
@@ -237,7 +250,7 @@ class SavedRun:
 
     step: int
     total: int
-    position: list[int]
+    position: int
     fingerprint: dict[str, Any]
 
 
@@ -304,7 +317,7 @@ def load_state(
     """
     saved = saved_run(run.work)
     if saved is None:
-        return SavedRun(0, total, [0, 0], fingerprint)
+        return SavedRun(0, total, 0, fingerprint)
     check_saved(saved, fingerprint, total, run.output)
     with safe_open(run.work / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trtspec.errors import TrtspecError, UsageError
 
-SHARDING = "ACCELERATE_USE_FSDP"  # a setting of accelerate that would be lost
 TIME = "time"
 REASONS = (TIME, "SIGTERM", "SIGINT")  # to stop before the last step
 
@@ -102,7 +101,7 @@ def require_shared(directory: Path, world: World, why: str) -> None:
 
 
 def world_from_env() -> World:
-    """The process's place by the launcher's environment. UsageError for words in place of numbers, and lost values."""
+    """The process's place by the launcher's environment. UsageError for words in place of numbers."""
     try:
         names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         rank, size, local, together = (
@@ -112,11 +111,6 @@ def world_from_env() -> World:
         raise UsageError(
             f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun"
         ) from None
-    if size > 1 and os.environ.get(SHARDING, "").lower() in ("1", "true", "yes"):
-        raise UsageError(
-            f"{SHARDING}: heads are not sharded, each process holds a whole one",
-            "start with torchrun",
-        )
     return World(rank, size, local, together)
 
 

@@ -23,9 +23,7 @@ from trtspec.heads.card import model_card
 from trtspec.heads.training import module as train
 from trtspec.heads.training.curve import (
     BEST,
-    CHECKPOINT,
     CurvePoint,
-    checkpoints,
     run_directory,
     run_options,
     summary,
@@ -77,7 +75,7 @@ def run_training(
     fingerprint = run_fingerprint(run, plan.samples, options)
     again = run_options(run.output, run.again)
     world.wait()  # the main process removes nothing before all have checked the output
-    directory = run_directory(run.output, plan.output_bytes(run.keep))
+    directory = run_directory(run.output, plan.output_bytes)
     with directory.claim({}, again) if world.main else nullcontext() as journal:
         require_shared(run.work, world, "resumes from the state that the main one saved there")
         module = _fresh_module(plan, model, options)
@@ -145,8 +143,8 @@ def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> No
 
 @dataclass
 class HeadWriter:
-    """Writes the heads of one run: `checkpoint-<step>` with each saved state, of which the newest stay; `best`, the one
-    with the lowest held-out loss; and the last. Every process calls it, the main one writes."""
+    """Writes the heads of one run: `best`, the one with the lowest held-out loss, and the last. Every process calls it,
+    the main one writes."""
 
     run: TrainingRun
     plan: TrainingPlan
@@ -193,10 +191,6 @@ class HeadWriter:
         """Writes the heads that are due after this step."""
         if not self.world.main:
             return
-        if point.step % self.run.save_every == 0 and point.step < point.total:
-            self._put(PlainName(f"{CHECKPOINT}{point.step}"), point)
-            for old in checkpoints(self.run.output)[: -self.run.keep]:
-                remove_folder(self.run.output, PlainName(old.name))
         if point.held_out and point.held_out["loss"] < self._best_loss():
             self._best = point.held_out["loss"]
             self._put(BEST, point)

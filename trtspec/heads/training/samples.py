@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.checkpoint.rendering import render
+from trtspec.checkpoint.rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.options import TrainOptions
 
 MAX_HELD_OUT = 64  # sequences per evaluation
+MAX_REFUSALS = 10  # messages that are kept of a file
 WINDOW_BATCHES = (
     16  # samples are sorted by length within this many batches: little padding, much shuffling
 )
@@ -33,89 +36,97 @@ WINDOW_BATCHES = (
 @dataclass(frozen=True)
 class Sample:
     """One sequence. `answer[i]` is 1 where token i was written by the target, `prompt` counts the tokens before the
-    last answer."""
+    last answer.
+
+    `repeated`: tokens at the beginning that an earlier sample of the conversation has trained. `conversation`: its
+    name, where it has several samples.
+    """
 
     id: str
     tokens: tuple[int, ...]
     answer: tuple[int, ...]
     prompt: int
     category: str = ""
+    repeated: int = 0
+    conversation: str = ""
 
 
 def read_samples(
-    source: Path | str, tokenizer: KimiTokenizer, seq_len: int, min_len: int = 8
+    source: Path | str,
+    tokenizer: KimiTokenizer,
+    seq_len: int,
+    min_len: int = 8,
+    refused: list[TrtspecError] | None = None,
+    names: set[str] | None = None,
 ) -> list[Sample]:
-    """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`; shorter ones than
-    `min_len` are left out.
+    """All conversations of a source (see `read_conversations`), tokenized and cut to `seq_len`.
 
-    Raises UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
+    `refused` gets an error for each row of which nothing is learned, and `names` the names that are taken. Raises
+    UsageError naming the line of a row that is no conversation, TrtspecError when nothing is left.
     """
-    samples = [sample_of(conversation, tokenizer) for conversation in read_conversations(source)]
-    samples = [
-        replace(sample, tokens=sample.tokens[:seq_len], answer=sample.answer[:seq_len])
-        for sample in samples
-        if len(sample.tokens) >= min_len
-    ]
+    refused = [] if refused is None else refused
+    names = set() if names is None else names
+    samples: list[Sample] = []
+    for conversation in read_conversations(source):
+        try:
+            parts = samples_of(conversation, tokenizer, seq_len, min_len)
+        except TrtspecError as error:
+            refused.append(error)
+            continue
+        name = _unused_name(conversation, names)
+        samples += [
+            replace(part, id=f"{name}.{number}" if number else name, conversation=name)
+            for number, part in enumerate(parts)
+        ]
+    if refused and not samples:
+        first = refused[0]
+        raise TrtspecError(f"{first.message} ({len(refused)} rows)", first.remedy, first.code)
     if not samples:
         message = f"TS-DATA-EMPTY {source} holds no conversation to train on"
         raise TrtspecError(message, "run `trtspec synthesize` first")
     return samples
 
 
-def sample_of(conversation: Conversation, tokenizer: KimiTokenizer) -> Sample:
-    """The whole conversation as ids; a row without an id is called by its line. Raises UsageError for text that nobody
-    wrote as an answer."""
+def samples_of(
+    conversation: Conversation, tokenizer: KimiTokenizer, seq_len: int, min_len: int
+) -> list[Sample]:
+    """The conversation's renderings.
+
+    Raises UsageError naming the row if no position of an answer is left within `seq_len`.
+    """
+    row = f"{CODE} {conversation.where}"
+    parts = [part for part in render(conversation, tokenizer) if any(part.answer)]
+    if not parts:
+        remedy = f"make answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
+        raise UsageError(f"{row} has no answer", remedy)
+    samples = [
+        Sample(
+            conversation.id,
+            tuple(part.tokens[:seq_len]),
+            tuple(part.answer[:seq_len]),
+            part.prompt,
+            conversation.category,
+            part.repeated,
+        )
+        for part in parts
+    ]
+    samples = [part for part in samples if any(part.answer) and len(part.tokens) >= min_len]
+    if not samples:
+        size = f"of {len(parts[0].tokens)} tokens, the first {parts[0].prompt} its prompt"
+        message = f"{row} {size}: no answer within {min_len} to {seq_len} tokens"
+        raise UsageError(message, "raise `seq_len`, or leave the row out")
+    return samples
+
+
+def _unused_name(conversation: Conversation, names: set[str]) -> str:
+    """A name that no earlier conversation has: rows without an id are called by their line, in every file alike."""
     name = conversation.id or str(conversation.line)
-    if conversation.completion is not None:
-        prompt = tokenizer.encode(conversation.text)
-        tokens = prompt + tokenizer.encode(conversation.completion)
-        answer = [0] * len(prompt) + [1] * (len(tokens) - len(prompt))
-    elif conversation.messages:
-        prompt, tokens = _render(conversation, tokenizer)
-        answer = answer_mask(tokens, tokenizer)
-    else:
-        raise UsageError(
-            f"TS-DATA-ROW {conversation.where} is raw text, which the target did not write",
-            "make the data with `trtspec synthesize`",
-        )
-    return Sample(name, tuple(tokens), tuple(answer), len(prompt), conversation.category)
-
-
-def _render(conversation: Conversation, tokenizer: KimiTokenizer) -> tuple[list[int], list[int]]:
-    """(prompt ids, all ids). A plain last answer follows the generation prompt, exactly as it was generated."""
-    *before, last = conversation.messages
-    tools = list(conversation.tools) or None
-    if last["role"] != "assistant":
-        tokens = tokenizer.apply_chat_template(
-            conversation.messages, tools, add_generation_prompt=False
-        )
-        return tokens, tokens
-    prompt = tokenizer.apply_chat_template(before, tools)
-    if last.get("tool_calls") or last.get("reasoning_content"):
-        return prompt, tokenizer.apply_chat_template(
-            conversation.messages, tools, add_generation_prompt=False
-        )
-    tokens = prompt + tokenizer.encode(last["content"], allow_special=True)
-    if conversation.finish_reason != "length":
-        tokens.append(tokenizer.special_id("<|im_end|>"))
-    return prompt, tokens
-
-
-def answer_mask(tokens: list[int], tokenizer: KimiTokenizer) -> list[int]:
-    """1 for the tokens of an assistant turn between <|im_middle|> and <|im_end|>, the end mark included."""
-    assistant, middle, end = (
-        tokenizer.special_id(f"<|im_{name}|>") for name in ("assistant", "middle", "end")
-    )
-    mask, inside, speaking = [], False, False
-    for token in tokens:
-        mask.append(int(speaking))
-        if token == assistant:
-            inside = True
-        elif token == middle:
-            speaking = inside
-        elif token == end:
-            inside = speaking = False
-    return mask
+    if name in names:
+        name = f"{Path(conversation.file).stem}:{name}"
+    while name in names:
+        name += "+"
+    names.add(name)
+    return name
 
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
@@ -139,19 +150,22 @@ def _written(samples: list[Sample]) -> Counter[int]:
     return Counter(token for sample in samples for token in compress(sample.tokens, sample.answer))
 
 
-def split_held_out(ids: list[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """(training indices, held-out indices): the samples whose ids hash lowest, `share` of them, one at the least when
-    there are ten and all but one at most; a sample's place does not depend on the order of the data."""
+def split_held_out(
+    conversations: list[str], share: float, seed: int
+) -> tuple[list[int], list[int]]:
+    """(training indices, held-out indices): `conversations` names that of each sample. Held out are those whose names
+    hash lowest, `share` of them, at least one of ten, and never all. The order of the data changes nothing."""
 
-    def rank(index: int) -> bytes:
-        return hashlib.sha256(f"{seed}:{ids[index]}".encode()).digest()
+    def rank(name: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
-    size = round(share * len(ids))
-    if share > 0 and size == 0 and len(ids) >= 10:
+    names = sorted(dict.fromkeys(conversations), key=rank)
+    size = round(share * len(names))
+    if share > 0 and size == 0 and len(names) >= 10:
         size = 1
-    held = sorted(sorted(range(len(ids)), key=rank)[: min(size, len(ids) - 1)])
-    chosen = set(held)
-    return [index for index in range(len(ids)) if index not in chosen], held
+    chosen = set(names[: min(size, len(names) - 1)])
+    held = [index for index, name in enumerate(conversations) if name in chosen]
+    return [index for index, name in enumerate(conversations) if name not in chosen], held
 
 
 def batches_of_epoch(
@@ -208,7 +222,7 @@ class TrainingData:
 def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
     """Holds out the `held_out` share; every other sample comes once in an epoch."""
     trained, held = split_held_out(
-        [sample.id for sample in samples], options.held_out, options.seed
+        [sample.conversation or sample.id for sample in samples], options.held_out, options.seed
     )
     return TrainingData([len(sample.tokens) for sample in samples], trained, held, options)
 
@@ -221,8 +235,10 @@ def steps_of(samples: int, options: TrainOptions) -> int:
 
 
 def loss_mask(sample: Sample, answer_only: bool) -> list[int]:
-    """1 where the distribution at that position counts: everywhere, or where the token that follows is the target's."""
-    return [*sample.answer[1:], 0] if answer_only else [1] * len(sample.tokens)
+    """1 where the distribution at that position counts: behind the repeated tokens, or before a token of the target."""
+    if answer_only:
+        return [*sample.answer[1:], 0]
+    return [0] * sample.repeated + [1] * (len(sample.tokens) - sample.repeated)
 
 
 def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bool) -> list[int]:
@@ -248,21 +264,21 @@ def read_files(
     samples: list[Sample] = []
     counted = []
     for file in files:
-        read = read_samples(file, tokenizer, options.seq_len)
-        before = len(samples)
+        refused: list[TrtspecError] = []
+        read = read_samples(file, tokenizer, options.seq_len, refused=refused, names=names)
+        kept = []
         for sample in read:
             if sample.tokens not in seen:
                 seen.add(sample.tokens)
-                samples.append(_named(sample, file, names))
-        kept = len(samples) - before
-        counted.append({"file": file, "conversations": kept, "duplicates": len(read) - kept})
+                kept.append(sample)
+        samples += kept
+        counted.append(
+            {
+                "file": file,
+                "conversations": len({part.conversation for part in kept}),
+                "duplicates": len(read) - len(kept),
+                "refused": len(refused),
+                "refusals": [error.message for error in refused[:MAX_REFUSALS]],
+            }
+        )
     return samples, counted
-
-
-def _named(sample: Sample, source: str, names: set[str]) -> Sample:
-    """With an id that no earlier sample has: rows without one are called by their line, in every file alike."""
-    name = sample.id if sample.id not in names else f"{Path(source).stem}:{sample.id}"
-    while name in names:
-        name += "+"
-    names.add(name)
-    return replace(sample, id=name)

@@ -1,0 +1,190 @@
+"""What is learned of a conversation: each answer as the row has it, behind the prompt that a server would be sent."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from tests.json_files import read_lines
+from tests.tiny import FILES, make_tokenizer
+from trtspec.calibrate import read_texts
+from trtspec.checkpoint.chat_parser import parse_reply
+from trtspec.checkpoint.conversations import read_conversations
+from trtspec.checkpoint.rendering import Rendering, render
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError
+from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.samples import loss_mask, read_files, read_samples, split_data
+
+# a folder of published templates, to be named by whoever has them
+PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))
+TEMPLATES = [FILES / "split_template.jinja", FILES / "chat_template.jinja", *PUBLISHED]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ROWS = Path(__file__).parent / "rows"
+QUESTION = {"role": "user", "content": "Add 2 and 3."}
+
+
+def tokenizer_with(directory: Path, template: Path) -> KimiTokenizer:
+    make_tokenizer(directory)
+    shutil.copy(template, directory / "chat_template.jinja")
+    return KimiTokenizer(directory)
+
+
+def call(arguments: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}, **fields}
+
+
+def renderings(tmp_path: Path, tokenizer: KimiTokenizer, row: dict[str, Any]) -> list[Rendering]:
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (conversation,) = read_conversations(path)
+    return render(conversation, tokenizer)
+
+
+def five_turns(reasoning: bool) -> list[dict[str, Any]]:
+    """Two of the five questions lead to a loop of calls."""
+    messages: list[dict[str, Any]] = []
+    calls = 0
+    for turn in range(5):
+        messages.append({"role": "user", "content": f"Question {turn}, {{please}}."})
+        for step in range(2 if turn in (1, 3) else 0):
+            asked = call(json.dumps({"a": calls}), id=f"functions.add:{calls}")
+            messages.append(
+                {"role": "assistant", "content": f"Step {step}.", "tool_calls": [asked]}
+            )
+            messages.append(
+                {"role": "tool", "content": f"{calls} <ok>", "tool_call_id": asked["id"]}
+            )
+            calls += 1
+        messages.append({"role": "assistant", "content": f"Answer {turn}.\n"})
+    if reasoning:
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                message["reasoning_content"] = f"Thought {number}:\n as \u4e2d"
+    return messages
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_each_answer_stands_behind_the_prompt_of_its_moment(tmp_path: Path, template: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, template)
+    reasoning = "<think>" in template.read_text()
+    messages = five_turns(reasoning)
+    if "tool_calls" not in template.read_text():
+        with pytest.raises(TrtspecError, match="does not read"):
+            renderings(tmp_path, tokenizer, {"messages": messages})
+        messages = [m for m in messages if m.keys() <= {"role", "content"}]
+    parts = renderings(tmp_path, tokenizer, {"messages": messages, "tools": [TOOL]})
+    assert len(parts) == (5 if reasoning else 1)
+    learned = {}
+    for part in parts:
+        text = tokenizer.decode(part.tokens)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompts, _ = render_jinja_template(
+                [messages[:index]],
+                tools=[TOOL],
+                chat_template=template.read_text(),
+                add_generation_prompt=True,
+                thinking=True,
+            )
+            ids = tokenizer.encode(prompts[0], allow_special=True)
+            start = len(ids)
+            if text.startswith(prompts[0]) and part.answer[start : start + 1] == [1]:
+                end = part.tokens.index(tokenizer.special_id("<|im_end|>"), start)
+                assert part.tokens[:start] == ids and all(part.answer[start : end + 1])
+                written = tokenizer.decode(part.tokens[start:end])
+                assert index not in learned
+                learned[index] = parse_reply(written, prompts[0].endswith("<think>"))
+    assert learned == {i: m for i, m in enumerate(messages) if m["role"] == "assistant"}
+    texts = read_texts(tmp_path / "row.jsonl", tokenizer, 99, 9999)
+    assert texts == [tuple(part.tokens) for part in parts]
+
+
+@pytest.mark.parametrize("line", read_lines(ROWS / "learned.jsonl"), ids=lambda line: line["form"])
+def test_what_is_learned_is_the_row_or_the_row_is_refused(tmp_path, line):
+    tokenizer = tokenizer_with(tmp_path, FILES / "split_template.jinja")
+    path = tmp_path / "row.jsonl"
+    path.write_text(json.dumps(line["row"]) + "\n")
+    if "refused" in line:
+        with pytest.raises(TrtspecError, match=f"row.jsonl:1 .*{line['refused']}"):
+            read_samples(path, tokenizer, 4096)
+        return
+    end = tokenizer.special_id("<|im_end|>")
+    learned: list[list[int]] = []
+    for sample in read_samples(path, tokenizer, 4096):
+        for token, before, mine in zip(
+            sample.tokens, (0, *sample.answer), sample.answer, strict=False
+        ):
+            learned += [] if before or not mine else [[]]
+            if mine:
+                learned[-1].append(token)
+    assert [tokenizer.decode(answer) for answer in learned] == line["learned"]
+    # the name of an end mark is an answer's text, not its end
+    assert all(answer.count(end) == 1 for answer in learned)
+
+
+def test_calls_are_numbered_through_the_conversation_and_results_follow(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, FILES / "split_template.jinja")
+    messages = five_turns(False)
+    expected = renderings(tmp_path, tokenizer, {"messages": messages})
+    for message in messages:
+        for each in message.get("tool_calls", ()):
+            each["id"] = "call_0"
+        if message["role"] == "tool":
+            message["tool_call_id"] = "call_0"
+    assert renderings(tmp_path, tokenizer, {"messages": messages}) == expected
+    for message in messages:
+        message.pop("tool_call_id", None)
+    assert renderings(tmp_path, tokenizer, {"messages": messages}) == expected
+    lost = [messages[0], {"role": "tool", "content": "5"}, messages[1]]
+    with pytest.raises(TrtspecError, match="result without the call"):
+        renderings(tmp_path, tokenizer, {"messages": lost})
+
+
+ANSWER = {"role": "assistant", "content": "It is five, of course."}
+NOTHING = [
+    ({"messages": [QUESTION]}, "has no answer", "trtspec synthesize"),
+    ({"messages": [QUESTION, ANSWER], "status": "error"}, "has no answer: error", "leave it out"),
+    ({"messages": [QUESTION, ANSWER], "error": "time out"}, "has no answer: time out", "leave"),
+    ({"messages": [{**QUESTION, "content": "many words " * 40}, ANSWER]}, "no answer within", "seq_len"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "reason", "remedy"), NOTHING)
+def test_a_row_of_which_nothing_counts_is_refused_and_counted(tmp_path, row, reason, remedy):
+    tokenizer = tokenizer_with(tmp_path, FILES / "split_template.jinja")
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(TrtspecError, match=f"data.jsonl:1 .*{reason}") as refused:
+        read_samples(path, tokenizer, 256)
+    assert remedy in refused.value.remedy
+    path.write_text(json.dumps(row) + "\n" + json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
+    _, (counted,) = read_files([str(path)], tokenizer, TrainOptions(seq_len=256))
+    assert (counted["conversations"], counted["refused"]) == (1, 1)
+    assert reason in counted["refusals"][0]
+
+
+def test_nothing_is_trained_twice_and_turns_are_held_out_together(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, FILES / "split_template.jinja")
+    path = tmp_path / "data.jsonl"
+    for number in range(12):
+        messages = [{"role": "user", "content": f"{number}"}, *five_turns(True)[1:]]
+        with path.open("a") as file:
+            file.write(json.dumps({"id": f"c{number}", "messages": messages}) + "\n")
+    options = TrainOptions(seq_len=4096, held_out=0.25)
+    samples, (counted,) = read_files([str(path)], tokenizer, options)
+    assert (counted["conversations"], len(samples)) == (12, 60)
+    first = samples[0]
+    for sample in samples[:5]:
+        assert sum(loss_mask(sample, False)) == len(sample.tokens) - sample.repeated
+        assert tokenizer.decode(sample.tokens[sample.repeated :]).startswith("<|im_user|>")
+    assert first.repeated == 0
+    data = split_data(samples, options)
+    held = {samples[index].conversation for index in data.held}
+    assert len(held) == 3 and len(data.held) == 15
+    assert held.isdisjoint(samples[index].conversation for index in data.trained)

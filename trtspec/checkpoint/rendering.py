@@ -1,0 +1,122 @@
+"""The one renderer of conversations: the prompts that a server is sent, and what the target writes behind them.
+
+An answer follows the prompt of its moment, in which the template renders earlier answers as history. Where a
+template renders them in another way than they were written, a conversation has several renderings. Each answer is
+parsed back and compared with its row.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from trtspec.checkpoint.chat_parser import MARKS, THINK, THINK_END, parse_reply, reply_text
+from trtspec.checkpoint.conversations import Conversation, Message
+from trtspec.checkpoint.rows import CODE
+from trtspec.checkpoint.tokenizer import KimiTokenizer
+from trtspec.errors import TrtspecError, UsageError
+
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Token ids of a conversation. `answer[i]` is 1 where the target wrote token i. `prompt` counts the tokens before
+    the last answer, `repeated` those that an earlier rendering of the same messages has."""
+
+    tokens: list[int]
+    answer: list[int]
+    prompt: int
+    repeated: int = 0
+
+
+def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
+    """Returns one rendering, or several where the history of a later answer differs from what was written.
+
+    Raises UsageError naming the row if an answer does not come back from the reply parser as the row has it.
+    """
+    if not conversation.messages:
+        tokens = tokenizer.encode(conversation.text)
+        return [Rendering(tokens, [0] * len(tokens), len(tokens))]
+    try:
+        if conversation.failure:
+            raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
+        _require_calls(conversation, tokenizer.template.names)
+        return _render_messages(conversation, tokenizer)
+    except TrtspecError as error:
+        remedy = "correct the row, or leave it out"
+        raise UsageError(f"{CODE} {conversation.where} {error.message}", remedy) from None
+
+
+def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
+    """Raises TrtspecError for a call or result that the template leaves out, and for a result of no call."""
+    calls: set[str] = set()
+    for message in conversation.messages:
+        unread = message.keys() & {"tool_calls", "tool_call_id"} - names
+        if unread:
+            raise TrtspecError(f"has {min(unread)}, which the chat template does not read", "")
+        if message["role"] == "tool" and message.get("tool_call_id") not in calls:
+            raise TrtspecError("has a tool's result without the call that it answers", "")
+        calls.update(call["id"] for call in message.get("tool_calls", ()))
+
+
+def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
+    messages, tools = conversation.messages, list(conversation.tools) or None
+    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if messages[-1]["role"] != "assistant":
+        ends.append(len(messages))  # the answer is still to come
+    renderings = [Rendering([], [], 0)]
+    for number, index in enumerate(ends):
+        reply = messages[index] if index < len(messages) else {}
+        thinking = "reasoning_content" in reply
+        text, prompt = tokenizer.encode_chat(messages[:index], tools, thinking=thinking)
+        written: list[int] = []
+        if reply:
+            cut = index == len(messages) - 1 and conversation.finish_reason == "length"
+            written = _written(reply, text, tokenizer, cut)
+        last = renderings.pop()
+        repeated = last.repeated
+        answer = last.answer
+        if prompt[: len(last.tokens)] != last.tokens:
+            renderings.append(last)
+            history = messages[: ends[number - 1] + 1]
+            _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
+            repeated = len(os.path.commonprefix([known, prompt]))
+            answer = []
+        answer = answer + [0] * (len(prompt) - len(answer)) + [1] * len(written)
+        start = len(prompt) if reply else last.prompt
+        renderings.append(Rendering(prompt + written, answer, start, repeated))
+    return renderings
+
+
+def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
+    """Token ids of an answer. A `cut` answer ends with its last text: a limit ended it, no mark of the target.
+
+    Raises TrtspecError if the reply parser does not read the row's reasoning, content and calls from them.
+    """
+    opened = prompt.rstrip().endswith(THINK)
+    closed = prompt.rstrip().endswith(THINK_END)
+    tags = opened or (not closed and THINK in tokenizer.template.source)
+    text = reply_text(reply, opened, tags)
+    while cut and text.endswith(MARKS):
+        text = text[: text.rindex("<")]
+    ids = tokenizer.encode(text, marks=MARKS)
+    parsed = parse_reply(tokenizer.decode(ids), opened)
+    expected = _parts(reply)
+    differing = [name for name, part in _parts(parsed).items() if part != expected[name]]
+    if differing:
+        places = " and ".join(differing)
+        raise TrtspecError(f"has {places} that the chat template and the parser change", "")
+    return ids if cut else [*ids, tokenizer.special_id(END)]
+
+
+def _parts(message: Message) -> dict[str, Any]:
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+    return {
+        "reasoning": message.get("reasoning_content", ""),
+        "content": message.get("content") or "",
+        "tool calls": [
+            (identity, call["name"], call["arguments"].strip()) for identity, call in calls
+        ],
+    }

@@ -1,0 +1,177 @@
+"""Whether tokenizer, chat template and config.json mean the same tokens. `target_problems` asks it for every command
+that works on a target, and `check` for the tokenizer that it reads answers with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trtspec.checkpoint.chat_parser import THINK, call_id, reply_text
+from trtspec.checkpoint.target_tensors import finding
+from trtspec.checkpoint.tokenizer import (
+    RESERVED_SPECIAL_TOKENS,
+    ChatTemplate,
+    read_optional,
+    read_ranks,
+)
+from trtspec.data_files import DATA
+from trtspec.errors import Problem, Severity, TrtspecError
+
+TOKENIZER, IDS = "TS-TARGET-TOKENIZER", "TS-TARGET-TOKEN-IDS"
+CONFIG, FAST, ADDED = "tokenizer_config.json", "tokenizer.json", "added_tokens.json"
+TEMPLATE = "chat_template.jinja"
+LAST_TOKEN = "[PAD]"  # of the vocabulary
+CONFIG_TOKENS = {
+    "bos_token_id": ("[BOS]",),
+    "eos_token_id": ("[EOS]", "<|im_end|>"),
+    "pad_token_id": (LAST_TOKEN,),
+    "media_placeholder_token_id": ("<|media_pad|>",),
+}
+FETCH = "copy {} from the base model's repository"
+FIRST = {"role": "system", "content": "S1"}
+USER = {"role": "user", "content": "Q1"}
+ANSWER = {"role": "assistant", "content": "A1", "reasoning_content": "R"}
+CALL_ID = call_id("f1", 0)
+CALL = {"id": CALL_ID, "function": {"name": "f1", "arguments": '{"x": 1}'}}
+CALLING = {"role": "assistant", "content": "C1", "reasoning_content": "R1", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": CALL_ID, "content": "T1"}
+TOOL = {"type": "function", "function": {"name": "f1", "description": "D1", "parameters": {}}}
+ASSISTANT = r"<\|im_assistant\|>[^<]*<\|im_middle\|>"
+SYSTEM = r"<\|im_system\|>[^<]*<\|im_middle\|>"
+QUESTION = r"<\|im_user\|>[^<]*<\|im_middle\|>Q1<\|im_end\|>"
+MARKS = "does not put {} between the family's marks, of which each is one token"
+# what the family's templates write of the conversation above, and what another one does
+WRITTEN: tuple[tuple[Severity, str, str], ...] = (
+    ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
+    ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
+    ("error", ASSISTANT + r"(<think>(</think>)?)?\s*$", "does not open the turn of the answer"),
+    ("warning", SYSTEM + "[^<]*D1", "leaves out the tools of a request"),
+    (
+        "warning",
+        SYSTEM + rf"## Return of {CALL_ID}\s*T1<\|im_end\|>",
+        "leaves out tool calls or their results",
+    ),
+)
+
+
+def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> list[Problem]:
+    """Returns an error for each file whose tokens are not the model's, and what the template does in another way than
+    the family's."""
+    problems: list[Problem] = []
+    try:
+        tokenizer = read_optional(path / CONFIG)
+        ids = family_tokens(vocab_size)
+        problems += _ranks(path, vocab_size)
+        problems += _named(path, tokenizer, ids)
+        problems += _configured(path, config, ids)
+        problems += _template(path, tokenizer)
+    except TrtspecError as error:
+        where = error.message.partition(": ")[0].removeprefix(f"{path}/")
+        problems.append(Problem(TOKENIZER, "error", where, error.message, error.remedy))
+    return problems
+
+
+def family_tokens(vocab_size: int) -> dict[str, int]:
+    """Name and id of the family's special tokens. They are the last ones of the vocabulary, as in kimi-nano."""
+    names = _declared(read_optional(DATA / "kimi-nano" / CONFIG))
+    shift = vocab_size - 1 - names[LAST_TOKEN]
+    return {name: token + shift for name, token in names.items() if "reserved" not in name}
+
+
+def _declared(tokenizer: dict[str, Any]) -> dict[str, int]:
+    declared = tokenizer.get("added_tokens_decoder") or {}
+    return {entry["content"]: int(token) for token, entry in declared.items()}
+
+
+def _problem(file: str, message: str) -> Problem:
+    return Problem(TOKENIZER, "error", file, message, FETCH.format(file))
+
+
+def _ranks(directory: Path, vocab_size: int) -> Iterator[Problem]:
+    path = directory / "tiktoken.model"
+    if path.is_file():
+        count = len(read_ranks(path)) + RESERVED_SPECIAL_TOKENS
+        if count != vocab_size:
+            reserved = f"its ranks and {RESERVED_SPECIAL_TOKENS} reserved tokens"
+            message = f"{reserved} are {count:,}, and the model has {vocab_size:,}"
+            yield _problem(path.name, message)
+    elif not (directory / FAST).is_file():
+        yield finding(TOKENIZER, path.name, "warning")
+
+
+def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[Problem]:
+    """Each file that gives a token of the family another id or name, and turn marks that none names."""
+    try:
+        added = read_optional(path / FAST).get("added_tokens") or ()
+        named = {
+            CONFIG: _declared(tokenizer),
+            FAST: {entry["content"]: int(entry["id"]) for entry in added},
+            ADDED: read_optional(path / ADDED),
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return [_problem(CONFIG, "names special tokens in an unknown form")]
+    problems = []
+    names = {token: name for name, token in ids.items()}
+    for file, tokens in named.items():
+        wrong = [
+            f"{name} is token {token}, which is {names.get(token, 'reserved')} in the model"
+            for name, token in tokens.items()
+            if names.get(token, name) != name
+            and "reserved" not in name
+            or ids.get(name, token) != token
+        ]
+        if wrong:
+            problems.append(_problem(file, f"{wrong[0]} ({len(wrong)} tokens in all)"))
+    absent = [name for name in ids if not any(name in tokens for tokens in named.values())]
+    marks = [name for name in absent if name.startswith("<|im_")]
+    if marks and any(named.values()) and not problems:
+        problems.append(_problem(CONFIG, f"{', '.join(marks)} is not named"))
+    return problems
+
+
+def _configured(path: Path, config: dict[str, Any], ids: dict[str, int]) -> Iterator[Problem]:
+    """Ids of config.json and generation_config.json that are other tokens than the family's, and no end of a text."""
+    generation = "generation_config.json"
+    files = [("config.json", config), ("config.json", config.get("text_config") or {})]
+    files.append((generation, read_optional(path / generation)))
+    for file, values in files:
+        for key, names in CONFIG_TOKENS.items():
+            stated = values.get(key)
+            listed = stated if isinstance(stated, list) else [stated]
+            other = [number for number in listed if number not in (None, *map(ids.get, names))]
+            if other:
+                message = f"{key} is {other[0]}, and {' or '.join(names)} is {ids[names[0]]}"
+                yield Problem(IDS, "error", f"{file}: {key}", message)
+    if not any(values.get("eos_token_id") for _, values in files):
+        message = "eos_token_id is absent: answers end only at their limit"
+        yield Problem(IDS, "warning", "config.json: eos_token_id", message)
+
+
+def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
+    """What the template does in another way than the family's, on a conversation that shows it."""
+    code = "TS-TARGET-TEMPLATE"
+    if not tokenizer.get("chat_template") and not (path / TEMPLATE).is_file():
+        yield finding(code, TEMPLATE, "warning")
+        return
+    template = ChatTemplate.from_directory(path, tokenizer)
+    text = template.render([FIRST, USER, ANSWER, USER, CALLING, RESULT], [TOOL], thinking=None)
+    reply = reply_text(CALLING, False, THINK in template.source) + "<|im_end|>"
+    form = "writes reasoning or calls in another form than the family"
+    for severity, pattern, message in (*WRITTEN, ("warning", re.escape(reply), form)):
+        if not re.search(pattern, text, re.DOTALL):
+            where = Path(template.where).name
+            yield Problem(code, severity, where, message, FETCH.format(TEMPLATE))
+            return
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raises TrtspecError with the first error of a tokenizer, if config.json beside it gives the vocabulary."""
+    config = read_optional(path / "config.json")
+    text = config.get("text_config") or config
+    if not isinstance(text.get("vocab_size"), int):
+        return
+    for problem in tokenizer_problems(path, config, text["vocab_size"]):
+        if problem.severity == "error":
+            raise TrtspecError(f"{problem.where}: {problem.message}", problem.remedy, problem.code)
