@@ -164,7 +164,3 @@ class Browser:
             "data"
         ]
         path.write_bytes(base64.b64decode(data))
-
-    def pdf(self, path: Path) -> None:
-        data = self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"]
-        path.write_bytes(base64.b64decode(data))

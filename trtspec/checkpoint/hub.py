@@ -405,8 +405,8 @@ def must_be(resolved: Resolved, kind: Literal["target", "head"]) -> None:
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
-    """Raises UsageError if the checkpoint is not an Eagle3 head, TrtspecError if the head has errors, with `values` also
-    in its weights."""
+    """Raises UsageError if the checkpoint is not an Eagle3 head, TrtspecError if the head has errors, with `values`
+    also in its weights."""
     resolved = resolve(name, weights=False)
     must_be(resolved, "head")
     return Head(resolved, resolved.head_spec(values=values))
