@@ -39,14 +39,14 @@ def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module", params=["helm-values", "dynamo"])
 def written(request: pytest.FixtureRequest) -> str:
-    words = (*shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc23")
+    words = (*shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc22")
     return trtspec("build-config", *words).stdout
 
 
 def test_our_own_values_and_manifests_are_clean(written: str, tmp_path: Path) -> None:
     report = lint(written, tmp_path)
     assert report["ok"] and not found(report)
-    assert (report["version"], report["version_reason"]) == ("1.3.0rc23", "the image's tag")
+    assert (report["version"], report["version_reason"]) == ("1.3.0rc22", "the image's tag")
 
 
 def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> No
     assert report["version"] == "1.3.0rc20"
     assert ("LINT-STOPS-AT-START", 6) in found(report)
     wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
-    assert [(item["line"], item["key"]) for item in wrong] == [(8, "engine.yml: --max_batch_sise")]
+    assert [(item["line"], item["key"]) for item in wrong] == [(9, "engine.yml: --max_batch_sise")]
     assert not [
         item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]
     ]  # the shell decides
@@ -118,7 +118,7 @@ def test_a_script_or_template_without_engine_settings_is_not_judged(
 
 def test_several_documents_and_a_recipe_with_a_section_for_each_role() -> None:
     two = "a: |\n  moe_config: {backend: AUTO}\n---\nb:\n  c.yaml: |\n    kv_cache_config: {dtype: fp8}\n"
-    assert [(item.place, item.first) for item in carried(two)] == [("a", 1), ("b.c.yaml", 5)]
+    assert [(item.place, item.line) for item in carried(two)] == [("a", 1), ("b.c.yaml", 5)]
     roles = "worker_config:\n  gen:\n    moe_config: {backend: AUTO}\n  ctx:\n    kv_cache_config: {dtype: fp8}\n"
     assert [(item.place, item.text.strip()) for item in carried(roles)] == [
         ("worker_config.gen", "moe_config: {backend: AUTO}"), ("worker_config.ctx", "kv_cache_config: {dtype: fp8}"),

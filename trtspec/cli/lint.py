@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
 
+WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
 MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
@@ -102,12 +104,19 @@ class Judged:
         if not part.place:
             return self
 
-        def move(one: Finding) -> Finding:
-            line = part.first + one.line if one.line else part.command + 1
-            column = one.column and one.column + part.indent
-            return replace(
-                one, key=f"{part.place}: {one.key}".removesuffix(": "), line=line, column=column
-            )
+        origin = part.origin
+
+        def move(finding: Finding) -> Finding:
+            variable = finding.key.partition(".")[2]
+            if finding.key.startswith("environment.") and variable in part.environ:
+                return replace(finding, line=part.environ[variable][1] + 1)
+            line = part.line if part.words is None else part.command
+            line = part.option_lines.get(finding.key, line)
+            if finding.line:
+                line = origin.line(finding.line - 1)
+            column = finding.column + origin.indent if finding.column and origin.exact else None
+            key = f"{part.place}: {finding.key}".removesuffix(": ")
+            return replace(finding, key=key, line=line + 1, column=column)
 
         return replace(
             self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)]
@@ -138,7 +147,8 @@ class Judged:
 
 def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
-    files, passed = options.split()
+    named, passed = options.split()
+    files = [file for name in named for file in _files_of(name)]
     if not files:
         raise UsageError(
             "no file is given before the options of trtllm-serve", "pass the engine YAML first"
@@ -158,6 +168,35 @@ def lint(options: LintOptions) -> Result:
     write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
     return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
                   failure=_failure(judged, options.strict))  # fmt: skip
+
+
+def _files_of(name: str) -> list[str]:
+    """The file itself; of a directory, every file below it that has engine settings. Raises UsageError if none has."""
+    from trtspec.trtllm.carriers import carried, is_engine_file
+    from trtspec.trtllm.document import Document
+    from trtspec.vllm import is_vllm_file
+
+    if not Path(name).is_dir():
+        return [name]
+    files, left_out = list[str](), 0
+    for path in sorted(Path(name).rglob("*")):
+        if path.suffix not in WALKED or not path.is_file():
+            continue
+        try:
+            document = Document.read(path)
+        except TrtspecError:
+            files.append(str(path))  # judged, so that the error is reported
+            continue
+        keys = document.value if isinstance(document.value, dict) else ()
+        if is_engine_file(map(str, keys)) or carried(document.text) or is_vllm_file(keys):
+            files.append(str(path))
+        else:
+            left_out += 1
+    if left_out:
+        write_stderr(f"{name}: {left_out} files without engine settings were left out\n")
+    if not files:
+        raise UsageError(f"no file below {name} has engine settings", "pass the engine YAML")
+    return files
 
 
 def lint_configuration(
@@ -229,7 +268,7 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     """The file, or every engine file and command that it carries, each finding at its line of the file."""
-    from trtspec.trtllm.carriers import Carried, carried
+    from trtspec.trtllm.carriers import Carried, Origin, carried
     from trtspec.trtllm.document import Document
 
     try:
@@ -238,23 +277,27 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         return Judged(file, error=error)
     text, shift, every = document.text, 0, list[Judged]()
     try:
-        parts = sorted(carried(text), key=lambda part: part.first)
+        parts = carried(text)
         if not parts and (
             text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)
         ):
             raise UsageError(
                 f"{file} is a script or template without engine settings", "pass the engine YAML"
             )
-        for part in parts or [Carried("", text, lines=len(text.splitlines()))]:
+        keys = document.value if isinstance(document.value, dict) else {}
+        if not parts and (foreign := _foreign(keys)):
+            return Judged(document.name, document, findings=foreign)
+        whole = Carried("", text, Origin(lines=len(text.splitlines())))
+        for part in parts or [whole]:
             inner = (
                 document if part.text == document.text else Document.parse(part.text, document.name)
             )
             judged = judge_part(inner, part, passed, options)
-            moved = replace(part, first=part.first + shift, command=part.command + shift)
-            every.append(judged.placed(moved if options.fix else part))
+            every.append(judged.placed(part))
             if judged.document is not None and judged.document.text != part.text:
+                moved = replace(part, origin=replace(part.origin, first=part.origin.first + shift))
                 text = moved.written_into(text, judged.document.text)
-                shift += judged.document.text.count("\n") - part.lines
+                shift = text.count("\n") - document.text.count("\n")
     except TrtspecError as error:
         return Judged(document.name, document, error=error)
     better = document if text == document.text else Document.parse(text, document.name)
@@ -263,9 +306,9 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     return Judged(
         document.name,
         better if options.fix else document,
-        ", ".join(dict.fromkeys(str(judged.version) for judged in every)),
-        ", ".join(dict.fromkeys(str(judged.reason) for judged in every)),
-        [finding for judged in every for finding in judged.findings],
+        ", ".join(dict.fromkeys(judged.version for judged in every if judged.version)),
+        ", ".join(dict.fromkeys(judged.reason for judged in every if judged.reason)),
+        list(dict.fromkeys(finding for judged in every for finding in judged.findings)),
         [finding for judged in every for finding in judged.corrected],
         options.fix,
         _diff(document, better) if options.diff else "",
@@ -276,10 +319,18 @@ def judge_part(
     document: Document, part: Carried, passed: list[str] | None, options: LintOptions
 ) -> Judged:
     """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
+    from trtspec.trtllm.carriers import role_in
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
 
+    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread)
+    if not part.text and part.words is None and part.place:
+        return Judged(document.name, document, findings=[unread])
+    if part.engine == "vllm":
+        values = document.value if isinstance(document.value, dict) else {}
+        return Judged(document.name, document, findings=_foreign(values))
+    environ = {name: value for name, (value, _) in part.environ.items()}
     version, names, wrong = (
         options.trtllm_version or part.version,
         {"target": options.target, "head": options.head},
@@ -294,7 +345,8 @@ def judge_part(
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
     deployment, reason, more = deployment_of(
         document, version=verdict.version if verdict else version, **names,
-        gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
+        gpu=options.gpu, passed=passed, environ=environ if part.place else os.environ,
+        here=options.installed, role=part.role or role_in(Path(document.name).stem),
     )  # fmt: skip
     deployment = replace(deployment, options=None) if part.partial else deployment
     findings = find(document, deployment)
@@ -311,25 +363,45 @@ def judge_part(
         )
     elif version is not None and version == part.version:
         reason = "the image's tag"
-    if part.elsewhere:  # the rest may be in the file that is not here
+    if part.elsewhere and not part.text:  # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
         more.append(
             Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too")
         )
-    # a shell puts variables in: what is written is not the value
-    hidden = {
-        key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)
-    }
+    dynamo = part.engine == "dynamo.trtllm"
     # Dynamo's parsers have names and releases of their own
-    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
+    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if dynamo else ()
     said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
-    kept = [
-        one
-        for one in said
-        if one.key not in hidden and not (one.code in own and "parser" in one.key)
-    ]
+    kept = [finding for finding in said if not (finding.code in own and "parser" in finding.key)]
+    kept = [_in_words_of_dynamo(finding) for finding in kept] if dynamo else kept
+    kept += [unread] if part.unread else []
     return Judged(document.name, better, deployment.version, reason, kept, corrected)
+
+
+def _in_words_of_dynamo(finding: Finding) -> Finding:
+    """With the options of `dynamo.trtllm` in place of those of trtllm-serve."""
+    from trtspec.trtllm.deployment import IN_DYNAMO
+
+    def in_dynamo(text: str) -> str:
+        return re.sub(r"--[a-z_]+", lambda flag: IN_DYNAMO.get(flag[0], flag[0]), text)
+
+    return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
+
+
+def _foreign(values: Mapping[Any, Any]) -> list[Finding]:
+    """What is wrong with a file that is not TensorRT-LLM's: vLLM's, or one without any of its keys."""
+    from trtspec.trtllm.carriers import is_foreign
+    from trtspec.trtllm.deployment import Finding
+    from trtspec.vllm import is_vllm_file, unknown_options
+
+    if is_vllm_file(values):
+        return [Finding.of(problem, problem.where) for problem in unknown_options(values)]
+    if not is_foreign(map(str, values)):
+        return []
+    shown = ", ".join(map(str, [*values][:4]))
+    message = f"none of its keys ({shown}) is TensorRT-LLM's, and nothing in it is an engine file"
+    return [Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)]
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:

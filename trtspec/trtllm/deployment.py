@@ -20,9 +20,11 @@ from trtspec.checkpoint.hub import findable, load_head, load_target, similar_ids
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.foreign import parse_hub_id
-from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
+from trtspec.planning.layout import KV_FRACTION, Layout
+from trtspec.planning.memory import Memory, memory
+from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
-from trtspec.trtllm.intent import parse_intent
+from trtspec.trtllm.intent import Intent, Role, parse_intent
 from trtspec.trtllm.schema import Option, Schema, default_release, read_beside, schema_for
 
 Fix = Callable[[Document], Edit]
@@ -40,6 +42,17 @@ PARSERS = {
     "--tool_parser": "--dyn-tool-call-parser",
     "--reasoning_parser": "--dyn-reasoning-parser",
 }
+# options of Dynamo's worker -> those of trtllm-serve
+DYNAMO_FLAGS = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {
+    theirs: ours for ours, theirs in PARSERS.items()
+}
+# words of files, flags and paths -> the half of a disaggregated deployment that they mean
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("prefill", "context", "ctx"), "context"),
+    **dict.fromkeys(("decode", "generation", "gen"), "generation"),
+}
+TRUST = "--override-engine-args '{\"trust_remote_code\": true}'"
+IN_DYNAMO = {ours: theirs for theirs, ours in DYNAMO_FLAGS.items()} | {"--trust_remote_code": TRUST}
 
 
 def installed_version() -> str | None:
@@ -69,8 +82,10 @@ def choose_version(asked: str | None) -> tuple[str, str]:
 @dataclass(frozen=True)
 class Deployment:
     """What a file is judged against. `argv` holds settings passed as options, by their YAML path; `options` those of
-    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
-    `environ` the variables that the server will see. `here`: the engine runs on this machine, not elsewhere in a pod.
+    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0", and
+    `gpu_name` the GPU's name where its memory is known. `environ`: the variables that the server will see. `here`: the
+    engine runs on this machine, not elsewhere in a pod. `role`: the half of a disaggregated deployment, where a
+    carrier or the file's first line tells it.
     """
 
     schema: Schema
@@ -81,8 +96,10 @@ class Deployment:
     argv: dict[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] | None = None
     gpu: str | None = None
+    gpu_name: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     here: bool = False
+    role: Role | None = None
 
     @property
     def version(self) -> str:
@@ -91,6 +108,35 @@ class Deployment:
     def setting(self, document: Document, path: str, default: Any = None) -> Any:
         """The value that the engine will see: the option's if there is one, else the file's."""
         return self.argv.get(path, document.get(path, default))
+
+    def role_of(self, document: Document) -> Role | None:
+        """The known role; else that of a server with a transceiver whose steps hold decode tokens alone."""
+        option = str((self.options or {}).get("server_role") or "").lower()
+        known = ROLES.get(option, self.role)
+        chunked = self.setting(document, "enable_chunked_prefill")
+        if known or chunked or not document.get("cache_transceiver_config.backend"):
+            return known
+        batch = self.size(document, "max_batch_size", 2048)
+        steps = batch * step_tokens(document)
+        return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
+
+    def memory(self, document: Document, gpu: GpuSpec) -> Memory | None:
+        """By the memory model of `trtspec plan`; None without a target, or for sizes that lint refuses."""
+        if self.target is None:
+            return None
+        spread = self.setting(document, "enable_attention_dp") is True
+        whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
+        fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
+        try:
+            layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, spread)
+        except UsageError:
+            return None
+        return memory(
+            self.target, self.head, gpu, layout,
+            fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
+            max_num_tokens=self.size(document, "max_num_tokens", 8192),
+            transfer_tokens=self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
+        )  # fmt: skip
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
         """The same for a whole number above 0; `default` for anything else."""
@@ -108,6 +154,7 @@ def deployment_of(
     passed: list[str] | None = None,
     environ: Mapping[str, str] | None = None,
     here: bool = False,
+    role: Role | None = None,
 ) -> tuple[Deployment, str, list[Problem]]:
     """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
 
@@ -140,9 +187,14 @@ def deployment_of(
     deployment = Deployment(
         schema, target_spec, target_name or "", head_spec, head_name or "", argv,
         options=options if passed is not None else None, gpu=compute_capability(gpu) if gpu else None,
-        environ=environ or {}, here=here,
+        gpu_name=gpu.lower() if gpu and gpu.lower() in gpu_names() else None,
+        environ=environ or {}, here=here, role=role or _written_role(written),
     )  # fmt: skip
     return deployment, reason, problems
+
+
+def _written_role(written: Intent | None) -> Role | None:
+    return written.role if written is not None else None
 
 
 VALUE = "TS-SERVE-OPTION-VALUE"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,9 @@ import yaml
 
 from trtspec.files import read_yaml_text
 from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
+from trtspec.trtllm.shell import MASK
 
+HIDDEN = re.compile(MASK)
 INDENT = "  "
 
 
@@ -138,6 +141,15 @@ class Document:
                 found.append((start, at))
             at = max(at, end)
         return tuple(found)
+
+    @cached_property
+    def unknown(self) -> frozenset[str]:
+        """Paths whose value, or a part of it, only a shell or a template knows."""
+        return frozenset(
+            path
+            for path, entry in self.entries.items()
+            if HIDDEN.search(self.text, entry.key_node.start, entry.value_node.end)
+        )
 
     @cached_property
     def comment_texts(self) -> Counter[str]:

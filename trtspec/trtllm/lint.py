@@ -54,7 +54,11 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
-    placed = [finding.placed(document) for finding in _judged(document, deployment)]
+    placed = [
+        finding.placed(document)
+        for finding in _judged(document, deployment)
+        if document.unknown.isdisjoint(finding.keys)
+    ]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from trtspec.errors import Severity
 from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import kernel_refusal
+from trtspec.specs import gpu_spec
 from trtspec.trtllm.deployment import Deployment, Finding, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
@@ -59,29 +60,28 @@ def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding
     if limit and length > limit:
         message = f"max_seq_len {length} is beyond the model's {limit} positions"
         yield Finding("TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message)
-    role = str((deployment.options or {}).get("server_role") or "").casefold()
     chunked = deployment.setting(document, "enable_chunked_prefill")
-    if length > tokens and not chunked and not role.startswith("gen"):
+    role = deployment.role_of(document)
+    if length > tokens and not chunked and role != "generation":
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
         # a generation server prefills nothing, and a file alone does not show on which side it runs
         either = not role and bool(document.get("cache_transceiver_config.backend"))
         yield Finding(
-            "TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message
-        )
+            "TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message,
+            beside=("max_num_tokens",),
+        )  # fmt: skip
 
 
 def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """The KV cache must hold one request of the length that is served, at the least one block."""
-    request = deployment.size(document, "max_seq_len")
-    request = request or deployment.size(document, "kv_cache_config.tokens_per_block", 32)
+    target = deployment.target
+    longest = target.max_position_embeddings if target else 32
+    request = deployment.size(document, "max_seq_len", longest)
     pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
     if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
         pools["free_gpu_memory_fraction"] = 0
-    total, target = (
-        deployment.size(document, "kv_cache_config.max_gpu_total_bytes"),
-        deployment.target,
-    )
+    total = deployment.size(document, "kv_cache_config.max_gpu_total_bytes")
     if target is not None and total:
         bytes_per_token = (
             target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
@@ -92,7 +92,27 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
             message = (
                 f"the KV cache holds {max(tokens, 0):,} tokens and one request may have {request:,}"
             )
-            yield Finding("TS-LINT-POOL", "error", f"kv_cache_config.{name}", message)
+            # without max_seq_len the length is the model's, which few requests reach
+            certain = tokens < deployment.size(document, "max_seq_len", 32)
+            severity: Severity = "error" if certain else "warning"
+            yield Finding("TS-LINT-POOL", severity, f"kv_cache_config.{name}", message)
+
+
+def capacity(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """Requests of full length that the cache of this GPU holds, as build-config writes it into its file."""
+    length = deployment.size(document, "max_seq_len")
+    batch = deployment.size(document, "max_batch_size")
+    if deployment.gpu_name is None or not length or not batch:
+        return
+    room = deployment.memory(document, gpu_spec(deployment.gpu_name))
+    if room is not None and room.layout.attention_dp:
+        batch *= room.layout.gpus
+    if room is None or room.sequences(length) >= batch:
+        return
+    held = room.sequences(length)
+    message = f"the cache holds {held:,} requests of {length:,} tokens, fewer than a full batch of {batch:,} "
+    message += "(`trtspec plan`); a request without `max_tokens` reserves that length (TensorRT-LLM issue 9412)"
+    yield Finding("TS-LINT-CAPACITY", "info" if held else "error", "max_seq_len", message)
 
 
 def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -159,7 +179,8 @@ def _absent(deployment: Deployment) -> Severity:
 
 
 def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """The buffer must hold the longest prompt, in whole blocks; 0 means transfers without a copy."""
+    """The buffer must hold the longest prompt that this side accepts, in whole blocks; 0: no copy is made. Prompts of
+    any length up to max_seq_len are handed to a generation server."""
     key = "cache_transceiver_config.max_tokens_in_buffer"
     buffer, length = deployment.size(document, key), deployment.size(document, "max_seq_len")
     blocks = deployment.schema.behaviour("transfer_in_blocks")
@@ -177,9 +198,8 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
         message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks['source']})"
         fix = partial(set_value, path=key, value=in_blocks(buffer))
         yield Finding("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)
-    if (
-        deployment.setting(document, "enable_chunked_prefill") is not True
-    ):  # longer prompts are refused
+    chunked = deployment.setting(document, "enable_chunked_prefill") is True
+    if not chunked and deployment.role_of(document) != "generation":  # longer prompts are refused
         length = min(length, deployment.size(document, "max_num_tokens", 8192))
     if 0 < buffer < length:
         message = f"prompts of {length} tokens are accepted and the transfer buffer holds {buffer}"
@@ -195,7 +215,8 @@ def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Fi
             "TS-LINT-FORCED-ACCEPTANCE", "error", key, message, fix=partial(delete_key, path=key)
         )
     if deployment.environ.get(FORCED_ACCEPTANCE):
-        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message)
+        variable = f"environment.{FORCED_ACCEPTANCE}"
+        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", variable, message)
 
 
 def disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -208,5 +229,5 @@ def disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 RULES = (
-    double_settings, token_budget, pool, cuda_graphs, moe, transfer_buffer, forced_acceptance, disk_cache,
+    double_settings, token_budget, pool, capacity, cuda_graphs, moe, transfer_buffer, forced_acceptance, disk_cache,
 )  # fmt: skip
