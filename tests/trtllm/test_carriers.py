@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.command_line import problem_codes, trtspec
 from trtspec.trtllm.carriers import carried
@@ -35,6 +36,40 @@ def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
         for item in report["problems"]
         if item["severity"] != "info"
     }
+
+
+CASES = yaml.safe_load(Path(__file__).with_name("carriers.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_carrier_is_judged_at_its_own_lines(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    report = lint(case["text"], tmp_path, *shlex.split(case.get("words", "")))
+    lines: dict[str, list[int | None]] = {}
+    for item in report["problems"]:
+        lines.setdefault(item["code"].removeprefix("TS-"), []).append(item["line"])
+    assert {code: lines.get(code) for code in case["findings"]} == case["findings"]
+    assert report["version"] == case.get("version", report["version"])
+    assert case["findings"] or report["ok"]
+
+
+def test_a_directory_is_walked(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "run.sh").write_text("trtllm-serve M --tp_sise 8\n")
+    (tmp_path / "engine.yml").write_text("kv_cache_config: {dtyp: fp8}\n")
+    (tmp_path / "other.yml").write_text("name: x\nimage: y\n")
+    done = trtspec("lint", tmp_path, "--json")
+    assert [Path(item["file"]).name for item in json.loads(done.stdout)["files"]] == [
+        "run.sh",
+        "engine.yml",
+    ]
+    assert "1 files without engine settings" in done.stderr
+
+
+def test_a_correction_keeps_what_the_shell_puts_in(tmp_path: Path) -> None:
+    text = "cat > e.yml <<EOF\nmoe_config: {backend: trtllm}\n$MORE\ndtype: ${D:-auto}\nEOF\n"
+    lint(text, tmp_path, "--fix")
+    assert (tmp_path / "file").read_text() == text.replace("trtllm}", "TRTLLM}")
 
 
 @pytest.fixture(scope="module", params=["helm-values", "dynamo"])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trtspec.trtllm.lint import Verdict
 
 WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
+MAX_NAMED = 5  # files in one message
 MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
@@ -242,9 +243,11 @@ def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     if unjudged := [item.error for item in judged if item.error is not None]:
         return unjudged[0]
     if wrong:
-        versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
-        names = ", ".join(item.name for item in wrong)
-        return CheckFailed(f"TensorRT-LLM {versions} would reject {names} or ignore a part of it")
+        versions = ", ".join(dict.fromkeys(item.version for item in wrong if item.version))
+        engine = f"TensorRT-LLM {versions}" if versions else "the engine"
+        names = ", ".join(item.name for item in wrong[:MAX_NAMED])
+        more = f" and {len(wrong) - MAX_NAMED} more files" if len(wrong) > MAX_NAMED else ""
+        return CheckFailed(f"{engine} would reject {names}{more} or ignore a part of it")
     return (
         CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
         if strict and warned
@@ -284,9 +287,8 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
             raise UsageError(
                 f"{file} is a script or template without engine settings", "pass the engine YAML"
             )
-        keys = document.value if isinstance(document.value, dict) else {}
-        if not parts and (foreign := _foreign(keys)):
-            return Judged(document.name, document, findings=foreign)
+        if not parts and (foreign := _foreign(document)):
+            return foreign
         whole = Carried("", text, Origin(lines=len(text.splitlines())))
         for part in parts or [whole]:
             inner = (
@@ -323,13 +325,14 @@ def judge_part(
     from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
+    from trtspec.trtllm.shell import OMITTED
 
-    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread)
+    line = part.text.count("\n", 0, part.text.find(OMITTED)) + 1 if OMITTED in part.text else None
+    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)
     if not part.text and part.words is None and part.place:
         return Judged(document.name, document, findings=[unread])
-    if part.engine == "vllm":
-        values = document.value if isinstance(document.value, dict) else {}
-        return Judged(document.name, document, findings=_foreign(values))
+    if part.foreign:
+        return _foreign(document) or Judged(document.name, document)
     environ = {name: value for name, (value, _) in part.environ.items()}
     version, names, wrong = (
         options.trtllm_version or part.version,
@@ -369,12 +372,11 @@ def judge_part(
         more.append(
             Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too")
         )
-    dynamo = part.engine == "dynamo.trtllm"
     # Dynamo's parsers have names and releases of their own
-    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if dynamo else ()
+    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
     said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
     kept = [finding for finding in said if not (finding.code in own and "parser" in finding.key)]
-    kept = [_in_words_of_dynamo(finding) for finding in kept] if dynamo else kept
+    kept = [_in_words_of_dynamo(finding) for finding in kept] if part.dynamo else kept
     kept += [unread] if part.unread else []
     return Judged(document.name, better, deployment.version, reason, kept, corrected)
 
@@ -389,19 +391,25 @@ def _in_words_of_dynamo(finding: Finding) -> Finding:
     return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
 
 
-def _foreign(values: Mapping[Any, Any]) -> list[Finding]:
-    """What is wrong with a file that is not TensorRT-LLM's: vLLM's, or one without any of its keys."""
+def _foreign(document: Document) -> Judged | None:
+    """A file of vLLM, or one without any key of an engine; None for any other."""
     from trtspec.trtllm.carriers import is_foreign
     from trtspec.trtllm.deployment import Finding
     from trtspec.vllm import is_vllm_file, unknown_options
 
-    if is_vllm_file(values):
-        return [Finding.of(problem, problem.where) for problem in unknown_options(values)]
-    if not is_foreign(map(str, values)):
-        return []
-    shown = ", ".join(map(str, [*values][:4]))
+    keys = document.value if isinstance(document.value, dict) else {}
+    if is_vllm_file(keys):
+        findings = [
+            Finding.of(problem, problem.where).placed(document) for problem in unknown_options(keys)
+        ]
+        reason = "vLLM's configuration, by the options that are known here"
+        return Judged(document.name, document, None, reason, findings)
+    if not is_foreign(map(str, keys)):
+        return None
+    shown = ", ".join(map(str, [*keys][:MAX_NAMED]))
     message = f"none of its keys ({shown}) is TensorRT-LLM's, and nothing in it is an engine file"
-    return [Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)]
+    finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)
+    return Judged(document.name, document, None, "not an engine file", [finding])
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
@@ -448,7 +456,8 @@ def _lines(judged: Judged) -> Iterator[str]:
     errors, warnings = judged.count("error"), judged.count("warning")
     verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
     verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})"
+    engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
+    yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
 def _excerpt(document: Document, finding: Finding) -> list[str]:

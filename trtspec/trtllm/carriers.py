@@ -9,9 +9,9 @@ them stand the variables of the environment.
 from __future__ import annotations
 
 import base64
-import binascii
 import difflib
 import functools
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +29,12 @@ from trtspec.trtllm.shell import MASK, OMITTED, Statement, Word, masked, stateme
 
 IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>\w[\w.-]*)")
 VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # of an image's tag, with the same engine
-PROGRAMS = {"trtllm-serve", "dynamo.trtllm", "vllm"}
-NOT_LAUNCHED = {"echo", "printf", "which", "command", "pkill", "pgrep", "grep", "pip", "rm"}
+DYNAMO, OTHER_ENGINES = "dynamo.trtllm", {"vllm"}
+PROGRAMS = {"trtllm-serve", DYNAMO} | OTHER_ENGINES
+PRINTS = {"echo", "printf"}
+NOT_LAUNCHED = {*PRINTS, "which", "command", "pkill", "pgrep", "grep", "pip", "rm"}
+# fields of a command that an engine file takes over
+OF_A_COMMAND = ("words", "command", "option_lines", "partial", "engine", "elsewhere")
 NOT_SERVING = {"disaggregated", "mm_embedding_serve", "--help", "-h"}
 CONFIG = {"--extra_llm_api_options", "--config", "--extra-engine-args"}
 OVERRIDES = "--override-engine-args"
@@ -38,6 +42,8 @@ ROLE_FLAGS = {"--server_role", "--disaggregation-mode"}
 SCRIPT_KEYS = {"command", "args", "entrypoint"}
 VARIABLE = re.compile(r"(?:-e|--env=)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 TEXT_KEY = re.compile(r"(?m)^[ \t]*[\"']?(\w+)[\"']?:(?=\s|$)")
+FRONT_KEYS = {"context_servers", "generation_servers"}
+COMPARED = 20  # keys of a file that are compared with those of an engine by their spelling
 GENERIC = {"model", "backend"}  # keys that any recipe has
 DATA_FILE = re.compile(r"\.(ya?ml|json)$")
 
@@ -91,6 +97,15 @@ class Carried:
     def line(self) -> int:
         return self.origin.first if self.text else self.command
 
+    @property
+    def foreign(self) -> bool:
+        """Whether another engine than TensorRT-LLM serves."""
+        return self.engine in OTHER_ENGINES
+
+    @property
+    def dynamo(self) -> bool:
+        return self.engine == DYNAMO
+
     def written_into(self, original: str, text: str) -> str:
         """The original with `text` in place of this engine file, if it stands there as it is."""
         origin, kept = self.origin, original.splitlines(keepends=True)
@@ -121,9 +136,11 @@ def is_engine_file(keys: Iterable[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether a mapping of several keys has no key of an engine, none of a front, and none that is spelled like one."""
     keys, (_, known) = set(keys), _engine_keys()
-    if len(keys) < 2 or keys & (known | {"context_servers", "generation_servers"}):
+    if len(keys) < 2 or keys & (known | FRONT_KEYS):
         return False
-    return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in keys)
+    return not any(
+        difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in [*keys][:COMPARED]
+    )
 
 
 def _is_engine_text(text: str) -> bool:
@@ -136,25 +153,25 @@ def _is_engine_text(text: str) -> bool:
         names = set(TEXT_KEY.findall(text))
         known = names & _engine_keys()[1]
         return len(known) > 1 and 2 * len(known) >= len(names)
-    return root is not None and is_engine_file(pair.key_node.text for pair in root.pairs)
+    return root is not None and is_engine_file(_keys(root))
 
 
 def carried(text: str) -> list[Carried]:
     """Every engine file and command in a text, by line; none for an engine file itself."""
     carrier = _Carrier(text)
     for first, chunk in _chunks(text):
+        origin = Origin(first, chunk.count("\n") + 1)
         try:
             root = _root(chunk)
         except YamlError as error:
-            carrier.read_script(chunk, Origin(first, chunk.count("\n") + 1))
-            carrier.broken.append((first, error))
+            carrier.read_broken(chunk, origin, error)
             continue
         if root is None or root.kind != "mapping":
-            carrier.read_script(chunk, Origin(first, chunk.count("\n") + 1))
-        elif is_engine_file(pair.key_node.text for pair in root.pairs):
+            carrier.read_script(Carried("", chunk, origin))
+        elif is_engine_file(_keys(root)):
             return []
         else:
-            carrier.read_tree(root, chunk, first)
+            carrier.read_tree(root, chunk, origin)
     return sorted(carrier.joined(), key=lambda part: part.line)
 
 
@@ -165,6 +182,7 @@ def role_in(*names: str) -> Role | None:
     return roles.pop() if len(roles) == 1 else None
 
 
+@functools.lru_cache(maxsize=8)
 def release_in(text: str) -> tuple[str | None, str]:
     """The engine's release by the tag of the one image in a text, and the tag of an image of Dynamo whose engine is not
     known. None for no image, for several, `latest`, a digest, or a release of long ago."""
@@ -200,13 +218,15 @@ def _root(text: str) -> Node | None:
         return compose(masked(text))[0]
 
 
+def _keys(node: Node) -> list[str]:
+    return [pair.key_node.text for pair in node.pairs]
+
+
 def _walk(node: Node, path: tuple[str, ...], image: str) -> Iterator[tuple[Any, Node, str]]:
     """Every node with its path and the image of the container around it; not below an engine file."""
-    for pair in node.pairs:
-        if pair.key == "image" and pair.value_node.kind == "scalar":
-            image = pair.value_node.text
+    image = "".join(item.text for item in _scalars(node, "image")) or image
     yield path, node, image
-    if len(path) > 1 and is_engine_file(pair.key_node.text for pair in node.pairs):
+    if len(path) > 1 and is_engine_file(_keys(node)):
         return
     for pair in node.pairs:
         yield from _walk(pair.value_node, (*path, pair.key_node.text), image)
@@ -218,8 +238,8 @@ def _walk(node: Node, path: tuple[str, ...], image: str) -> Iterator[tuple[Any, 
 def _scalars(node: Node, name: str) -> list[Node]:
     """The scalars below a key: of a list, or the one."""
     values = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
-    items = [item for value in values for item in (value.items or [value])]
-    return [item for item in items if getattr(item, "kind", "") == "scalar"]
+    lists = [value.items if value.kind == "sequence" else [value] for value in values]
+    return [item for item in itertools.chain(*lists) if item.kind == "scalar"]
 
 
 class _Carrier:
@@ -229,196 +249,153 @@ class _Carrier:
         self.version, self.unknown_image = release_in(text)
         self.files: list[Carried] = []
         self.commands: list[Carried] = []
-        self.others: list[
-            Carried
-        ] = []  # files without an engine's keys, unless a command names them
+        self.others: list[Carried] = []  # texts that are engine files only if a command names them
+        self.notes: list[Carried] = []
         self.variables: list[tuple[str, str, int, Role | None]] = []
-        self.broken: list[tuple[int, YamlError]] = []
         self.target = self.head = None
 
-    def read_tree(self, root: Node, text: str, first: int) -> None:
+    def read_broken(self, text: str, origin: Origin, error: YamlError) -> None:
+        """A document that is not YAML: a script, or engine settings that nobody can read."""
+        before = len(self.files) + len(self.commands)
+        self.read_script(Carried("", text, origin))
+        if before == len(self.files) + len(self.commands):
+            reason = f"this document is not YAML: {error.message}"
+            line = origin.line(error.line - 1)
+            self.notes.append(Carried(f"line {line + 1}", command=line, unread=reason))
+
+    def read_tree(self, root: Node, text: str, origin: Origin) -> None:
         model, image = root.value.get("model"), root.value.get("image")
         if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
             self.version = str(image.get("tag") or "") or None
             self.target, self.head = model.get("target"), model.get("head")
         encoded = root.value.get("kind") == "Secret"
-        lines = text.splitlines(keepends=True)
-        for path, node, image in _walk(root, (), ""):
-            place, line = ".".join(path), first + node.line
-            if node.kind == "mapping":
-                self._read_mapping(path, node, image, text, first)
-            elif node.kind == "scalar" and node.text:
-                exact = node.style == "|"
-                begin = node.line + 1 if node.style in BLOCK else node.line
-                end = node.line + 1 + text.count("\n", node.start, node.end)
-                origin = Origin(first + begin, max(end - begin, 1), exact=exact)
-                if exact:
-                    origin = replace(origin, indent=_indent("".join(lines[begin:end])))
-                inner = node.text
-                if encoded and path[0] == "data":
-                    with suppress(binascii.Error, UnicodeDecodeError):
-                        inner = base64.b64decode(node.text, validate=True).decode()
-                        origin = Origin(line, exact=False)
+        for path, node, around in _walk(root, (), ""):
+            version = release_in(around)[0]
+            part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
+                           version=version, origin=_origin(node, text, origin))  # fmt: skip
+            if node.kind == "scalar" and node.text:
+                inner = _decoded(node.text) if encoded else node.text
                 commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in inner.strip()
-                self._read_text(inner, origin, place, path[-1], commands, image)
+                self._read_text(replace(part, text=inner), commands)
+                continue
+            if part.name == "env" or part.name.endswith("environment"):
+                self.variables += [
+                    (name, value, origin.line(line), part.role)
+                    for name, value, line in _environment(node)
+                ]
+            if len(path) > 1 and is_engine_file(_keys(node)):
+                inner = text[node.start : node.end]
+                if node.style != "flow":
+                    inner = textwrap.dedent(" " * node.column + inner) + "\n"
+                self.files.append(replace(part, text=inner))
+            words = [
+                Word(item.text, origin.line(item.line))
+                for key in ("command", "args")
+                for item in _scalars(node, key)
+            ]
+            if len(words) > 1 and not any("\n" in word.text or word.text == "-c" for word in words):
+                self._read_command(words, part)
 
-    def _read_mapping(
-        self, path: tuple[str, ...], node: Node, image: str, text: str, first: int
-    ) -> None:
-        name = path[-1] if path else ""
-        if name in ("env", "environment") or name.endswith("_environment"):
-            for pair in node.pairs:
-                self._set(
-                    pair.key_node.text, pair.value_node.text, first + pair.key_node.line, path
-                )
-        variable = [item.text for key in ("name", "value") for item in _scalars(node, key)]
-        if "env" in path[-2:] and len(variable) == 2:
-            self._set(variable[0], variable[1], first + node.line, path)
-        if len(path) > 1 and is_engine_file(pair.key_node.text for pair in node.pairs):
-            flow = node.style == "flow"
-            inner = text[node.start : node.end]
-            end = node.line + 1 + inner.count("\n")
-            if not flow:
-                inner = textwrap.dedent("".join(text.splitlines(keepends=True)[node.line : end]))
-            origin = Origin(first + node.line, end - node.line, node.column, exact=not flow)
-            self.files.append(Carried(".".join(path), inner, origin, name, role=role_in(*path)))
-        words = [
-            Word(item.text, first + item.line)
-            for key in ("command", "args")
-            for item in _scalars(node, key)
-        ]
-        if len(words) > 1 and not any("\n" in word.text or word.text == "-c" for word in words):
-            self._read_command(words, image, path, Origin(first + node.line))
-
-    def read_script(self, text: str, origin: Origin, image: str = "") -> None:
+    def read_script(self, part: Carried) -> None:
+        script = statements(part.text, part.origin.line)
         assigned: dict[str, str] = {}
-        found = statements(text)
-        for statement in found:
-            for word in statement.words:
-                if variable := VARIABLE.fullmatch(word.text):
-                    assigned[variable["name"]] = variable["value"]
-                    self._set(variable["name"], variable["value"], origin.line(word.line), ())
-        for statement in found:
-            self._read_statement(statement, origin, image, assigned)
+        for word in itertools.chain(*(statement.words for statement in script)):
+            if variable := VARIABLE.fullmatch(word.text):
+                assigned[variable["name"]] = variable["value"]
+                self.variables.append((variable["name"], variable["value"], word.line, None))
+        for statement in script:
+            self._read_statement(statement, part, assigned)
 
     def _read_statement(
-        self, statement: Statement, origin: Origin, image: str, assigned: dict[str, str]
+        self, statement: Statement, part: Carried, assigned: dict[str, str]
     ) -> None:
         def resolved(text: str) -> str:
             """With the variables of which the script says the value."""
             return re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), text)
 
         into = resolved(statement.into)
+        inside = replace(part, name=into, role=role_in(into))
         for body in statement.bodies:
-            text = masked(body.text) if body.expands else body.text
-            place = into or f"line {origin.line(statement.line) + 1}"
-            inside = origin.inner(body.first, body.text)
-            self._read_text(textwrap.dedent(text), inside, place, into, True, image)
-        words = [word for word in statement.words if word.text]
-        program = words[0].text if words else ""
-        for word in words:
-            text = word.text
-            if program in ("printf", "echo") and into:
+            text = textwrap.dedent(masked(body.text) if body.expands else body.text)
+            origin = part.origin.inner(body.first, body.text)
+            place = into or f"line {origin.first}"
+            self._read_text(replace(inside, place=place, text=text, origin=origin), True)
+        program = "".join(word.text for word in statement.words[:1])
+        for word in statement.words:
+            text = VARIABLE.sub(r"\g<value>", word.text)
+            if program in PRINTS and into:
                 text = text.replace("\\n", "\n")
-            if VARIABLE.fullmatch(text):
-                text = VARIABLE.sub(r"\g<value>", text)
-            if "\n" in text or (" " in text and any(name in text for name in PROGRAMS)):
-                inside = replace(origin, first=origin.line(word.line),
-                                 lines=word.text.count("\n") + 1, exact=text == word.text)  # fmt: skip
-                place = into or f"line {inside.first + 1}"
-                self._read_text(masked(text), inside, place, into, program != "echo", image)
+            if "\n" in text or any(f"{name} " in text for name in PROGRAMS):
+                lines = word.text.count("\n") + 1
+                origin = Origin(word.line, lines, part.origin.indent, exact=text == word.text)
+                place = into or f"line {word.line + 1}"
+                quoted = replace(inside, place=place, text=masked(text), origin=origin)
+                self._read_text(quoted, program not in PRINTS)
         if program not in NOT_LAUNCHED:
-            named = [Word(resolved(word.text) if "/" not in word.text else word.text, word.line)
-                     for word in words]  # fmt: skip
-            self._read_command(named, image, (), origin)
+            words = [replace(word, text=resolved(word.text)) for word in statement.words]
+            self._read_command(words, part)
 
-    def _read_text(
-        self, text: str, origin: Origin, place: str, name: str, commands: bool, image: str
-    ) -> None:
-        """A text of its own, as an engine file or as a script."""
-        part = Carried(place, text, origin, name, role=role_in(place))
-        if _is_engine_text(text):
-            self.files.append(replace(part, unread=_unread_lines(text)))
-        elif commands and any(program in text for program in (*PROGRAMS, "<<")):
-            self.read_script(unmasked(text), origin, image)
-        elif DATA_FILE.search(name):
+    def _read_text(self, part: Carried, commands: bool) -> None:
+        """A text of its own: an engine file, or a script where it may have `commands`."""
+        if _is_engine_text(part.text):
+            self.files.append(replace(part, unread=_unread_lines(part.text)))
+        elif commands and any(program in part.text for program in (*PROGRAMS, "<<")):
+            self.read_script(replace(part, text=unmasked(part.text)))
+        elif DATA_FILE.search(part.name):
             self.others.append(part)
 
-    def _read_command(
-        self, words: list[Word], image: str, path: tuple[str, ...], origin: Origin
-    ) -> None:
+    def _read_command(self, words: list[Word], part: Carried) -> None:
         names = [PurePath(word.text).name for word in words]
-        start = next((index for index, name in enumerate(names) if name in PROGRAMS), None)
-        if start is None:
+        start = next((index for index, name in enumerate(names) if name in PROGRAMS), len(names))
+        engine, options = "".join(names[start : start + 1]), words[start + 1 :]
+        serves = names[start + 1 : start + 2] == ["serve"]
+        if not engine or (engine in OTHER_ENGINES and not serves):
             return
-        engine, rest = names[start], words[start + 1 :]
-        if engine == "vllm" and [word.text for word in rest[:1]] != ["serve"]:
+        if not NOT_SERVING.isdisjoint(names[start + 1 :]):
             return
-        if [word.text for word in rest[:1]] == ["serve"]:
-            rest = rest[1:]
-        if not NOT_SERVING.isdisjoint(word.text for word in rest):
-            return
-        line = words[start].line if path else origin.line(words[start].line)
-        command = Carried(f"`{engine}{' serve' * (engine == 'vllm')}`", words=(), command=line,
-                          engine=engine, version=release_in(image)[0] or self.version)  # fmt: skip
-        self.commands.append(self._with_options(command, rest, path, origin))
+        command = Carried(f"`{engine}`", words=(), command=words[start].line, engine=engine,
+                          version=part.version or self.version, role=part.role)  # fmt: skip
+        self.commands.append(self._with_options(command, options[serves:]))
 
-    def _with_options(
-        self, command: Carried, rest: list[Word], path: tuple[str, ...], origin: Origin
-    ) -> Carried:
-        target, config, role = command.target, None, role_in(*path)
-        if rest and not rest[0].text.startswith("-") and "@" not in rest[0].text:
-            target = rest.pop(0).text
+    def _with_options(self, command: Carried, words: list[Word]) -> Carried:
+        dynamo = command.engine == DYNAMO
+        partial = any("@" in word.text for word in words)  # an array of the shell
+        if words and not re.match(r"-|.*@", words[0].text):
+            command = replace(command, target=words.pop(0).text)
         options: list[str] = []
         option_lines: dict[str, int] = {}
-        partial, dynamo = False, command.engine == "dynamo.trtllm"
-        while rest:
-            word = rest.pop(0)
-            flag, equals, value = word.text.partition("=")
-            values = [value] if equals else []
-            while not equals and rest and not re.match(r"-\D", rest[0].text):
-                values.append(rest.pop(0).text)
-            # a variable behind a word that takes no value, or an array of the shell, holds further options
-            partial |= "@" in "".join((flag, *values)) or flag.startswith("$")
-            partial |= any(value.startswith("$") for value in values[1:])
-            partial |= flag == "--trust_remote_code" and bool(values)
+        for word, values in _options(words):
+            flag, value = word.text, " ".join(values)
+            # a variable behind a value, or behind a word that takes none, holds further options
+            free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
+            partial |= any(text.startswith("$") for text in free)
             ours = DYNAMO_FLAGS.get(flag, "") if dynamo else flag
-            if flag in ROLE_FLAGS and values:
-                role = role_in(values[0]) or role
-            if flag in CONFIG and values:
-                config = values[0]
-                self._read_inline(config, flag, word.line if path else origin.line(word.line))
-            elif flag == "--model-path" and values:
-                target = values[0]
-            elif flag == OVERRIDES:
-                self._read_inline(
-                    " ".join(values), flag, word.line if path else origin.line(word.line)
-                )
-                options += ["--trust_remote_code"] * (
-                    '"trust_remote_code": true' in " ".join(values)
-                )
-            elif ours and not any("$" in item or "{{" in item for item in (flag, *values)):
+            if flag in ROLE_FLAGS:
+                command = replace(command, role=role_in(value) or command.role)
+            if flag in CONFIG or flag == OVERRIDES:
+                name = flag if flag == OVERRIDES else "".join(values[:1])
+                if value.startswith("{"):
+                    self.files.append(
+                        Carried(flag, masked(value), Origin(word.line, exact=False), name)
+                    )
+                if flag in CONFIG:
+                    command = replace(command, elsewhere=name)
+                elif '"trust_remote_code": true' in value:
+                    options.append("--trust_remote_code")
+            elif flag == "--model-path":
+                command = replace(command, target=value)
+            elif ours and not any(re.search(r"\$|\{\{", text) for text in (flag, value)):
                 options += [ours, *values]
-                option_lines[ours] = word.line if path else origin.line(word.line)
-        return replace(command, words=tuple(options), option_lines=option_lines, target=target,
-                       elsewhere=config, partial=partial, role=role)  # fmt: skip
-
-    def _read_inline(self, text: str, flag: str, line: int) -> None:
-        if text.startswith("{"):
-            name = text if flag in CONFIG else flag
-            self.files.append(Carried(flag, masked(text), Origin(line, exact=False), name))
-
-    def _set(self, name: str, value: str, line: int, path: Iterable[str]) -> None:
-        self.variables.append((name, value, line, role_in(*path)))
+                option_lines[ours] = word.line
+        return replace(command, words=tuple(options), option_lines=option_lines, partial=partial)
 
     def joined(self) -> Iterator[Carried]:
         """Each engine file with the command that names it, and each command whose file is not here."""
-        commands = [command for command in self.commands if command.engine != "vllm"]
-        served = [command.elsewhere for command in self.commands if command.elsewhere]
+        served = [command.elsewhere or "" for command in self.commands]
         self.files += [
             part for part in self.others if any(_same_file(name, part.name) for name in served)
         ]
-        own = [part for part in self.files if not part.name.startswith(OVERRIDES)]
+        own = [part for part in self.files if part.name != OVERRIDES]
         alone = len(own) == len(self.commands) == 1
         used: list[Carried] = []
         for part in self.files:
@@ -430,39 +407,69 @@ class _Carrier:
             used += named
             for command in named or [Carried("")]:
                 yield self._served(part, command)
-        for command in commands:
-            if command not in used:
+        for command in self.commands:
+            if command not in used and not command.foreign:
                 yield self._served(command, command)
-        if self.broken and (self.files or self.commands):
-            for first, error in self.broken:
-                if not any(part.line >= first for part in (*self.files, *self.commands)):
-                    yield Carried(f"line {first + error.line}", command=first + error.line - 1,
-                                  unread=f"this document is not YAML: {error.message}")  # fmt: skip
-        if self.unknown_image and (self.files or self.commands):
-            yield Carried(
-                self.unknown_image, unread="which TensorRT-LLM this image carries is not known"
-            )
+        if self.files or self.commands:
+            yield from self.notes
+            if self.unknown_image:
+                reason = "which TensorRT-LLM this image carries is not known"
+                yield Carried(self.unknown_image, unread=reason)
 
     def _served(self, part: Carried, command: Carried) -> Carried:
         role = part.role or command.role
         environ = {
             name: (value, line)
             for name, value, line, own in self.variables
-            if role is None or own is None or own == role
+            if own in (None, role) or role is None
         }
-        return replace(
-            part,
-            words=command.words,
-            command=command.command,
-            option_lines=command.option_lines,
-            partial=command.partial,
-            engine=command.engine,
-            target=self.target or command.target,
-            head=self.head,
-            version=command.version or self.version,
-            role=role,
-            environ=environ,
-        )
+        known = {name: getattr(command, name) for name in OF_A_COMMAND}
+        version = command.version or part.version or self.version
+        target = self.target or command.target
+        return replace(part, **known, version=version, target=target, head=self.head, role=role,
+                       environ=environ)  # fmt: skip
+
+
+def _options(words: list[Word]) -> Iterator[tuple[Word, list[str]]]:
+    """Each option with its values: `--flag value` or `--flag=value`."""
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.text.partition("=")
+        values = [value] if equals else []
+        while not equals and words and not re.match(r"-\D", words[0].text):
+            values.append(words.pop(0).text)
+        yield replace(word, text=flag), values
+
+
+def _origin(node: Node, text: str, around: Origin) -> Origin:
+    """The lines of a node."""
+    begin = node.line + (node.style in BLOCK)
+    end = node.line + 1 + text.count("\n", node.start, node.end)
+    indent = node.column
+    if node.style in BLOCK:
+        indent = _indent(text[text.find("\n", node.start) + 1 : node.end])
+    exact = node.style == "|" or (node.kind == "mapping" and not node.style)
+    return Origin(around.first + begin, max(end - begin, 1), indent, exact)
+
+
+def _environment(node: Node) -> Iterator[tuple[str, str, int]]:
+    """Variables of a mapping, of a list of names with values, and of a list of texts, each with its line."""
+    for pair in node.pairs:
+        yield pair.key_node.text, pair.value_node.text, pair.key_node.line
+    for item in node.items if node.kind == "sequence" else ():
+        named = [part for key in ("name", "value") for part in _scalars(item, key)]
+        if len(named) == 2:
+            yield named[0].text, named[1].text, item.line
+        elif variable := VARIABLE.fullmatch(item.text):
+            yield variable["name"], variable["value"], item.line
+
+
+def _decoded(text: str) -> str:
+    """A value of a Secret; the text itself if it is not in base64."""
+    try:
+        return base64.b64decode(text, validate=True).decode()
+    except ValueError:
+        return text
 
 
 def _indent(text: str) -> int:

@@ -369,7 +369,8 @@ class Finding:
 
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
-    return read_beside("releases.yaml")["dynamo"]["releases"]
+    carried = read_beside("releases.yaml")["dynamo"]["releases"]
+    return {release: engine for engine, listed in carried.items() for release in listed.split()}
 
 
 def family(target: ModelSpec) -> str:

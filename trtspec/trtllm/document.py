@@ -10,7 +10,7 @@ import copy
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,14 +142,12 @@ class Document:
             at = max(at, end)
         return tuple(found)
 
-    @cached_property
-    def unknown(self) -> frozenset[str]:
-        """Paths whose value, or a part of it, only a shell or a template knows."""
-        return frozenset(
-            path
-            for path, entry in self.entries.items()
-            if HIDDEN.search(self.text, entry.key_node.start, entry.value_node.end)
-        )
+    def hides(self, paths: Iterable[str], about_keys: bool) -> bool:
+        """Whether only a shell or a template knows one of these keys or, unless it is `about_keys`, a part of its
+        value."""
+        nodes = [self.entries[path].value_node for path in paths if path in self.entries]
+        values = [] if about_keys else [self.text[node.start : node.end] for node in nodes]
+        return any(HIDDEN.search(text) for text in (*paths, *values))
 
     @cached_property
     def comment_texts(self) -> Counter[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic_core import ValidationError
 
 from trtspec.errors import MissingDependency, Problem, TrtspecError
+from trtspec.trtllm.carriers import FRONT_KEYS
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine, model, speculation
@@ -24,7 +25,6 @@ from trtspec.trtllm.rules.rows import check_rows
 from trtspec.trtllm.schema import Schema, newest_known, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
-FRONT_KEYS = {"context_servers", "generation_servers"}
 ORDER = {"error": 0, "warning": 1, "info": 2}
 # a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
@@ -57,7 +57,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     placed = [
         finding.placed(document)
         for finding in _judged(document, deployment)
-        if document.unknown.isdisjoint(finding.keys)
+        if not document.hides(finding.keys, about_keys=finding.code in UNSETTLED)
     ]
     return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
 

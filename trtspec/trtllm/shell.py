@@ -8,7 +8,7 @@ that.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 EXPANSION = (
@@ -40,7 +40,7 @@ OMITTED = "#\ue0ff"  # before a line that is nothing but an expansion
 
 @dataclass(frozen=True)
 class Word:
-    """`text`: without its quotation marks. `line` counts from 0."""
+    """`text`: without its quotation marks. `line`: of the file, from 0."""
 
     text: str
     line: int
@@ -48,7 +48,8 @@ class Word:
 
 @dataclass(frozen=True)
 class Body:
-    """A here-document. `first`: the line at which it begins, from 0. `expands`: the shell puts variables in."""
+    """A here-document. `first`: the line of the script at which it begins, from 0. `expands`: the shell puts variables
+    in."""
 
     text: str
     first: int
@@ -59,25 +60,23 @@ class Body:
 class Statement:
     """One command or array. `into`: the file that the output goes to. `array`: the name of the array."""
 
-    line: int
     words: list[Word] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)
     into: str = ""
-    appends: bool = False
     array: str = ""
 
 
-def statements(text: str, first: int = 0) -> list[Statement]:
-    """Every command and array of a script, whose first line is line `first`."""
-    return list(_Reader(text, first).statements())
+def statements(text: str, line_of: Callable[[int], int]) -> list[Statement]:
+    """Every command and array of a script. `line_of` gives the line of the file for one of the script."""
+    return list(_Reader(text, line_of).statements())
 
 
 class _Reader:
-    def __init__(self, text: str, line: int) -> None:
-        self.text, self.line, self.at = text, line, 0
-        self.current = Statement(line)
-        self.pieces: list[str] = []  # of the word that is being read, which began at `begun`
-        self.begun = line
+    def __init__(self, text: str, line_of: Callable[[int], int]) -> None:
+        self.text, self.line_of = text, line_of
+        self.at = self.line = self.begun = 0  # `begun`: the line at which the word begins
+        self.pieces: list[str] = []  # of the word that is being read
+        self.current = Statement()
         self.heredocs: list[re.Match[str]] = []
         self.redirect = ""
         self.arrays: dict[str, Statement] = {}
@@ -118,16 +117,15 @@ class _Reader:
     def _begin_array(self) -> None:
         name = "".join(self.pieces).rstrip("+=")
         self.pieces = []
-        self.current = self.arrays.setdefault(name, Statement(self.begun, array=name))
+        self.current = self.arrays.setdefault(name, Statement(array=name))
 
     def _end_word(self) -> None:
         if not self.pieces:
             return
-        word = Word("".join(self.pieces), self.begun)
+        word = Word("".join(self.pieces), self.line_of(self.begun))
         self.pieces = []
         if self.redirect in WRITES or self._writes():
             self.current.into = word.text
-            self.current.appends = ">>" in self.redirect
         if not self.redirect:
             self.current.words.append(word)
         self.redirect = ""
@@ -149,7 +147,7 @@ class _Reader:
             return
         if not self.current.array and (self.current.words or self.current.bodies):
             yield self.current
-        self.current = Statement(self.line)
+        self.current = Statement()
 
     def _body(self, token: re.Match[str]) -> Body:
         closing = re.compile(rf"^[ \t]*{re.escape(token['end'])}['\"]?[ \t\r]*$", re.MULTILINE)
