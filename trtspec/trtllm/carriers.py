@@ -88,7 +88,7 @@ class Carried:
     target: str | None = None
     head: str | None = None
     version: str | None = None
-    elsewhere: str | None = None
+    elsewhere: str = ""
     role: Role | None = None
     environ: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     unread: str = ""
@@ -297,23 +297,14 @@ class _Carrier:
                 self._read_command(words, part)
 
     def read_script(self, part: Carried) -> None:
-        script = statements(part.text, part.origin.line)
-        assigned: dict[str, str] = {}
-        for word in itertools.chain(*(statement.words for statement in script)):
-            if variable := VARIABLE.fullmatch(word.text):
-                assigned[variable["name"]] = variable["value"]
-                self.variables.append((variable["name"], variable["value"], word.line, None))
-        for statement in script:
-            self._read_statement(statement, part, assigned)
+        for statement in statements(part.text, part.origin.line):
+            for word in statement.words:
+                if variable := VARIABLE.fullmatch(word.text):
+                    self.variables.append((variable["name"], variable["value"], word.line, None))
+            self._read_statement(statement, part)
 
-    def _read_statement(
-        self, statement: Statement, part: Carried, assigned: dict[str, str]
-    ) -> None:
-        def resolved(text: str) -> str:
-            """With the variables of which the script says the value."""
-            return re.sub(r"\$\{?(\w+)\}?", lambda match: assigned.get(match[1], match[0]), text)
-
-        into = resolved(statement.into)
+    def _read_statement(self, statement: Statement, part: Carried) -> None:
+        into = statement.into
         inside = replace(part, name=into, role=role_in(into))
         for body in statement.bodies:
             text = textwrap.dedent(masked(body.text) if body.expands else body.text)
@@ -332,8 +323,7 @@ class _Carrier:
                 quoted = replace(inside, place=place, text=masked(text), origin=origin)
                 self._read_text(quoted, program not in PRINTS)
         if program not in NOT_LAUNCHED:
-            words = [replace(word, text=resolved(word.text)) for word in statement.words]
-            self._read_command(words, part)
+            self._read_command(statement.words, part)
 
     def _read_text(self, part: Carried, commands: bool) -> None:
         """A text of its own: an engine file, or a script where it may have `commands`."""
@@ -391,18 +381,21 @@ class _Carrier:
 
     def joined(self) -> Iterator[Carried]:
         """Each engine file with the command that names it, and each command whose file is not here."""
-        served = [command.elsewhere or "" for command in self.commands]
-        self.files += [
-            part for part in self.others if any(_same_file(name, part.name) for name in served)
+        commands = [
+            (command, PurePath(self._value(command.elsewhere, command.line)).name)
+            for command in self.commands
         ]
+        served = {name for _, name in commands}
+        self.files += [part for part in self.others if part.name in served]
         own = [part for part in self.files if part.name != OVERRIDES]
         alone = len(own) == len(self.commands) == 1
         used: list[Carried] = []
         for part in self.files:
+            name = PurePath(self._value(part.name, part.line)).name
             named = [
                 command
-                for command in self.commands
-                if _same_file(command.elsewhere or "", part.name) or (alone and part in own)
+                for command, wanted in commands
+                if (name and wanted == name) or (alone and part in own)
             ]
             used += named
             for command in named or [Carried("")]:
@@ -413,8 +406,18 @@ class _Carrier:
         if self.files or self.commands:
             yield from self.notes
             if self.unknown_image:
-                reason = "which TensorRT-LLM this image carries is not known"
+                reason = "this image is not known to carry a release that can be judged"
                 yield Carried(self.unknown_image, unread=reason)
+
+    def _value(self, text: str, line: int) -> str:
+        """The text itself; of a variable, the value that the carrier gives it nearest to this line."""
+        variable = re.fullmatch(r"\$\{?(\w+)\}?", text)
+        values = [
+            (abs(line - at), value)
+            for name, value, at, _ in self.variables
+            if variable and name == variable[1]
+        ]
+        return min(values)[1] if values else text
 
     def _served(self, part: Carried, command: Carried) -> Carried:
         role = part.role or command.role
@@ -425,7 +428,7 @@ class _Carrier:
         }
         known = {name: getattr(command, name) for name in OF_A_COMMAND}
         version = command.version or part.version or self.version
-        target = self.target or command.target
+        target = self.target or self._value(command.target or "", command.line) or None
         return replace(part, **known, version=version, target=target, head=self.head, role=role,
                        environ=environ)  # fmt: skip
 
@@ -483,7 +486,3 @@ def _unread_lines(text: str) -> str:
     if not lines:
         return ""
     return f"{', '.join(map(unmasked, lines))}: lines that only the shell or the template knows"
-
-
-def _same_file(name: str, other: str) -> bool:
-    return bool(name and other) and (name == other or PurePath(name).name == PurePath(other).name)

@@ -199,12 +199,15 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
         fix = partial(set_value, path=key, value=in_blocks(buffer))
         yield Finding("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)
     chunked = deployment.setting(document, "enable_chunked_prefill") is True
-    if not chunked and deployment.role_of(document) != "generation":  # longer prompts are refused
+    generates = deployment.role_of(document) == "generation"
+    if not chunked and not generates:  # longer prompts are refused
         length = min(length, deployment.size(document, "max_num_tokens", 8192))
     if 0 < buffer < length:
         message = f"prompts of {length} tokens are accepted and the transfer buffer holds {buffer}"
         fix = partial(set_value, path=key, value=in_blocks(length))
-        yield Finding("TS-LINT-TRANSFER-BUFFER", "warning", key, message, fix=fix)
+        # a generation server's max_seq_len holds the answer too, which nobody sends to it
+        severity: Severity = "info" if generates and 2 * buffer >= length else "warning"
+        yield Finding("TS-LINT-TRANSFER-BUFFER", severity, key, message, fix=fix)
 
 
 def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Finding]:
