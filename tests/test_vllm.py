@@ -272,6 +272,7 @@ def test_commits_are_revisions_of_the_engine_also_from_its_file(tmp_path: Path) 
         ("max-num-seqs:\n", "max-num-seqs has no value"),
         ("spec-method: eagle3\n", "--head decides it"),
         ("tensor-parallel-size: 2\n", "say it in one place"),
+        ("tensor-paralel-size: 8\n", "did you mean tensor-parallel-size"),
         ("- a\n", "not a mapping"),
     ],
 )

@@ -195,7 +195,7 @@ def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
             yield Problem("TS-VLLM-KEY", "error", str(written), message, f"did you mean {near[0]}?")
         else:
             message = f"{written} is not known here, so it was not judged; vLLM judges it itself"
-            yield Problem("TS-VLLM-KEY-UNKNOWN", "info", str(written), message)
+            yield Problem("TS-VLLM-KEY", "info", str(written), message)
 
 
 def _known_options() -> list[str]:

@@ -12,17 +12,6 @@ from tests.command_line import problem_codes, trtspec
 from trtspec.trtllm.carriers import carried
 
 PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
-SCRIPT = """\
-#!/bin/bash
-IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20
-cat > engine.yml <<EOF
-kv_cache_config:
-  free_gpu_memory_fraction: ${FRACTION}
-  dtype: bfloat16
-EOF
-trtllm-serve serve nvidia/Kimi-K2.6-NVFP4 --tp_size $TP \\
-    --max_batch_sise 8 --trust_remote_code --reasoning_parser kimi_k25 --extra_llm_api_options engine.yml
-"""
 
 
 def lint(text: str, folder: Path, *words: str) -> dict[str, Any]:
@@ -96,25 +85,6 @@ def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_p
     assert {line for _, line in found(lint(broken, tmp_path))} == set(lines)
     lint(broken, tmp_path, "--fix")
     assert (tmp_path / "file").read_text() == written.replace("enable_padding", "enable_paddin")
-
-
-def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> None:
-    report = lint(SCRIPT, tmp_path)
-    assert report["version"] == "1.3.0rc20"
-    assert ("LINT-STOPS-AT-START", 6) in found(report)
-    wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
-    assert [(item["line"], item["key"]) for item in wrong] == [(9, "engine.yml: --max_batch_sise")]
-    assert not [
-        item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]
-    ]  # the shell decides
-
-
-def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(
-    tmp_path: Path,
-) -> None:
-    report = lint("trtllm-serve M --max_batch_sise 8 --config /made/elsewhere.yml\n", tmp_path)
-    codes = problem_codes(report)
-    assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-OPTION-UNCERTAIN", "TS-NAME-ABSENT"}
 
 
 COMMANDS = {  # what a script of someone else carries, and the errors in it

@@ -199,7 +199,5 @@ class ServeOptions:
 
     @property
     def mode(self) -> Mode:
-        served = {"trtllm": ENGINE, "pytorch": ENGINE, "vllm": VLLM, "reference": REFERENCE}[
-            self.backend
-        ]
+        served = {"vllm": VLLM, "reference": REFERENCE}.get(self.backend, ENGINE)
         return FRONT if served is ENGINE and self.disaggregated is not None else served
