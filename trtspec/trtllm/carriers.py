@@ -2,8 +2,8 @@
 each with its place, so that a finding names its line of the original and a correction is written there.
 
 One pass over the tree of the carrier: whatever text or mapping has an engine's keys is an engine file, at any depth and
-in any quoting. A command gives its options, the target, the engine file that it names, the role and the release. Beside
-them stand the variables of the environment.
+in any quoting. A command gives its options, the target, the engine file that it names, the role and the release; the
+environment gives its variables.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Carried:
         return self.engine == DYNAMO
 
     def written_into(self, original: str, text: str) -> str:
-        """The original with `text` in place of this engine file, if it stands there as it is."""
+        """The original with `text` in place of this engine file, if its text there is the same."""
         origin, kept = self.origin, original.splitlines(keepends=True)
         old = "".join(kept[origin.first : origin.first + origin.lines])
         if textwrap.dedent(old) != unmasked(self.text):
