@@ -10,6 +10,7 @@ import yaml
 
 from tests.command_line import trtspec
 
+NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
 
 
@@ -32,7 +33,8 @@ CASES = yaml.safe_load(Path(__file__).with_name("carriers.yaml").read_text())
 @pytest.mark.parametrize("name", CASES)
 def test_each_carrier_is_judged_at_its_own_lines(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    report = lint(case["text"], tmp_path, *shlex.split(case.get("words", "")))
+    words = "" if "version" in case else f"--trtllm-version {NEW}"
+    report = lint(case["text"], tmp_path, *shlex.split(case.get("words", words)))
     lines: dict[str, list[int | None]] = {}
     for item in report["problems"]:
         lines.setdefault(item["code"], []).append(item["line"])
