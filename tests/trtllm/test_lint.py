@@ -117,8 +117,7 @@ speculative_config:
     # three tokens
     max_draft_len: 3
 cuda_graph_config: {batch_sizes: [1, 2, 64]}
-kv_cache_config:
-  dtype: fp8
+kv_cache_config: {dtype: fp8}
 """
     )
     left = [(f.key, f.remedy, f.fix) for f in lint(fixed, deployment) if f.severity == "error"]

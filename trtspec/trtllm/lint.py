@@ -43,9 +43,9 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     if isinstance(document, str):
         document = Document.parse(document)
     if document.error:
-        code = "TS-LINT-LIMIT" if document.beyond_limits else "TS-LINT-SYNTAX"
-        line, column = document.error_line, document.error_column
-        return [Finding(code, "error", "", document.error, line=line, column=column)]
+        error = document.error
+        code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
+        return [Finding(code, "error", "", error.message, line=error.line, column=error.column)]
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
