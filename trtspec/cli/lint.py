@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,8 +81,8 @@ class LintOptions:
 
 @dataclass(frozen=True)
 class Judged:
-    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that a fix solves,
-    `fix_applied` says whether the file has it now. Where it could not be judged, `error` says why."""
+    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that --fix solved.
+    Where it could not be judged, `error` says why."""
 
     name: str
     document: Document | None = None
@@ -89,7 +90,6 @@ class Judged:
     reason: str | None = None
     findings: list[Finding] = field(default_factory=list)
     corrected: list[Finding] = field(default_factory=list)
-    fix_applied: bool = False
     diff: str = ""
     error: TrtspecError | None = None
 
@@ -100,50 +100,17 @@ class Judged:
     def ok(self) -> bool:
         return self.error is None and not self.count("error")
 
-    def placed(self, part: Carried) -> Judged:
-        """With each finding about a part of a file at its line of the file."""
-        if not part.place:
-            return self
-
-        origin = part.origin
-
-        def move(finding: Finding) -> Finding:
-            variable = finding.key.partition(".")[2]
-            if finding.key.startswith("environment.") and variable in part.environ:
-                return replace(finding, line=part.environ[variable][1] + 1)
-            line = part.line if part.words is None else part.command
-            line = part.option_lines.get(finding.key, line)
-            if finding.line:
-                line = origin.line(finding.line - 1)
-            column = finding.column + origin.indent if finding.column and origin.exact else None
-            key = f"{part.place}: {finding.key}".removesuffix(": ")
-            return replace(finding, key=key, line=line + 1, column=column)
-
-        return replace(
-            self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)]
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        fixable = (
-            set()
-            if self.fix_applied
-            else {(finding.code, finding.key) for finding in self.corrected}
-        )
-        found: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "ok": self.ok,
             "file": self.name,
             "version": self.version,
             "version_reason": self.reason,
-            "problems": [
-                {**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in fixable}
-                for finding in self.findings
-            ],
-            "fixed": [finding.to_dict(self.name) for finding in self.corrected]
-            if self.fix_applied
-            else [],
+            "problems": [finding.to_dict(self.name) for finding in self.findings],
+            "fixed": [finding.to_dict(self.name) for finding in self.corrected],
             "diff": self.diff,
         }
-        return found | ({"error": self.error.to_dict()} if self.error else {})
+        return answer | ({"error": self.error.to_dict()} if self.error else {})
 
 
 def lint(options: LintOptions) -> Result:
@@ -179,22 +146,21 @@ def _files_of(name: str) -> list[str]:
 
     if not Path(name).is_dir():
         return [name]
-    files, left_out = list[str](), 0
-    for path in sorted(Path(name).rglob("*")):
-        if path.suffix not in WALKED or not path.is_file():
-            continue
-        try:
+    paths = [path for path in Path(name).rglob("*") if path.suffix in WALKED and path.is_file()]
+    files = []
+    for path in sorted(paths):
+        with suppress(
+            TrtspecError
+        ):  # a file that cannot be read is judged, so that this is reported
             document = Document.read(path)
-        except TrtspecError:
-            files.append(str(path))  # judged, so that the error is reported
-            continue
-        keys = document.value if isinstance(document.value, dict) else ()
-        if is_engine_file(map(str, keys)) or carried(document.text) or is_vllm_file(keys):
-            files.append(str(path))
-        else:
-            left_out += 1
-    if left_out:
-        write_stderr(f"{name}: {left_out} files without engine settings were left out\n")
+            keys = document.value if isinstance(document.value, dict) else {}
+            engine = is_engine_file(map(str, keys)) or is_vllm_file(keys)
+            if not engine and not carried(document.text):
+                continue
+        files.append(str(path))
+    if len(files) < len(paths):
+        count = len(paths) - len(files)
+        write_stderr(f"{name}: {count} files without engine settings were left out\n")
     if not files:
         raise UsageError(f"no file below {name} has engine settings", "pass the engine YAML")
     return files
@@ -236,23 +202,20 @@ def lint_configuration(
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     """The error of the first file that could not be judged, else what the problems mean."""
-    wrong, warned = (
-        [item for item in judged if not item.ok],
-        [item.name for item in judged if item.count("warning")],
-    )
-    if unjudged := [item.error for item in judged if item.error is not None]:
-        return unjudged[0]
+    for item in judged:
+        if item.error is not None:
+            return item.error
+    wrong = [item for item in judged if not item.ok]
+    warned = [item.name for item in judged if strict and item.count("warning")]
     if wrong:
         versions = ", ".join(dict.fromkeys(item.version for item in wrong if item.version))
         engine = f"TensorRT-LLM {versions}" if versions else "the engine"
         names = ", ".join(item.name for item in wrong[:MAX_NAMED])
         more = f" and {len(wrong) - MAX_NAMED} more files" if len(wrong) > MAX_NAMED else ""
         return CheckFailed(f"{engine} would reject {names}{more} or ignore a part of it")
-    return (
-        CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
-        if strict and warned
-        else None
-    )
+    if warned:
+        return CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
+    return None
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -278,41 +241,34 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
-    text, shift, every = document.text, 0, list[Judged]()
+    text, name = document.text, document.name
     try:
         parts = carried(text)
-        if not parts and (
-            text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)
-        ):
-            raise UsageError(
-                f"{file} is a script or template without engine settings", "pass the engine YAML"
-            )
-        if not parts and (foreign := _foreign(document)):
-            return foreign
-        whole = Carried("", text, Origin(lines=len(text.splitlines())))
-        for part in parts or [whole]:
-            inner = (
-                document if part.text == document.text else Document.parse(part.text, document.name)
-            )
-            judged = judge_part(inner, part, passed, options)
-            every.append(judged.placed(part))
-            if judged.document is not None and judged.document.text != part.text:
-                moved = replace(part, origin=replace(part.origin, first=part.origin.first + shift))
-                text = moved.written_into(text, judged.document.text)
-                shift = text.count("\n") - document.text.count("\n")
+        if not parts:
+            parts = [Carried("", text, Origin(lines=text.count("\n") + 1))]
+            if file.endswith(".sh") or text.startswith("#!") or (document.error and "{{" in text):
+                message = f"{file} is a script or template without engine settings"
+                raise UsageError(message, "pass the engine YAML")
+            if foreign := _foreign(document):
+                return foreign
+        judged = [
+            judge_part(Document.parse(part.text, name), part, passed, options) for part in parts
+        ]
     except TrtspecError as error:
-        return Judged(document.name, document, error=error)
-    better = document if text == document.text else Document.parse(text, document.name)
+        return Judged(name, document, error=error)
+    for part, item in zip(reversed(parts), reversed(judged), strict=True):
+        if item.document is not None and item.document.text != part.text:
+            text = part.written_into(text, item.document.text)
+    better = document if text == document.text else Document.parse(text, name)
     if options.fix and better is not document:
         write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
     return Judged(
-        document.name,
+        name,
         better if options.fix else document,
-        ", ".join(dict.fromkeys(judged.version for judged in every if judged.version)),
-        ", ".join(dict.fromkeys(judged.reason for judged in every if judged.reason)),
-        list(dict.fromkeys(finding for judged in every for finding in judged.findings)),
-        [finding for judged in every for finding in judged.corrected],
-        options.fix,
+        ", ".join(dict.fromkeys(item.version for item in judged if item.version)),
+        ", ".join(dict.fromkeys(item.reason for item in judged if item.reason)),
+        list(dict.fromkeys(finding for item in judged for finding in item.findings)),
+        [finding for item in judged for finding in item.corrected],
         _diff(document, better) if options.diff else "",
     )
 
@@ -320,75 +276,94 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 def judge_part(
     document: Document, part: Carried, passed: list[str] | None, options: LintOptions
 ) -> Judged:
-    """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
-    from trtspec.trtllm.carriers import role_in
-    from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
+    """One engine file or command, with what `part` says of how it is served, each finding at its line of the file. The
+    document is the corrected one."""
+    from trtspec.trtllm.carriers import VLLM, role_in
+    from trtspec.trtllm.deployment import Finding, deployment_of
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
     from trtspec.trtllm.shell import OMITTED
 
     line = part.text.count("\n", 0, part.text.find(OMITTED)) + 1 if OMITTED in part.text else None
-    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)
-    if not part.text and part.words is None and part.place:
-        return Judged(document.name, document, findings=[unread])
-    if part.foreign:
-        return _foreign(document) or Judged(document.name, document)
-    environ = {name: value for name, (value, _) in part.environ.items()}
-    version, names, wrong = (
-        options.trtllm_version or part.version,
-        {"target": options.target, "head": options.head},
-        [],
-    )
-    passed = list(part.words) if passed is None and part.words is not None else passed
-    for role, name in (("target", part.target), ("head", part.head)):
-        if name and names[role] is None and "$" not in name:
-            problem = name_problem(name)
-            wrong += [problem] if problem is not None else []
-            names[role] = name if problem is None else None
+    unread = [Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)]
+    unread = unread if part.unread else []
+    command, judged = part.command, Judged(document.name, document)
+    if part.place and command is None and not part.text:
+        return replace(judged, findings=[_moved(finding, part) for finding in unread])
+    if part.engine == VLLM:
+        return _foreign(document) or judged
+    if passed is None and command is not None:
+        passed = command.words
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
-    deployment, reason, more = deployment_of(
-        document, version=verdict.version if verdict else version, **names,
-        gpu=options.gpu, passed=passed, environ=environ if part.place else os.environ,
-        here=options.installed, role=part.role or role_in(Path(document.name).stem),
+    deployment, reason, problems = deployment_of(
+        document, version=verdict.version if verdict else options.trtllm_version or part.version,
+        target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
+        passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
+        environ={name: value for name, (value, _) in part.environ.items()} if part.place else os.environ,
     )  # fmt: skip
-    deployment = replace(deployment, options=None) if part.partial else deployment
+    if command is not None and command.partial:
+        deployment = replace(deployment, options=None)
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
-    if options.fix and better.text != document.text:
-        findings, verdict = (
-            find(better, deployment),
-            _engine_verdict(better, None) if verdict else None,
-        )
+    fixable = {finding for finding in corrected if not options.fix}
+    if options.fix:
+        findings = find(better, deployment)
+        verdict = _engine_verdict(better, None) if verdict else None
+    findings = [item if item in fixable else replace(item, fix=None) for item in findings]
     if verdict is not None:
-        findings, reason = (
-            [*findings, *verdict.findings],
-            "installed here; its own classes judged too",
-        )
-    elif version is not None and version == part.version:
+        findings += verdict.findings
+        reason = "installed here; its own classes judged too"
+    elif part.version and deployment.version == part.version:
         reason = "the image's tag"
-    if part.elsewhere and not part.text:  # the rest may be in the file that is not here
+    if command is not None and command.config and not part.text:
+        # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
-        message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
-        more.append(
-            Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too")
-        )
-    # Dynamo's parsers have names and releases of their own
-    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
-    said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
-    kept = [finding for finding in said if not (finding.code in own and "parser" in finding.key)]
-    kept = [_in_words_of_dynamo(finding) for finding in kept] if part.dynamo else kept
-    kept += [unread] if part.unread else []
-    return Judged(document.name, better, deployment.version, reason, kept, corrected)
+        message = f"the engine file {command.config} is not in this file: only the command's options were judged"
+        remedy = f"lint {command.config} too"
+        problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, remedy))
+    findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings, *unread]
+    return replace(
+        judged,
+        document=better,
+        version=deployment.version,
+        reason=reason,
+        findings=[_moved(item, part) for item in findings if not _is_of_dynamo(item, part)],
+        corrected=[_moved(item, part) for item in corrected if options.fix],
+    )
 
 
-def _in_words_of_dynamo(finding: Finding) -> Finding:
-    """With the options of `dynamo.trtllm` in place of those of trtllm-serve."""
+def _moved(finding: Finding, part: Carried) -> Finding:
+    """A finding about a part of a file at its line of the file, in words of the program that serves it."""
+    from trtspec.trtllm.carriers import DYNAMO
     from trtspec.trtllm.deployment import IN_DYNAMO
+
+    if not part.place:
+        return finding
+    line, column, variable = part.line, None, finding.key.removeprefix("environment.")
+    if variable in part.environ:
+        line = part.environ[variable][1]
+    elif finding.line:
+        line = part.origin.line(finding.line - 1)
+        column = finding.column and part.origin.column(finding.column)
+    elif part.command is not None:
+        line = part.command.option_lines.get(finding.key, part.command.line)
+    key = f"{part.place}: {finding.key}".removesuffix(": ")
+    finding = replace(finding, key=key, line=line + 1, column=column)
+    if part.engine != DYNAMO:
+        return finding
 
     def in_dynamo(text: str) -> str:
         return re.sub(r"--[a-z_]+", lambda flag: IN_DYNAMO.get(flag[0], flag[0]), text)
 
     return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
+
+
+def _is_of_dynamo(finding: Finding, part: Carried) -> bool:
+    """Whether it is about a parser of Dynamo, which has names and releases of its own."""
+    from trtspec.trtllm.carriers import DYNAMO
+
+    codes = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW")
+    return part.engine == DYNAMO and finding.code in codes and "parser" in finding.key
 
 
 def _foreign(document: Document) -> Judged | None:
@@ -436,42 +411,33 @@ def _diff(before: Document, after: Document) -> str:
 
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
-    for finding in judged.corrected if judged.fix_applied else ():
+    for finding in judged.corrected:
         yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:
-        at = ":".join(
-            str(part) for part in (judged.name, finding.line, finding.column) if part is not None
-        )
-        place = f"{at} {finding.key}".rstrip()
-        head, *remedy = problem_lines(
-            [Problem(finding.code, finding.severity, place, finding.message, finding.remedy)]
-        )
-        yield from [
-            head,
-            *(_excerpt(judged.document, finding) if judged.document and finding.line else []),
-            *remedy,
-        ]
-    errors, warnings = judged.count("error"), judged.count("warning")
-    verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
-    verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        position = [str(number) for number in (finding.line, finding.column) if number is not None]
+        where = f"{':'.join([judged.name, *position])} {finding.key}".rstrip()
+        head, *remedy = problem_lines([replace(finding.problem(judged.name), where=where)])
+        yield head
+        if judged.document is not None and finding.line:
+            yield from _excerpt(judged.document, finding, finding.line)
+        yield from remedy
+    counts = {severity: judged.count(severity) for severity in ("error", "warning")}
+    shown = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+    verdict = ", ".join(shown if judged.count("error") else ["no errors", *shown])
     engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
     yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
-def _excerpt(document: Document, finding: Finding) -> list[str]:
+def _excerpt(document: Document, finding: Finding, number: int) -> Iterator[str]:
     """The line at fault, and carets below the key or value where its column is known."""
-    lines, number = document.text.split("\n"), finding.line or 1
-    if number > len(lines):
-        return []
-    line, column, width = lines[number - 1].rstrip("\r"), (finding.column or 1) - 1, finding.width
+    line = "".join(document.text.split("\n")[number - 1 : number])
+    column = (finding.column or 1) - 1
     shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
-    shown = "".join(
-        char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS]
-    )
-    found = [f"{number:>12} | {shown}"]
+    visible = line[shift : shift + MOST_COLUMNS]
+    shown = "".join(char if char.isprintable() else " " for char in visible)
+    yield f"{number:>12} | {shown}"
     if finding.column is not None:
-        carets = "^" * max(1, min(width, len(shown) - (column - shift)))
-        found.append(f"{'':12} | {' ' * (column - shift)}{carets}")
-    return found
+        width = min(finding.width, len(shown) - column + shift)
+        yield f"{'':12} | {' ' * (column - shift)}{'^' * max(1, width)}"

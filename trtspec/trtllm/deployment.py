@@ -24,7 +24,7 @@ from trtspec.planning.layout import KV_FRACTION, Layout
 from trtspec.planning.memory import Memory, memory
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
-from trtspec.trtllm.intent import Intent, Role, parse_intent
+from trtspec.trtllm.intent import Role, parse_intent
 from trtspec.trtllm.schema import Option, Schema, default_release, read_beside, schema_for
 
 Fix = Callable[[Document], Edit]
@@ -43,8 +43,13 @@ PARSERS = {
     "--reasoning_parser": "--dyn-reasoning-parser",
 }
 # options of Dynamo's worker -> those of trtllm-serve
-DYNAMO_FLAGS = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {
-    theirs: ours for ours, theirs in PARSERS.items()
+DYNAMO_FLAGS = {
+    **{theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()},
+    **{theirs: ours for ours, theirs in PARSERS.items()},
+    "--model-path": "--model",
+    "--extra-engine-args": "--config",
+    "--override-engine-args": "--override-engine-args",
+    "--disaggregation-mode": "--server_role",
 }
 # words of files, flags and paths -> the half of a disaggregated deployment that they mean
 ROLES: dict[str, Role] = {
@@ -150,6 +155,7 @@ def deployment_of(
     version: str | None,
     target: str | None,
     head: str | None,
+    named: tuple[str, str] = ("", ""),
     gpu: str | None = None,
     passed: list[str] | None = None,
     environ: Mapping[str, str] | None = None,
@@ -158,43 +164,41 @@ def deployment_of(
 ) -> tuple[Deployment, str, list[Problem]]:
     """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
 
-    A head or target that only the file names is used where it can be found; lint says where it cannot. Raises
-    UsageError for an unknown GPU.
+    A target or head that only the file, or what carries it (`named`), names is used where it can be found; lint says
+    where it cannot. Raises UsageError for an unknown GPU.
     """
     if isinstance(document, str):
         document = Document.parse(document)
     written = parse_intent(document.text)
-    named_head = head_in(document)
-    named_target = written.target if written else ""
-    if written is not None and written.like is not None and not Path(written.target).is_dir():
-        named_target = written.like  # until its directory is there
-    unfound = name_problem(named_target, here) if named_target and target is None else None
-    target_name = target or (named_target if named_target and unfound is None else None)
-    head_name = head or (named_head if named_head and name_problem(named_head) is None else None)
-    target_spec = load_target(target_name).spec if target_name else None
-    head_spec = load_head(head_name).spec if head_name else None
+    named_target, sizes = "", {}
+    if written is not None:
+        named_target, sizes = written.target, written.settings_in_argv()
+        role = role or written.role
+        if written.like is not None and not Path(written.target).is_dir():
+            named_target = written.like  # until its directory is there
     if version is None and written is not None:
         chosen, reason = written.version, "the file's first line"
     else:
         chosen, reason = choose_version(version)
     schema = schema_for(chosen)
-    sizes = written.settings_in_argv() if written is not None else {}
     options, problems = parse_passed(schema, passed or [])
-    problems += [unfound] if unfound is not None else []
-    argv = {key: value for key, value in sizes.items() if not document.has(key)} | schema.set_by(
-        options
-    )
+    names, in_file = {"target": target, "head": head}, head_in(document)
+    for part, name in (("target", named[0] or named_target), ("head", named[1]), ("head", in_file)):
+        problem = name_problem(name, here) if name and not names[part] else None
+        if problem is None:
+            names[part] = names[part] or name
+        elif name != in_file:  # which a rule reports at its key
+            problems.append(problem)
+    argv = {key: value for key, value in sizes.items() if not document.has(key)}
     deployment = Deployment(
-        schema, target_spec, target_name or "", head_spec, head_name or "", argv,
-        options=options if passed is not None else None, gpu=compute_capability(gpu) if gpu else None,
+        schema, load_target(names["target"]).spec if names["target"] else None, names["target"] or "",
+        load_head(names["head"]).spec if names["head"] else None, names["head"] or "",
+        argv=argv | schema.set_by(options), options=options if passed is not None else None,
+        gpu=compute_capability(gpu) if gpu else None,
         gpu_name=gpu.lower() if gpu and gpu.lower() in gpu_names() else None,
-        environ=environ or {}, here=here, role=role or _written_role(written),
+        environ=environ or {}, here=here, role=role,
     )  # fmt: skip
     return deployment, reason, problems
-
-
-def _written_role(written: Intent | None) -> Role | None:
-    return written.role if written is not None else None
 
 
 VALUE = "TS-SERVE-OPTION-VALUE"

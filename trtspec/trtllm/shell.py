@@ -25,6 +25,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+REDIRECTED = ">"
 PIECE = re.compile(QUOTED, re.DOTALL)
 ESCAPED = re.compile(r"\\([$`\"\\\n])")
 HEREDOC = re.compile(
@@ -48,7 +49,7 @@ class Word:
 
 
 def statements(text: str) -> list[list[Word]]:
-    """The words of each command, then of each array; what is redirected ends a command."""
+    """The words of each command, then of each array. A redirection is the word REDIRECTED."""
     words = list[Word]()
     commands, arrays, inside, line = [words], dict[str, list[Word]](), False, 0
     for token in TOKEN.finditer(text):
@@ -56,6 +57,8 @@ def statements(text: str) -> list[list[Word]]:
             words, inside = arrays.setdefault(token["name"], []), True
         elif token["word"]:
             words.append(Word(_unquoted(token[0]), line))
+        elif token["redirect"]:
+            words.append(Word(REDIRECTED, line))
         elif not token["blank"] and (token[0] == ")" or not inside):
             words, inside = [], False
             commands.append(words)
