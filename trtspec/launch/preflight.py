@@ -73,7 +73,7 @@ def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> li
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
 OF_THIS_MACHINE = (
     "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
-    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE", "TS-LINT-DISK-CACHE-PATH",
+    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE",
 )  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30

@@ -26,7 +26,7 @@ from trtspec.trtllm.schema import Schema, newest_known, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
 ORDER = {"error": 0, "warning": 1, "info": 2}
-# a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
+# a file with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
     "TS-LINT-UNKNOWN-KEY",
     "TS-LINT-KEY-UNCERTAIN",
@@ -146,12 +146,7 @@ def _corrected(
         edit = finding.fix(document)
     except CannotEdit:
         return None
-    unsettled = {
-        document.entries[f.key].parent
-        for f in findings
-        if f.code in UNSETTLED and document.has(f.key)
-    }
-    if edit.added is not None and not unsettled.isdisjoint(_mappings_above(document, edit.added)):
+    if edit.added is not None and any(item.code in UNSETTLED for item in findings):
         return None
     after = Document.parse(edit.text, document.name)
     if (
@@ -162,15 +157,6 @@ def _corrected(
         return None
     found = lint(after, deployment)
     return (after, found) if _better(findings, found) else None
-
-
-def _mappings_above(document: Document, path: str) -> set[str]:
-    """The mappings, down from the top level, in which an added key or one of its new parents is written."""
-    parents = {path.rpartition(".")[0]}
-    while (lowest := path.rpartition(".")[0]) and not document.has(lowest):
-        path = lowest
-        parents.add(path.rpartition(".")[0])
-    return parents
 
 
 def _better(before: list[Finding], after: list[Finding]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trtspec.errors import Severity
@@ -15,14 +14,6 @@ from trtspec.specs import gpu_spec
 from trtspec.trtllm.deployment import Deployment, Finding, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
-# of CUDA graphs: the object, its list and the key that must be the largest of the list
-LISTED_SIZES = (
-    ("cuda_graph_config", "batch_sizes", "max_batch_size"),
-    ("cuda_graph_config", "num_tokens", "max_num_token"),
-    ("cuda_graph_config", "seq_lens", "max_seq_len"),
-    ("encoder_cuda_graph_config", "num_tokens", "max_num_token"),
-    ("encoder_cuda_graph_config", "seq_lens", "max_seq_len"),
-)
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -116,28 +107,24 @@ def capacity(document: Document, deployment: Deployment) -> Iterator[Finding]:
 
 
 def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    for parent, listed, most in LISTED_SIZES:
-        place, sizes = f"{parent}.{most}", document.get(f"{parent}.{listed}")
-        largest = deployment.size(document, place)
-        if _whole_numbers(sizes) and largest and largest != max(sizes):
-            message = f"{most} {largest} and the largest of {listed}, {max(sizes)}, must be equal"
-            yield Finding(
-                "TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place)
-            )
     key = "cuda_graph_config"
-    sizes, largest = (
-        document.get(f"{key}.batch_sizes"),
-        deployment.size(document, f"{key}.max_batch_size"),
-    )
+    listed, most = f"{key}.batch_sizes", f"{key}.max_batch_size"
+    sizes, largest = document.get(listed), deployment.size(document, most)
     whole = _whole_numbers(sizes)
+    covered = max(sizes) if whole else largest or 128
+    if whole and largest and largest != covered:
+        message = (
+            f"max_batch_size {largest} and the largest of batch_sizes, {covered}, must be equal"
+        )
+        fix = partial(delete_key, path=most)
+        yield Finding("TS-LINT-GRAPH-SIZES", "error", most, message, fix=fix)
     batch = deployment.size(document, "max_batch_size")
     off = document.has(key) and document.get(key) is None
-    covered = max(sizes) if whole else largest or 128
     if batch > covered and not off:
         message = f"CUDA graphs end at batch {covered} and max_batch_size is {batch}: larger batches run without graphs"
-        place = f"{key}.batch_sizes" if whole else f"{key}.max_batch_size"
-        value = [*sizes, batch] if whole else batch
-        fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
+        path = listed if whole else most
+        change = set_value if document.has(path) else add_key
+        fix = partial(change, path=path, value=[*sizes, batch] if whole else batch)
         yield Finding("TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, fix=fix)
 
 
@@ -222,15 +209,6 @@ def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Fi
         yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", variable, message)
 
 
-def disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A directory that must be there."""
-    place = "kv_cache_config.disk_cache_path"
-    size, folder = deployment.size(document, "kv_cache_config.disk_cache_size"), document.get(place)
-    if size and isinstance(folder, str) and folder and not Path(folder).is_dir():
-        message = f"{folder} is not a directory here; the engine stops where it is missing"
-        yield Finding("TS-LINT-DISK-CACHE-PATH", _absent(deployment), place, message)
-
-
 RULES = (
-    double_settings, token_budget, pool, capacity, cuda_graphs, moe, transfer_buffer, forced_acceptance, disk_cache,
+    double_settings, token_budget, pool, capacity, cuda_graphs, moe, transfer_buffer, forced_acceptance,
 )  # fmt: skip

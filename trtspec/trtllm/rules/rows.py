@@ -102,14 +102,16 @@ def _holds(
 ) -> bool:
     written = document.has(path) or path in deployment.argv
     value = known.get(path, _setting(document, deployment, path))
-    if wanted in ("given", "absent"):
-        return written == (wanted == "given")
-    if wanted in ("filled", "empty"):
-        return written and (value is None) == (wanted == "empty")
-    if wanted in ("set", "unset"):
-        return (value not in (None, False, 0, "")) == (
-            wanted == "set"
-        )  # an empty mapping is an object
+    states = {
+        "given": written,
+        "absent": not written,
+        "filled": written and value is not None,
+        "empty": written and value is None,
+        "set": value not in (None, False, 0, ""),  # an empty mapping is an object
+        "unset": value in (None, False, 0, ""),
+    }
+    if isinstance(wanted, str) and wanted in states:
+        return states[wanted]
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
         if word == "written":
