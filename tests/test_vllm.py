@@ -87,7 +87,6 @@ def test_instruct_gets_no_reasoning_parser_and_words_of_the_user_come_last() -> 
     [
         (["--tp-size", "3"], {"TS-VLLM-PARALLEL"}),
         (["--max-seq-len", "300000"], {"TS-VLLM-LENGTH"}),
-        (["--max-num-tokens", "8", "--max-batch-size", "16"], {"TS-VLLM-LENGTH"}),
         (["--head", "lightseekorg/kimi-k2.6-eagle3.1-mla", "--vllm-version", "0.25.1"], set()),
         (
             ["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--tp-size", "3"],

@@ -185,17 +185,15 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
     """An error for each key that is spelled like a known option; a note for any other that is not known."""
     known = _known_options()
-    for written in values:
-        name = str(written).replace("_", "-")
+    for written in map(str, values):
+        name = written.replace("_", "-")
         near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
-        if name in known:
-            continue
-        if near:
+        if near and name not in known:
             message = f"vLLM has no option {written}"
-            yield Problem("TS-VLLM-KEY", "error", str(written), message, f"did you mean {near[0]}?")
-        else:
+            yield Problem("TS-VLLM-KEY", "error", written, message, f"did you mean {near[0]}?")
+        elif name not in known:
             message = f"{written} is not known here, so it was not judged; vLLM judges it itself"
-            yield Problem("TS-VLLM-KEY", "info", str(written), message)
+            yield Problem("TS-VLLM-KEY", "info", written, message)
 
 
 def _known_options() -> list[str]:
@@ -318,19 +316,6 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
     ):
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")
-    if (
-        options.max_num_tokens
-        and options.max_batch_size
-        and options.max_num_tokens < options.max_batch_size
-    ):
-        message = f"{options.max_batch_size} requests do not fit into steps of {options.max_num_tokens} tokens"
-        yield Problem(
-            "TS-VLLM-LENGTH",
-            "error",
-            "`max_num_tokens`",
-            message,
-            "raise it, or lower `max_batch_size`",
-        )
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:

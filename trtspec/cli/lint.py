@@ -180,21 +180,22 @@ def lint_configuration(
     from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.document import Document
 
+    name = "(text)"
     if isinstance(config, Mapping):
+        name = "(dict)"
         try:
-            document = Document.parse(yaml.safe_dump(dict(config), sort_keys=False), "(dict)")
+            config = yaml.safe_dump(dict(config), sort_keys=False)
         except yaml.YAMLError as error:
-            raise UsageError(
-                f"the configuration cannot be written as YAML: {error}", "use plain values"
-            ) from None
-    elif isinstance(config, str) and ("\n" in config or ": " in config):
-        document = Document.parse(config, "(text)")
+            message = f"the configuration cannot be written as YAML: {error}"
+            raise UsageError(message, "use plain values") from None
+    if isinstance(config, str) and ("\n" in config or ": " in config):
+        document = Document.parse(config, name)
     else:
         document = Document.read(config)
-    pair = [None if one is None else str(one) for one in (target, head)]
     asked = LintOptions(
-        files=(document.name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu
-    )
+        files=(document.name,), trtllm_version=trtllm_version, target=str(target) if target else None,
+        head=str(head) if head else None, gpu=gpu,
+    )  # fmt: skip
     judged = judge_part(document, Carried(""), list(options) or None, asked)
     problems = [finding.problem(document.name) for finding in judged.findings]
     return Result({"version": judged.version, "version_reason": judged.reason}, problems)
@@ -288,20 +289,20 @@ def judge_part(
     unread = [Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)]
     unread = unread if part.unread else []
     command, judged = part.command, Judged(document.name, document)
-    if part.place and command is None and not part.text:
+    if part.place and not command.engine and not part.text:
         return replace(judged, findings=[_moved(finding, part) for finding in unread])
-    if part.engine == VLLM:
+    if command.engine == VLLM:
         return _foreign(document) or judged
-    if passed is None and command is not None:
+    if passed is None and command.engine:
         passed = command.words
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
     deployment, reason, problems = deployment_of(
         document, version=verdict.version if verdict else options.trtllm_version or part.version,
         target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
         passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
-        environ={name: value for name, (value, _) in part.environ.items()} if part.place else os.environ,
+        environ=part.environ if part.place else os.environ,
     )  # fmt: skip
-    if command is not None and command.partial:
+    if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
@@ -315,7 +316,7 @@ def judge_part(
         reason = "installed here; its own classes judged too"
     elif part.version and deployment.version == part.version:
         reason = "the image's tag"
-    if command is not None and command.config and not part.text:
+    if command.config and not part.text:
         # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {command.config} is not in this file: only the command's options were judged"
@@ -340,16 +341,16 @@ def _moved(finding: Finding, part: Carried) -> Finding:
     if not part.place:
         return finding
     line, column, variable = part.line, None, finding.key.removeprefix("environment.")
-    if variable in part.environ:
-        line = part.environ[variable][1]
-    elif finding.line:
+    if variable in part.environ:  # once, whatever it serves
+        return replace(finding, line=part.environ[variable])
+    if finding.line:
         line = part.origin.line(finding.line - 1)
         column = finding.column and part.origin.column(finding.column)
-    elif part.command is not None:
+    elif part.command.engine:
         line = part.command.option_lines.get(finding.key, part.command.line)
     key = f"{part.place}: {finding.key}".removesuffix(": ")
     finding = replace(finding, key=key, line=line + 1, column=column)
-    if part.engine != DYNAMO:
+    if part.command.engine != DYNAMO:
         return finding
 
     def in_dynamo(text: str) -> str:
@@ -363,7 +364,7 @@ def _is_of_dynamo(finding: Finding, part: Carried) -> bool:
     from trtspec.trtllm.carriers import DYNAMO
 
     codes = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW")
-    return part.engine == DYNAMO and finding.code in codes and "parser" in finding.key
+    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.key
 
 
 def _foreign(document: Document) -> Judged | None:
@@ -435,8 +436,7 @@ def _excerpt(document: Document, finding: Finding, number: int) -> Iterator[str]
     line = "".join(document.text.split("\n")[number - 1 : number])
     column = (finding.column or 1) - 1
     shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
-    visible = line[shift : shift + MOST_COLUMNS]
-    shown = "".join(char if char.isprintable() else " " for char in visible)
+    shown = "".join(char if char.isprintable() else " " for char in line[shift:][:MOST_COLUMNS])
     yield f"{number:>12} | {shown}"
     if finding.column is not None:
         width = min(finding.width, len(shown) - column + shift)

@@ -93,12 +93,12 @@ class Origin:
 
 @dataclass
 class Command:
-    """The line that serves. `words`: options of trtllm-serve, with the line of each in `option_lines`. `partial`: the
-    shell puts in more of them. `config`: the engine file that it names."""
+    """The line that serves, without `engine` if there is none. `words`: options of trtllm-serve, with the line of each
+    in `option_lines`. `partial`: the shell puts in more of them. `config`: the engine file that it names."""
 
-    engine: str
-    line: int
-    role: Role | None
+    engine: str = ""
+    line: int = 0
+    role: Role | None = None
     words: list[str] = field(default_factory=list)
     option_lines: dict[str, int] = field(default_factory=dict)
     partial: bool = False
@@ -109,29 +109,25 @@ class Command:
 @dataclass(frozen=True)
 class Carried:
     """An engine file (`text`, "" where only a command is here) and the `command` that serves it. `name`: the file's own
-    name, as the carrier gives it. `environ`: the variables of the server with their lines. `unread`: why something was
+    name, as the carrier gives it. `environ`: the lines of the server's variables, from 1. `unread`: why something was
     not read."""
 
     place: str
     text: str = ""
     origin: Origin = Origin()
     name: str = ""
-    command: Command | None = None
+    command: Command = field(default_factory=Command)
     target: str = ""
     head: str = ""
     version: str | None = None
     role: Role | None = None
-    environ: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    environ: Mapping[str, int] = field(default_factory=dict)
     unread: str = ""
 
     @property
     def line(self) -> int:
         """The line at which the file begins, or else the command, from 0."""
-        return self.origin.first if self.command is None or self.text else self.command.line
-
-    @property
-    def engine(self) -> str:
-        return self.command.engine if self.command is not None else ""
+        return self.command.line if self.command.engine and not self.text else self.origin.first
 
     def written_into(self, original: str, text: str) -> str:
         """The original with `text` in place of this engine file, if its text there is the same."""
@@ -210,7 +206,7 @@ class _Carrier:
         self.commands: list[Command] = []
         self.others: list[Carried] = []  # texts that are engine files only if a command names them
         self.notes: list[Carried] = []
-        self.variables: list[tuple[str, str, int, Role | None]] = []
+        self.variables: list[tuple[str, str, int]] = []
         self.target = self.head = ""
         self.whole = False  # whether the text is an engine file itself
 
@@ -240,16 +236,16 @@ class _Carrier:
             part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
                            origin=_origin(node, hidden, origin))  # fmt: skip
             if node.kind == "scalar":
-                inner = _decoded(node.text) if secret else node.text
-                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in inner.strip()
-                self._read_text(replace(part, text=inner), commands)
+                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in node.text.strip()
+                text = _decoded(node.text) if secret else node.text
+                self._read_text(replace(part, text=text), commands)
             else:
                 self._read_collection(part, node, hidden, origin)
 
     def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
         if part.name == "env" or part.name.endswith("environment"):
             for name, value, line in _environment(node):
-                self.variables.append((name, value, origin.line(line), part.role))
+                self.variables.append((name, value, origin.line(line)))
         if len(part.place.split(".")) > 1 and is_engine_file(_keys(node)):
             inner = text[node.start : node.end]
             if node.style != "flow":
@@ -273,25 +269,22 @@ class _Carrier:
             self._read_inside(part, "".join(into[:1]), text, part.origin.inner(first, body), True)
             return match["behind"] + "\n" * body.count("\n")
 
-        for words in statements(HEREDOC.sub(read_body, part.text)):
-            texts = [word.text for word in words]
-            end = texts.index(REDIRECTED) if REDIRECTED in texts else len(texts)
-            into, prints = "".join(texts[end + 1 : end + 2]), texts[0:1] and texts[0] in PRINTS
+        for words in statements(HEREDOC.sub(read_body, part.text), part.origin.line):
+            texts = [*(word.text for word in words), REDIRECTED, ""]
+            end = texts.index(REDIRECTED)
+            into, prints = texts[end + 1], texts[0] in PRINTS
             for word in words[:end]:
-                line = part.origin.line(word.line)
-                variable = VARIABLE.fullmatch(word.text)
+                text, variable = word.text, VARIABLE.fullmatch(word.text)
                 if variable:
-                    self.variables.append((variable["name"], variable["value"], line, None))
-                text = variable["value"] if variable else word.text
-                if text.startswith("$("):
-                    text = text[2:-1]
+                    text = variable["value"]
+                    self.variables.append((variable["name"], text, word.line))
+                text = text.removeprefix("$(")
                 if NESTED.search(text) and len(text) < len(part.text):
-                    origin = Origin(line, word.text.count("\n") + 1, exact=False)
+                    origin = Origin(word.line, word.text.count("\n") + 1, exact=False)
                     text = masked(text.replace("\\n", "\n"))
                     self._read_inside(part, into, text, origin, not prints)
             if not prints:
-                located = [Word(word.text, part.origin.line(word.line)) for word in words[:end]]
-                self._read_command(located, part)
+                self._read_command(words[:end], part)
 
     def _read_inside(
         self, part: Carried, into: str, text: str, origin: Origin, commands: bool
@@ -362,10 +355,8 @@ class _Carrier:
             name = self._file_name(part.name, part.line)
             named = [each for each, wanted in commands if alone or (name and wanted == name)]
             lonely = [command for command in lonely if command not in named]
-            for command in named:
+            for command in named or [Command()]:
                 yield self._served(part, command)
-            if not named:
-                yield self._served(part, None)
         for command in lonely:
             yield self._served(Carried(f"`{command.engine}`"), command)
         if files or commands:
@@ -381,24 +372,18 @@ class _Carrier:
         """The text itself; of a variable, the value that the carrier gives it nearest to this line."""
         values = [
             (abs(line - at), value)
-            for name, value, at, _ in self.variables
+            for name, value, at in self.variables
             if text in (f"${name}", f"${{{name}}}")
         ]
         return min(values)[1] if values else text
 
-    def _served(self, part: Carried, command: Command | None) -> Carried:
-        role, target = part.role, self.target
-        if command is not None:
-            role = role or command.role
-            target = target or self._value(command.target, command.line)
-        environ = {
-            name: (value, line)
-            for name, value, line, server in self.variables
-            if None in (server, role) or server == role
-        }
-        target = "" if UNKNOWN.search(target) else target
-        return replace(part, command=command, version=self.version, target=target, head=self.head,
-                       role=role, environ=environ)  # fmt: skip
+    def _served(self, part: Carried, command: Command) -> Carried:
+        target = self.target or self._value(command.target, command.line)
+        environ = {name: line + 1 for name, value, line in self.variables if value}
+        return replace(
+            part, command=command, version=self.version, head=self.head, environ=environ,
+            target="" if UNKNOWN.search(target) else target, role=part.role or command.role,
+        )  # fmt: skip
 
 
 def _is_engine_text(text: str) -> bool:

@@ -102,7 +102,7 @@ class Deployment:
     options: Mapping[str, Any] | None = None
     gpu: str | None = None
     gpu_name: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, object] = field(default_factory=dict)
     here: bool = False
     role: Role | None = None
 
@@ -158,7 +158,7 @@ def deployment_of(
     named: tuple[str, str] = ("", ""),
     gpu: str | None = None,
     passed: list[str] | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, object] | None = None,
     here: bool = False,
     role: Role | None = None,
 ) -> tuple[Deployment, str, list[Problem]]:
@@ -212,12 +212,12 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
     rest = list(words)
 
     def refuse(code: str, message: str, remedy: str = "", sure: bool = True) -> None:
-        if sure:
-            problems.append(Problem(code, "error", flag, message, remedy))
-            return
-        message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
-        remedy = "try `trtllm-serve --help`"
-        problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, remedy))
+        severity: Severity = "error"
+        if not sure:
+            code, severity = "TS-SERVE-OPTION-UNCERTAIN", "warning"
+            message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
+            remedy = "try `trtllm-serve --help`"
+        problems.append(Problem(code, severity, flag, message, remedy))
 
     while rest:
         word = rest.pop(0)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from trtspec.errors import Severity
-from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import kernel_refusal
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.deployment import Deployment, Finding, draft_length, step_tokens
@@ -72,12 +71,6 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
     pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
     if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
         pools["free_gpu_memory_fraction"] = 0
-    total = deployment.size(document, "kv_cache_config.max_gpu_total_bytes")
-    if target is not None and total:
-        bytes_per_token = (
-            target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
-        )
-        pools["max_gpu_total_bytes"] = int(total / bytes_per_token)
     for name, tokens in pools.items():
         if isinstance(tokens, int) and tokens < request:
             message = (

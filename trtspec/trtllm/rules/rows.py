@@ -36,12 +36,8 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
             "self_attn" in item for item in target.quant.exclude
         )  # not quantized
     if head is not None:
-        found |= {
-            "head.attention": head.attention,
-            "head.eagle": head.eagle,
-            "head.layer_prefix": head.layer_prefix,
-        }
-        found["head.norm_before_residual"] = head.norm_before_residual
+        found |= {f"head.{name}": value for name, value in vars(head).items()}
+        found["head.eagle"] = head.eagle
     if head is not None and target is not None:
         # which the engine ignores: it shares the target's where the widths are equal
         found["head.own_embedding"] = (
