@@ -289,13 +289,9 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         remedy = "compare with its release notes"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, remedy))
-    reason = (
-        "asked for"
-        if asked
-        else "installed here"
-        if installed
-        else "the newest release that is known"
-    )
+    reason = "installed here" if installed else "the newest release that is known"
+    if asked:
+        reason = "asked for"
     return version, reason, problems
 
 

@@ -29,32 +29,17 @@ EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
 HOPPER_GPUS = ((9, 0),)
 BLACKWELL_GPUS = ((10, 0), (10, 3))
 BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
-# TensorRT-LLM's MoE kernels: weight format -> compute capabilities that `can_implement` takes, and the source. A format
+# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and the source. A format
 # that a kernel hands over to CUTLASS with a warning counts as taken (create_moe.py). Other kernels are not judged.
-EXPERT_KERNELS: dict[str, tuple[dict[WeightFormat, tuple[tuple[int, int], ...]], str]] = {
-    "TRTLLM": (
-        dict.fromkeys(EVERY_FORMAT, BLACKWELL_GPUS),
-        "TRTLLMGenFusedMoE, fused_moe_trtllm_gen.py",
-    ),
-    "CUTEDSL": (
-        dict.fromkeys(EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS),
-        "CuteDslFusedMoE, fused_moe_cute_dsl.py; for 12.x fused_moe_cute_dsl_b12x.py",
-    ),
-    "DEEPGEMM": (
-        {WeightFormat.FP8_BLOCK: BLACKWELL_GPUS},
-        "DeepGemmFusedMoE, fused_moe_deepgemm.py; Dynamo pull request 8410",
-    ),
-    "DENSEGEMM": (
-        {WeightFormat.NVFP4: BLACKWELL_GPUS},
-        "DenseGEMMFusedMoE, fused_moe_densegemm.py",
-    ),
-    "TRITON": ({WeightFormat.BF16: HOPPER_GPUS}, "TritonFusedMoE, fused_moe_triton.py"),
-    "MARLIN": (
-        {WeightFormat.NVFP4: ((8, 9), *HOPPER_GPUS)},
-        "MarlinFusedMoE, fused_moe_marlin.py",
-    ),
-    "MEGAMOE_DEEPGEMM": ({}, "MegaMoEDeepGemm, mega_moe_deepgemm.py"),  # MXFP4 weights
-}
+EXPERT_KERNELS = {
+    "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
+    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
+    "DEEPGEMM": ({WeightFormat.FP8_BLOCK}, BLACKWELL_GPUS, "fused_moe_deepgemm.py, Dynamo pull request 8410"),
+    "DENSEGEMM": ({WeightFormat.NVFP4}, BLACKWELL_GPUS, "fused_moe_densegemm.py"),
+    "TRITON": ({WeightFormat.BF16}, HOPPER_GPUS, "fused_moe_triton.py"),
+    "MARLIN": ({WeightFormat.NVFP4}, ((8, 9), *HOPPER_GPUS), "fused_moe_marlin.py"),
+    "MEGAMOE_DEEPGEMM": (set[WeightFormat](), (), "mega_moe_deepgemm.py"),  # MXFP4 weights
+}  # fmt: skip
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
 # the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
 # parallel 4), its verification not counted.
@@ -209,14 +194,12 @@ def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | N
     capability: not known, so not judged."""
     if kernel not in EXPERT_KERNELS:
         return None
-    cells, source = EXPERT_KERNELS[kernel]
-    if format in EVERY_FORMAT and format not in cells:
-        taken = " and ".join(sorted(cells)) or "MXFP4"
+    formats, capabilities, source = EXPERT_KERNELS[kernel]
+    if format in EVERY_FORMAT and format not in formats:
+        taken = " and ".join(sorted(formats)) or "MXFP4"
         return f"the {kernel} kernels load {taken} experts; these are {format} ({source})"
-    known = [cells[format]] if format in cells else [*cells.values()]
-    numbers = sorted({number for row in known for number in row})
-    if capability and numbers and _number(capability) not in numbers:
-        listed = ", ".join(f"{major}.{minor}" for major, minor in numbers)
+    if capability and capabilities and _number(capability) not in capabilities:
+        listed = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
         message = f"the {kernel} kernels are for compute capabilities {listed}"
         return f"{message}; this GPU has {capability} ({source})"
     return None

@@ -67,7 +67,7 @@ _release = functools.cache(Version)
 @dataclass(frozen=True)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
-    and, like `allowed`, hold for every item of a list, `items` for all of them together. Of a `strict` one the engine
+    and, like `allowed`, hold for every item of a list. Of a `strict` one the engine
     makes no integer from text or 8.0, and no text from a number. `variants`: the kinds of its object that have it."""
 
     path: str
@@ -77,7 +77,6 @@ class Field:
     above: float | None = None
     below: float | None = None
     not_empty: bool = False
-    items: str = ""
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
     strict: bool = False
