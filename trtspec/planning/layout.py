@@ -29,8 +29,8 @@ EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
 HOPPER_GPUS = ((9, 0),)
 BLACKWELL_GPUS = ((10, 0), (10, 3))
 BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
-# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and the source. A format
-# that a kernel hands over to CUTLASS with a warning counts as taken (create_moe.py). Other kernels are not judged.
+# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and the source. A
+# format that a kernel hands over to CUTLASS with a warning counts as taken (create_moe.py). Others are not judged.
 EXPERT_KERNELS = {
     "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
     "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
