@@ -128,12 +128,9 @@ def lint(options: LintOptions) -> Result:
     if len(set(files)) < len(files):
         raise UsageError("a file is given twice", "give each file once")
     judged = [_judge(file, passed, options) for file in files]
-    failed = [
-        (item.name, item.error.message)
-        for item in judged
-        if item.error is not None and len(judged) > 1
-    ]
-    write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
+    for item in judged if len(judged) > 1 else ():
+        if item.error is not None:
+            write_stderr(f"{item.name}: not judged: {item.error.message}\n")
     return Result(_as_json(judged), lines=[line for item in judged for line in _lines(item)],
                   failure=_failure(judged, options.strict))  # fmt: skip
 
@@ -149,9 +146,7 @@ def _files_of(name: str) -> list[str]:
     paths = [path for path in Path(name).rglob("*") if path.suffix in WALKED and path.is_file()]
     files = []
     for path in sorted(paths):
-        with suppress(
-            TrtspecError
-        ):  # a file that cannot be read is judged, so that this is reported
+        with suppress(TrtspecError):  # which is reported where the file is judged
             document = Document.read(path)
             keys = document.value if isinstance(document.value, dict) else {}
             engine = is_engine_file(map(str, keys)) or is_vllm_file(keys)
@@ -285,12 +280,12 @@ def judge_part(
     from trtspec.trtllm.lint import lint as find
     from trtspec.trtllm.shell import OMITTED
 
-    line = part.text.count("\n", 0, part.text.find(OMITTED)) + 1 if OMITTED in part.text else None
-    unread = [Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)]
-    unread = unread if part.unread else []
+    above, omitted, _ = part.text.partition(OMITTED)
+    line = above.count("\n") + 1 if omitted else None
+    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)
     command, judged = part.command, Judged(document.name, document)
     if part.place and not command.engine and not part.text:
-        return replace(judged, findings=[_moved(finding, part) for finding in unread])
+        return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
         return _foreign(document) or judged
     if passed is None and command.engine:
@@ -322,7 +317,8 @@ def judge_part(
         message = f"the engine file {command.config} is not in this file: only the command's options were judged"
         remedy = f"lint {command.config} too"
         problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, remedy))
-    findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings, *unread]
+    findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings]
+    findings += [unread] if part.unread else []
     return replace(
         judged,
         document=better,

@@ -158,20 +158,20 @@ def is_engine_file(keys: Iterable[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether a mapping of several keys has no key of an engine, none of a front, and none that is spelled like one."""
     keys, known = set(keys), _engine_keys()[1]
-    compared = [*keys][:MAX_COMPARED] if keys.isdisjoint(known | FRONT_KEYS) else [*known]
-    near = [difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared]
-    return len(keys) > 1 and not any(near)
+    if len(keys) < 2 or not keys.isdisjoint(known | FRONT_KEYS):
+        return False
+    compared = [*keys][:MAX_COMPARED]
+    return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared)
 
 
 def carried(text: str) -> list[Carried]:
     """Every engine file and command in a text, by line; none for an engine file itself."""
-    carrier = _Carrier(text)
-    lines = text.splitlines(keepends=True)
-    starts = [n for n, line in enumerate(lines) if n == 0 or re.match(r"---(\s|$)", line)]
-    for begin, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        document = "".join(lines[begin:end])
+    carrier, first = _Carrier(text), 0
+    for document in re.split(r"^(?=---\s)", text, flags=re.MULTILINE):
+        lines = document.count("\n")
         if re.search(r"^[^#\s-]", document, re.MULTILINE):
-            carrier.read_document(document, Origin(begin, end - begin))
+            carrier.read_document(document, Origin(first, lines + 1))
+        first += lines
     return sorted(carrier.joined(), key=lambda part: part.line)
 
 
