@@ -332,7 +332,8 @@ def judge_part(
 def _moved(finding: Finding, part: Carried) -> Finding:
     """A finding about a part of a file at its line of the file, in words of the program that serves it."""
     from trtspec.trtllm.carriers import DYNAMO
-    from trtspec.trtllm.deployment import IN_DYNAMO
+    from trtspec.trtllm.deployment import dynamo_options
+    from trtspec.trtllm.schema import read_beside
 
     if not part.place:
         return finding
@@ -349,8 +350,11 @@ def _moved(finding: Finding, part: Carried) -> Finding:
     if part.command.engine != DYNAMO:
         return finding
 
+    theirs = {ours: option for option, ours in dynamo_options().items()}
+    theirs["--trust_remote_code"] = read_beside("dynamo.yaml")["trust"]
+
     def in_dynamo(text: str) -> str:
-        return re.sub(r"--[a-z_]+", lambda flag: IN_DYNAMO.get(flag[0], flag[0]), text)
+        return re.sub(r"--[a-z_]+", lambda flag: theirs.get(flag[0], flag[0]), text)
 
     return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
 

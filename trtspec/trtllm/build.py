@@ -186,21 +186,19 @@ def front(intent: Intent) -> str:
     """The file of `trtllm-serve disaggregated`, which only sends requests on."""
     contexts = list(intent.context_urls or ("context-host:8001",))
     generations = list(intent.generation_urls or ("generation-host:8002",))
-    lines = [
-        intent.first_line(),
-        f"# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated",
-        "# <this file>`, each server with `--config context.yml` or `--config generation.yml`.",
-        "hostname: 0.0.0.0",
-        "port: 8000",
-        "backend: pytorch",
-        "context_servers:",
-        f"  num_instances: {len(contexts)}",
-        f"  urls: {scalar(contexts)}  # each prefills prompts",
-        "generation_servers:",
-        f"  num_instances: {len(generations)}",
-        f"  urls: {scalar(generations)}  # each writes answers",
-    ]
-    return "\n".join(lines) + "\n"
+    return f"""{intent.first_line()}
+# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated
+# <this file>`, each server with `--config context.yml` or `--config generation.yml`.
+hostname: 0.0.0.0
+port: 8000
+backend: pytorch
+context_servers:
+  num_instances: {len(contexts)}
+  urls: {scalar(contexts)}  # each prefills prompts
+generation_servers:
+  num_instances: {len(generations)}
+  urls: {scalar(generations)}  # each writes answers
+"""
 
 
 def _asked_setting(item: str) -> EngineSetting:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import DYNAMO_FLAGS, ROLES, dynamo_releases
+from trtspec.trtllm.deployment import ROLES, dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import Role
 from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
 from trtspec.trtllm.schema import newest_known, parse_version, schema_for
@@ -325,7 +325,7 @@ class _Carrier:
         free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
         command.partial |= any(text.startswith("$") for text in free)
         if command.engine == DYNAMO:
-            flag = DYNAMO_FLAGS.get(flag, "")
+            flag = dynamo_options().get(flag, "")
         if value.startswith("{") and flag in (*CONFIG, OVERRIDES):
             self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
         if flag == "--server_role":

@@ -31,33 +31,11 @@ Fix = Callable[[Document], Edit]
 SPEC = "speculative_config"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
-DYNAMO_OPTIONS = {  # settings of the engine -> options of Dynamo's worker
-    "tensor_parallel_size": "--tensor-parallel-size",
-    "moe_expert_parallel_size": "--expert-parallel-size",
-    "max_batch_size": "--max-batch-size",
-    "max_num_tokens": "--max-num-tokens",
-    "max_seq_len": "--max-seq-len",
-}
-PARSERS = {
-    "--tool_parser": "--dyn-tool-call-parser",
-    "--reasoning_parser": "--dyn-reasoning-parser",
-}
-# options of Dynamo's worker -> those of trtllm-serve
-DYNAMO_FLAGS = {
-    **{theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()},
-    **{theirs: ours for ours, theirs in PARSERS.items()},
-    "--model-path": "--model",
-    "--extra-engine-args": "--config",
-    "--override-engine-args": "--override-engine-args",
-    "--disaggregation-mode": "--server_role",
-}
 # words of files, flags and paths -> the half of a disaggregated deployment that they mean
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("prefill", "context", "ctx"), "context"),
     **dict.fromkeys(("decode", "generation", "gen"), "generation"),
 }
-TRUST = "--override-engine-args '{\"trust_remote_code\": true}'"
-IN_DYNAMO = {ours: theirs for theirs, ours in DYNAMO_FLAGS.items()} | {"--trust_remote_code": TRUST}
 
 
 def installed_version() -> str | None:
@@ -259,13 +237,9 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
 
 def _nearest_flag(schema: Schema, flag: str) -> str:
     """The remedy for an unknown option."""
-    by_plain = {
-        known.replace("-", "_"): known
-        for option in schema.options.values()
-        for known in option.flags
-    }
-    near = difflib.get_close_matches(flag.replace("-", "_"), list(by_plain), n=1)
-    return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
+    flags = [known for option in schema.options.values() for known in option.flags]
+    near = difflib.get_close_matches(flag, flags, n=1)
+    return f"did you mean {near[0]}?" if near else "trtllm-serve --help lists its options"
 
 
 PLACEHOLDER = re.compile(
@@ -352,11 +326,7 @@ class Finding:
         if self.column is not None or entry is None or entry.line != line:
             return replace(self, line=line)
         node = entry.key_node
-        if (
-            self.on_value
-            and entry.value_node.line == node.line
-            and entry.value_node.end > entry.value_node.start
-        ):
+        if self.on_value and entry.value_node.line == node.line:
             node = entry.value_node
         return replace(self, line=line, column=node.column + 1, width=max(node.end - node.start, 1))
 
@@ -369,6 +339,12 @@ class Finding:
     def to_dict(self, file: str) -> dict[str, Any]:
         place = {"line": self.line, "column": self.column, "key": self.key}
         return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
+
+
+def dynamo_options() -> dict[str, str]:
+    """Options of Dynamo's worker, and those of trtllm-serve that mean the same."""
+    options: dict[str, str] = read_beside("dynamo.yaml")["options"]
+    return options
 
 
 def dynamo_releases() -> dict[str, str]:

@@ -22,7 +22,7 @@ from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
-from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
+from trtspec.trtllm.deployment import dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
 from trtspec.trtllm.schema import read_beside
 
@@ -213,16 +213,16 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
     """Options of `dynamo.trtllm`; trust of the target's code has none and is passed as an override of the engine's."""
     intent, words = config.intent, config.argv
     settings = intent.settings_in_argv()
-    options = {
+    options: dict[str, Any] = {
         "--model-path": engine_path(intent.target, CACHES["dynamo"]),
         "--served-model-name": intent.published_as,
         "--extra-engine-args": path,
-        **{flag: settings.get(key) for key, flag in DYNAMO_OPTIONS.items()},
-        "--gpus-per-node": intent.gpus_per_node if intent.nodes > 1 else None,
-        "--disaggregation-mode": PARTS[intent.role] if intent.role is not None else None,
     }
-    for ours, theirs in PARSERS.items():
-        options[theirs] = words[words.index(ours) + 1] if ours in words else None
+    for theirs, ours in dynamo_options().items():
+        value = words[words.index(ours) + 1] if ours in words else None
+        options.setdefault(theirs, settings.get(ours.removeprefix("--"), value))
+    options["--gpus-per-node"] = intent.gpus_per_node if intent.nodes > 1 else None
+    options["--disaggregation-mode"] = PARTS[intent.role] if intent.role is not None else None
     if intent.trust_remote_code:
         options["--override-engine-args"] = json.dumps({"trust_remote_code": True})
     given = {flag: str(value) for flag, value in options.items() if value is not None}

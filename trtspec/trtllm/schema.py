@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -417,9 +418,8 @@ def parse_version(text: str) -> Version:
     version = Version(version.public)
     is_line = len(version.release) < 3  # such as 1.3
     if is_line or (version not in known and version < known[-1]):
-        below = [str(release) for release in known if release <= version]
-        above = [str(release) for release in known if release > version]
-        near = " or ".join([*below[-1:], *above[:1]])
+        above = bisect(known, version)
+        near = " or ".join(map(str, known[max(above - 1, 0) : above + 1]))
         raise UsageError(
             f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
             f"use {near}, the nearest, or `trtllm_version` {default_release()}",

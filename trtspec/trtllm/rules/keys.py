@@ -147,7 +147,7 @@ def shown(value: Any) -> str:
 
 def describe(field: Field) -> str:
     """The accepted values in words."""
-    words = [NAMES.get(kind) or _container(kind) for kind in field.types if kind != "null"]
+    words = [NAMES.get(kind, kind) for kind in field.types if kind != "null"]
     if field.allowed:
         words = [NAMES[kind] for kind in field.types if kind in ("bool", "int", "float")]
         words.append(f"one of {', '.join(map(str, field.allowed))}")
@@ -157,12 +157,6 @@ def describe(field: Field) -> str:
         if getattr(field, name) is not None:
             words[-1] += f", {limit} {getattr(field, name)}"
     return " or ".join(words) + ", not empty" * field.not_empty
-
-
-def _container(kind: str) -> str:
-    if kind.startswith("list["):
-        return f"a list ({kind[5:-1]})"
-    return f"a mapping ({kind[5:-1].replace(',', ' -> ')})"
 
 
 VALUE_CODES = {
