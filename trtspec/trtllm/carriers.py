@@ -330,6 +330,8 @@ class _Carrier:
             self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
         if flag == "--server_role":
             command.role = role_in(value) or command.role
+        if flag == "--server_role" and command.engine == DYNAMO:
+            return  # whose words for the roles are its own
         if flag in CONFIG:
             command.config = "".join(values[:1])
         elif flag == OVERRIDES and '"trust_remote_code": true' in value:
