@@ -26,7 +26,6 @@ from trtspec.trtllm.schema import newest_known, parse_version, schema_for
 from trtspec.trtllm.shell import (
     HEREDOC,
     INTO,
-    MASK,
     OMITTED,
     REDIRECTED,
     Word,
@@ -169,8 +168,7 @@ def carried(text: str) -> list[Carried]:
     carrier, first = _Carrier(text), 0
     for document in re.split(r"^(?=---\s)", text, flags=re.MULTILINE):
         lines = document.count("\n")
-        if re.search(r"^[^#\s-]", document, re.MULTILINE):
-            carrier.read_document(document, Origin(first, lines + 1))
+        carrier.read_document(document, Origin(first, lines + 1))
         first += lines
     return sorted(carrier.joined(), key=lambda part: part.line)
 
@@ -184,14 +182,14 @@ def role_in(*names: str) -> Role | None:
 
 def release_in(text: str) -> tuple[str | None, str]:
     """The engine's release by the tag of the one image in a text, and the tag of an image of Dynamo whose engine is not
-    known. None for no image, for several, `latest`, a digest, or a release of long ago."""
-    images = {(match["name"], match["tag"]) for match in IMAGE.finditer(text)}
+    known. None for no image, for several, a digest, or a release of long ago."""
+    images = set(IMAGE.findall(text))
     if len(images) != 1:
         return None, ""
     (name, tag), *_ = images
     if "runtime" in name:
         engine = dynamo_releases().get(VARIANT.sub("", tag))
-        return engine, "" if engine or tag == "latest" else f"{name}:{tag}"
+        return engine, "" if engine else f"{name}:{tag}"
     with suppress(UsageError):
         return str(parse_version(tag)), ""
     return None, ""
@@ -306,8 +304,8 @@ class _Carrier:
     def _read_command(self, words: list[Word], part: Carried) -> None:
         names = [PurePath(word.text).name for word in words]
         start = next((n for n, name in enumerate(names) if name in PROGRAMS), len(names))
-        serves = names[start + 1 : start + 2] == ["serve"]
-        engine = "".join(names[start : start + 1])
+        engine, *following = [*names[start:], "", ""]
+        serves = following[0] == "serve"
         if not engine or not NOT_SERVING.isdisjoint(names) or (engine == VLLM and not serves):
             return
         command = Command(engine, words[start].line, part.role)
@@ -467,6 +465,5 @@ def _indent(text: str) -> int:
 
 
 def _unread_lines(text: str) -> str:
-    lines = re.findall(rf"{OMITTED}({MASK}+)", text)
-    shown = ", ".join(map(unmasked, lines))
-    return f"{shown}: lines that only the shell or the template knows" if lines else ""
+    count = text.count(OMITTED)
+    return f"{count} lines that only the shell or the template knows" if count else ""

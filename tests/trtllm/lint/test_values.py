@@ -47,13 +47,11 @@ def test_every_type_takes_what_pydantic_takes(field: Field, annotation: Any) -> 
     for value in SAMPLES:
         verdict = check_value(field, value)
         try:
-            made: Any = adapter.validate_python(value)
+            adapter.validate_python(value)
         except ValidationError:
             assert verdict is not None, (field.type, value)
             continue
         assert verdict is None, (field.type, value, verdict)
-        if type(made) is not type(value) and not isinstance(made, float):
-            assert verdict is not None, (field.type, value)
 
 
 def test_case_counts_where_the_engine_says_so() -> None:

@@ -33,10 +33,9 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Find
 
 def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """max_num_tokens against a step of a full batch and the longest prompt, max_seq_len against the model."""
-    batch, tokens = (
-        deployment.size(document, name) for name in ("max_batch_size", "max_num_tokens")
-    )
-    tokens, step = tokens or 8192, step_tokens(document)  # 8192: what the engine takes for null
+    batch = deployment.size(document, "max_batch_size")
+    tokens = deployment.size(document, "max_num_tokens", 8192)  # what the engine takes for null
+    step = step_tokens(document)
     if tokens < batch * step:
         message = (
             f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
@@ -143,7 +142,9 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield Finding("TS-LINT-EPLB-SLOTS", "error", f"{key}.num_slots", message)
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
-        yield Finding("TS-LINT-EPLB-FILE", _absent(deployment), key, message)
+        # certain where the engine runs here, not where the file is for a pod
+        severity: Severity = "error" if deployment.here else "warning"
+        yield Finding("TS-LINT-EPLB-FILE", severity, key, message)
     if tp and moe_tp and experts and moe_tp * experts != tp:
         message = (
             f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
@@ -151,11 +152,6 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield Finding(
             "TS-LINT-COMBINATION", "error", "moe_tensor_parallel_size", message, "leave one out"
         )
-
-
-def _absent(deployment: Deployment) -> Severity:
-    """Of a path that is not here: certain where the engine runs here, not where the file is for a pod."""
-    return "error" if deployment.here else "warning"
 
 
 def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:

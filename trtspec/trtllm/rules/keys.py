@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -164,6 +165,7 @@ VALUE_CODES = {
     "value": "TS-LINT-BAD-VALUE",
     "range": "TS-LINT-OUT-OF-RANGE",
 }
+OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
 MAX_UNKNOWN = 200  # keys, after which the rest of a file is not judged
 MAX_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
@@ -239,6 +241,9 @@ def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iter
         yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
     elif verdicts[-1] is not None:
         yield _bad_value(entry, field, verdicts[-1], word)
+    elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
+        message = f"YAML reads {entry.value_node.text} as {entry.value}"
+        yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
 def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Finding:
