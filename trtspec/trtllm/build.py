@@ -248,7 +248,7 @@ def _capacity(intent: Intent, deployment: Deployment, settings: str) -> str:
     if intent.gpu is None:
         return ""
     gpu = gpu_spec(intent.gpu)
-    room = deployment.memory(Document.parse(settings), gpu)
+    room = deployment.memory(Document.parse(settings), gpu, buffers=False)
     assert room is not None  # the target is known
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]

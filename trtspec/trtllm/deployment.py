@@ -103,8 +103,9 @@ class Deployment:
         steps = batch * step_tokens(document)
         return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
 
-    def memory(self, document: Document, gpu: GpuSpec) -> Memory | None:
-        """By the memory model of `trtspec plan`; None without a target, or for sizes that lint refuses."""
+    def memory(self, document: Document, gpu: GpuSpec, buffers: bool = True) -> Memory | None:
+        """By the memory model of `trtspec plan`, with the `buffers` that hand caches over. None without a target, or
+        for sizes that lint refuses."""
         if self.target is None:
             return None
         spread = self.setting(document, "enable_attention_dp") is True
@@ -118,7 +119,7 @@ class Deployment:
             self.target, self.head, gpu, layout,
             fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
             max_num_tokens=self.size(document, "max_num_tokens", 8192),
-            transfer_tokens=self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
+            transfer_tokens=buffers * self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
         )  # fmt: skip
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
