@@ -87,7 +87,6 @@ def test_instruct_gets_no_reasoning_parser_and_words_of_the_user_come_last() -> 
     [
         (["--tp-size", "3"], {"TS-VLLM-PARALLEL"}),
         (["--max-seq-len", "300000"], {"TS-VLLM-LENGTH"}),
-        (["--max-num-tokens", "8", "--max-batch-size", "16"], {"TS-VLLM-LENGTH"}),
         (["--head", "lightseekorg/kimi-k2.6-eagle3.1-mla", "--vllm-version", "0.25.1"], set()),
         (
             ["--head", "lightseekorg/kimi-k2.6-eagle3-mla", "--tp-size", "3"],
@@ -272,6 +271,7 @@ def test_commits_are_revisions_of_the_engine_also_from_its_file(tmp_path: Path) 
         ("max-num-seqs:\n", "max-num-seqs has no value"),
         ("spec-method: eagle3\n", "--head decides it"),
         ("tensor-parallel-size: 2\n", "say it in one place"),
+        ("tensor-paralel-size: 8\n", "did you mean tensor-parallel-size"),
         ("- a\n", "not a mapping"),
     ],
 )

@@ -17,12 +17,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 import yaml
-from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "trtspec"
-SCHEMAS = PACKAGE / "trtllm" / "schemas"
 NOTE = "<!-- Written by tools/generate.py; edit the code instead. -->\n\n"
 CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
@@ -257,7 +255,7 @@ def vllm_releases() -> list[str]:
     lines.append(
         f"`trtspec serve --backend vllm` takes {data['oldest']} to {data['newest']} and judges a newer release as "
         f"{data['newest']}, with a warning. Options after `--` go to `vllm serve`, which judges them itself. "
-        "`trtspec lint` is for TensorRT-LLM's YAML alone: vLLM has no such file.\n"
+        "Of vLLM's configuration file `trtspec lint` judges the keys alone.\n"
     )
     lines.append("| weights of the target | evidence |\n|---|---|")
     return lines + [
@@ -282,16 +280,15 @@ def features() -> list[str]:
 
 def behaviours() -> list[str]:
     """What releases do that costs acceptance, memory or the server, or that changed its meaning."""
-    schemas = {
-        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in SCHEMAS.glob("*.yaml")
-    }
+    from trtspec.trtllm.schema import rule_files
+
+    schemas = rule_files()
     lines = [
         "\nWhat a release does with what it is given, where that changed or costs something. The names are those of "
         "the schema files; a line inherits from the one before, and *ends here* marks what it does not inherit:\n"
     ]
     lines.append("| behaviour | line | from | until | evidence |\n|---|---|---|---|---|")
-    for line in sorted(schemas, key=Version):
+    for line in schemas:
         for name, entry in (schemas[line]["behaviours"] | schemas[line]["rules"]).items():
             if entry is None:
                 lines.append(f"| {name.replace('_', ' ')} | {line} | | ends here | |")
@@ -315,9 +312,9 @@ def between(dates: dict[str, str] | None) -> str:
 
 def speculation() -> list[str]:
     """Ways to speculate, from trtllm/speculation.yaml."""
-    rows = yaml.safe_load((PACKAGE / "trtllm" / "speculation.yaml").read_text(encoding="utf-8"))[
-        "methods"
-    ]
+    from trtspec.trtllm.schema import read_beside
+
+    rows = read_beside("speculation.yaml")["methods"]
     lines = [
         "\nWays to speculate:\n\n| decoding_type | draft | with a Kimi | why |\n|---|---|---|---|"
     ]
@@ -347,9 +344,17 @@ def chart_values() -> str:
 
 def engine_keys() -> str:
     """Every key of an engine file in any known release, and whether those below it are known too, for the chart."""
-    from trtspec.trtllm.schema import paths_ever, read_whole
+    from trtspec.trtllm.schema import OPTIONS, classes
 
-    known = {path: read_whole(path) for path in sorted({path for path, _ in paths_ever()})}
+    readings = [
+        (owner.partition(":")[0], reading)
+        for owner, listed in classes().items()
+        if owner != OPTIONS
+        for reading in listed
+    ]
+    whole = {parent for parent, reading in readings if reading.whole}
+    paths = {entry.path for _, reading in readings for entry in reading.entries.values()}
+    known = {path: path in whole for path in sorted(paths)}
     return json_text(known).replace(", ", ",\n") + "\n"
 
 

@@ -346,9 +346,9 @@ def compare() -> Iterator[str]:
     for snapshot in snapshots()[1:]:
         release, source = Version(snapshot["release"]), snapshot["source"][0]
         for owner in snapshot["classes"]:
-            before = [one for one in schemas._classes()[owner] if one.release < release]
+            before = [one for one in schemas.classes()[owner] if one.release < release]
             if before:
-                now = next(one for one in schemas._classes()[owner] if one.release == release)
+                now = next(one for one in schemas.classes()[owner] if one.release == release)
                 for line in class_differences(before, now):
                     yield f"{snapshot['release']} `{owner or 'top level'}` {line} ({source})"
 
@@ -374,7 +374,7 @@ def class_differences(before: list[Any], now: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def without(release: str | None) -> Iterator[None]:
     """Inside, the sources of a release were never read."""
-    cached = ("_classes", "_word", "_names", "_kinds", "_flags", "_schema")
+    cached = ("classes", "_word", "_names", "_kinds", "_flags", "_schema")
     kept = tuple(one for one in snapshots() if one["release"] != release)
     try:
         schemas.snapshots = lambda: kept  # type: ignore[assignment]

@@ -16,10 +16,16 @@ from typing import Any, Literal
 from trtspec.data_files import documented
 
 Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = (
+    "error",
+    "warning",
+    "info",
+)  # in the order in which they are shown
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+MAX_LISTED = 5  # names in one message
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 typed: dict[
     str, str
@@ -84,6 +90,13 @@ class Interrupted(TrtspecError):
 
     exit_code = 130
     default_code = "TS-ERROR-INTERRUPTED"
+
+
+def listed(names: Iterable[str | None]) -> str:
+    """Different names in one message: the first MAX_LISTED, and how many more there are."""
+    different = [*dict.fromkeys(name for name in names if name)]
+    more = len(different) - MAX_LISTED
+    return ", ".join(different[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 @contextmanager

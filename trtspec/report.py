@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trtspec.errors import UNPRINTABLE, Problem, TrtspecError, UsageError, has_errors, printable
+from trtspec.errors import (
+    SEVERITIES,
+    UNPRINTABLE,
+    Problem,
+    TrtspecError,
+    UsageError,
+    has_errors,
+    printable,
+)
 from trtspec.foreign import PlainName
 
 answered = False  # whether stdout has the object of `--json`
@@ -297,9 +305,8 @@ def print_result(result: Result, as_json: bool) -> None:
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Readable lines, errors first: `error CODE where: message` and the remedy below."""
-    order = {"error": 0, "warning": 1, "info": 2}
     lines = []
-    for problem in sorted(problems, key=lambda p: order[p.severity]):
+    for problem in sorted(problems, key=lambda p: SEVERITIES.index(p.severity)):
         lines.append(f"{problem.severity:7} {problem.code} {problem.where}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")

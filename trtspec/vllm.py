@@ -3,10 +3,11 @@ Options after `--` go to `vllm serve` as they are: it judges them itself. data/v
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,8 @@ PUBLISHED = (
     "speculative-config",
     "trust-remote-code",
 )  # in this order on every head's card
+WRITTEN = ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser")
+NEAR = 0.9  # of one name to another, from which it is a slip of the hand
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
@@ -141,6 +144,9 @@ def with_file(options: ServeOptions) -> ServeOptions:
         raise UsageError(
             f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines"
         )
+    for problem in unknown_options(values):
+        if problem.severity == "error":
+            raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
     own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
     if "revision" in values:  # of the model beside it
         revision, model = values.pop("revision"), values.get("model", options.target)
@@ -168,6 +174,31 @@ def with_file(options: ServeOptions) -> ServeOptions:
                 f"{name} is given, and {options.config} says {value!r}", "say it in one place"
             )
     return replace(options, **said, passed=(*as_words(others), *options.passed))
+
+
+def is_vllm_file(keys: Iterable[Any]) -> bool:
+    """Whether these keys of a configuration file are vLLM's: names of options, with dashes."""
+    names = {str(key) for key in keys if "-" in str(key)}
+    return not names.isdisjoint(_known_options())
+
+
+def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
+    """An error for each key that is spelled like a known option; a note for any other that is not known."""
+    known = _known_options()
+    for written in map(str, values):
+        name = written.replace("_", "-")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+        if near and name not in known:
+            message = f"vLLM has no option {written}"
+            yield Problem("TS-VLLM-KEY", "error", written, message, f"did you mean {near[0]}?")
+        elif name not in known:
+            message = f"{written} is not known here, so it was not judged; vLLM judges it itself"
+            yield Problem("TS-VLLM-KEY", "info", written, message)
+
+
+def _known_options() -> list[str]:
+    releases = _releases()
+    return [*releases["own_options"], *releases["refused_options"], *SHORT.values(), *WRITTEN]
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
@@ -258,13 +289,9 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         remedy = "compare with its release notes"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, remedy))
-    reason = (
-        "asked for"
-        if asked
-        else "installed here"
-        if installed
-        else "the newest release that is known"
-    )
+    reason = "installed here" if installed else "the newest release that is known"
+    if asked:
+        reason = "asked for"
     return version, reason, problems
 
 
@@ -274,30 +301,12 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
     for problem in layout_refusals(
         target, ranks, ranks if whole_experts else 1, attention_dp=False
     ):
-        remedy = (
-            "use another `tp_size`"
-            if problem.where == "tp_size"
-            else "pass -- --enable-expert-parallel"
-        )
-        yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy=remedy)
+        yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy="")
     if options.max_seq_len is not None and options.max_seq_len > (
         limit := target.max_position_embeddings
     ):
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")
-    if (
-        options.max_num_tokens
-        and options.max_batch_size
-        and options.max_num_tokens < options.max_batch_size
-    ):
-        message = f"{options.max_batch_size} requests do not fit into steps of {options.max_num_tokens} tokens"
-        yield Problem(
-            "TS-VLLM-LENGTH",
-            "error",
-            "`max_num_tokens`",
-            message,
-            "raise it, or lower `max_batch_size`",
-        )
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:

@@ -102,8 +102,8 @@ def test_diff_alone_writes_nothing_and_with_fix_it_does(files: dict[str, str]) -
     assert done.status == 3 and path.read_text() == RENAMED
     wanted = [
         "-kv_cache_dtype: fp8  # as measured",
-        "+kv_cache_config:",
-        "+  dtype: fp8  # as measured",
+        "+# as measured",
+        "+kv_cache_config: {dtype: fp8}",
     ]
     assert done.stdout.splitlines()[3:6] == wanted
     assert answer(files["renamed"], *VERSION)[1]["problems"][0]["fixable"] is True
@@ -111,7 +111,7 @@ def test_diff_alone_writes_nothing_and_with_fix_it_does(files: dict[str, str]) -
     link.symlink_to(path)
     done = lint(str(link), *VERSION, "--diff", "--fix")
     assert done.status == 0 and done.stdout.splitlines()[3:6] == wanted
-    assert path.read_text() == "kv_cache_config:\n  dtype: fp8  # as measured\n"
+    assert path.read_text() == "# as measured\nkv_cache_config: {dtype: fp8}\n"
     assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -10,9 +10,18 @@ from typing import Any
 
 import yaml
 
-from trtspec.trtllm.schema import DISCRIMINATORS, Field, Schema, paths_ever, renames
+from trtspec.trtllm.schema import DISCRIMINATORS, OPTIONS, Field, Schema, classes, renames
 
 ROOT = Path(__file__).parents[2]
+
+
+def paths_ever() -> Iterator[tuple[str, Any]]:
+    """Every key of any release with what a source says of it, several times where sources or kinds differ."""
+    for owner, readings in classes().items():
+        for reading in readings if owner != OPTIONS else ():
+            yield from ((entry.path, entry) for entry in reading.entries.values())
+
+
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 8, 128, 8192, 0.0, 0.5, 1.0, 1.5, -0.5, float("inf"), float("nan"),
     "true", "False", "yes", "on", "8", "8.0", "0.5", " 8 ", "1_000", "0x10", "1e3", "text", "", "null", "None",
@@ -282,7 +291,7 @@ class Mutator:
         return str(chosen)
 
     def _unknown_nested(self, value: dict[str, Any]) -> str:
-        objects = [path for path in self.paths if self.schema.fields[path].is_object]
+        objects = [path for path in self.paths if "object" in self.schema.fields[path].types]
         path = f"{self.rng.choice(objects)}.{misspelt('some_key', self.rng)}"
         _set(value, path, self.rng.choice(ODD))
         return path

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.oracles.mutations import paths_ever
 from trtspec.trtllm.deployment import Deployment, eagle3, methods
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.speculation import request_limits
-from trtspec.trtllm.schema import SCHEMAS, paths_ever, schema_for
+from trtspec.trtllm.schema import SCHEMAS, schema_for
 
 TRTLLM = SCHEMAS.parent
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
@@ -159,7 +160,7 @@ def test_every_decoding_type_of_every_release_has_one_row() -> None:
     assert all(eagle3().spellings[0] in names for names in listed)  # the spelling that is written
     paths = {path for path, _ in fields}
     for method in methods().values():
-        assert method.capture is None or method.capture_key in paths, method.key
+        assert method.capture is None or f"speculative_config.{method.capture}" in paths, method.key
         assert (
             method.kimi["runs"] in ("yes", "no", "unknown") and method.kimi["why"] and method.source
         )

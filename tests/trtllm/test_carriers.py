@@ -6,22 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.command_line import problem_codes, trtspec
-from trtspec.trtllm.carriers import carried
+from tests.command_line import trtspec
 
+NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 PAIR = "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trust-remote-code"
-SCRIPT = """\
-#!/bin/bash
-IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc20
-cat > engine.yml <<EOF
-kv_cache_config:
-  free_gpu_memory_fraction: ${FRACTION}
-  dtype: bfloat16
-EOF
-trtllm-serve serve nvidia/Kimi-K2.6-NVFP4 --tp_size $TP \\
-    --max_batch_sise 8 --trust_remote_code --reasoning_parser kimi_k25 --extra_llm_api_options engine.yml
-"""
 
 
 def lint(text: str, folder: Path, *words: str) -> dict[str, Any]:
@@ -37,16 +27,49 @@ def found(report: dict[str, Any]) -> set[tuple[str, int | None]]:
     }
 
 
+CASES = yaml.safe_load(Path(__file__).with_name("carriers.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_carrier_is_judged_at_its_own_lines(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    words = "" if "version" in case else f"--trtllm-version {NEW}"
+    report = lint(case["text"], tmp_path, *shlex.split(case.get("words", words)))
+    lines: dict[str, list[int | None]] = {}
+    for item in report["problems"]:
+        lines.setdefault(item["code"], []).append(item["line"])
+    assert {code: lines.get(code) for code in case["findings"]} == case["findings"]
+    assert report["version"] == case.get("version", report["version"])
+    assert case["findings"] or report["ok"]
+
+
+def test_a_directory_is_walked(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "run.sh").write_text("trtllm-serve M --tp_sise 8\n")
+    (tmp_path / "engine.yml").write_text("kv_cache_config: {dtyp: fp8}\n")
+    (tmp_path / "other.yml").write_text("name: x\nimage: y\n")
+    done = trtspec("lint", tmp_path, "--json")
+    (script, engine) = json.loads(done.stdout)["files"]
+    assert script["problems"] and engine["problems"]
+    assert "1 files without engine settings" in done.stderr
+
+
+def test_a_correction_keeps_what_the_shell_puts_in(tmp_path: Path) -> None:
+    text = "cat > e.yml <<EOF\nmoe_config: {backend: trtllm}\n$MORE\ndtype: ${D:-auto}\nEOF\n"
+    lint(text, tmp_path, "--fix")
+    assert (tmp_path / "file").read_text() == text.replace("trtllm}", "TRTLLM}")
+
+
 @pytest.fixture(scope="module", params=["helm-values", "dynamo"])
 def written(request: pytest.FixtureRequest) -> str:
-    words = (*shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc23")
+    words = (*shlex.split(PAIR), "--format", request.param, "--trtllm-version", "1.3.0rc22")
     return trtspec("build-config", *words).stdout
 
 
 def test_our_own_values_and_manifests_are_clean(written: str, tmp_path: Path) -> None:
     report = lint(written, tmp_path)
     assert report["ok"] and not found(report)
-    assert (report["version"], report["version_reason"]) == ("1.3.0rc23", "the image's tag")
+    assert (report["version"], report["version_reason"]) == ("1.3.0rc22", "the image's tag")
 
 
 def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_path: Path) -> None:
@@ -63,50 +86,6 @@ def test_a_finding_stands_at_its_line_and_is_corrected_there(written: str, tmp_p
     assert (tmp_path / "file").read_text() == written.replace("enable_padding", "enable_paddin")
 
 
-def test_a_script_has_its_options_its_file_and_its_release(tmp_path: Path) -> None:
-    report = lint(SCRIPT, tmp_path)
-    assert report["version"] == "1.3.0rc20"
-    assert ("LINT-STOPS-AT-START", 6) in found(report)
-    wrong = [item for item in report["problems"] if item["code"] == "TS-SERVE-UNKNOWN-OPTION"]
-    assert [(item["line"], item["key"]) for item in wrong] == [(8, "engine.yml: --max_batch_sise")]
-    assert not [
-        item for item in report["problems"] if "free_gpu_memory_fraction" in item["key"]
-    ]  # the shell decides
-
-
-def test_a_script_whose_file_lies_elsewhere_says_that_only_options_were_judged(
-    tmp_path: Path,
-) -> None:
-    report = lint("trtllm-serve M --max_batch_sise 8 --config /made/elsewhere.yml\n", tmp_path)
-    codes = problem_codes(report)
-    assert codes == {"TS-LINT-FILE-ELSEWHERE", "TS-SERVE-OPTION-UNCERTAIN", "TS-NAME-ABSENT"}
-
-
-COMMANDS = {  # what a script of someone else carries, and the errors in it
-    "docker run tensorrt-llm:1.3.0rc20 trtllm-serve M --max-batch-size 8": "TS-SERVE-UNKNOWN-OPTION",
-    "docker run tensorrt-llm:1.2.1 dynamo.trtllm --max-batch-size 8 --dyn-reasoning-parser kimi_k25": "",
-    'trtllm-serve serve "${EXTRA[@]}" nvidia/Kimi-K2.6-NVFP4': "",
-    "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --trust_remote_code $MORE": "",
-    "trtllm-serve nvidia/Kimi-K2.6-NVFP4 --reasoning_parser kimi_k25 --tp_size $TP": "TS-LINT-REMOTE-CODE-OFF",
-    "docker exec c bash -c 'cat > e.yml <<EOF\nkv_cache_config: {dtype: fp9}\nEOF'": "TS-LINT-BAD-VALUE",
-    "trtllm-serve --help | grep config\ntrtllm-serve M --trust_remote_code": "",
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_script_carries_is_judged_and_nothing_else(command: str, tmp_path: Path) -> None:
-    problems = lint(f"#!/bin/bash\n{command}\n", tmp_path)["problems"]
-    errors = [item["code"] for item in problems if item["severity"] == "error"]
-    assert errors == [COMMANDS[command]] * bool(COMMANDS[command])
-
-
-def test_compose_has_a_line_of_a_shell() -> None:
-    (command,) = carried(
-        "services:\n  a:\n    command: >\n      trtllm-serve M\n      --tp_size 8\n"
-    )
-    assert (command.target, command.words) == ("M", ("--tp_size", "8"))
-
-
 @pytest.mark.parametrize("text", ["#!/bin/bash\nmake: it\n", "a: {{ .Values.a }}\n"])
 def test_a_script_or_template_without_engine_settings_is_not_judged(
     text: str, tmp_path: Path
@@ -114,18 +93,6 @@ def test_a_script_or_template_without_engine_settings_is_not_judged(
     (tmp_path / "file").write_text(text)
     failed = trtspec("lint", tmp_path / "file")
     assert failed.status == 2 and "script or template" in failed.stderr and not failed.stdout
-
-
-def test_several_documents_and_a_recipe_with_a_section_for_each_role() -> None:
-    two = "a: |\n  moe_config: {backend: AUTO}\n---\nb:\n  c.yaml: |\n    kv_cache_config: {dtype: fp8}\n"
-    assert [(item.place, item.first) for item in carried(two)] == [("a", 1), ("b.c.yaml", 5)]
-    roles = "worker_config:\n  gen:\n    moe_config: {backend: AUTO}\n  ctx:\n    kv_cache_config: {dtype: fp8}\n"
-    assert [(item.place, item.text.strip()) for item in carried(roles)] == [
-        ("worker_config.gen", "moe_config: {backend: AUTO}"), ("worker_config.ctx", "kv_cache_config: {dtype: fp8}"),
-    ]  # fmt: skip
-    assert not carried("moe_config: {backend: AUTO}\n") and not carried(
-        "llm_args:\n  moe_config: {backend: AUTO}\n"
-    )
 
 
 # (name, error in a file, what an argument gets): one verdict for a name, wherever it stands

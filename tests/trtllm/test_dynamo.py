@@ -15,7 +15,7 @@ from trtspec.trtllm.lint import lint
 
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
 CODE = ["--trust-remote-code"]
-RELEASE = ["--trtllm-version", "1.3.0rc23"]
+RELEASE = ["--trtllm-version", "1.3.0rc22"]
 # keys of each level of ai-dynamo/dynamo recipes/kimi-k2.5/trtllm/{agg,agg-eagle-round-robin,disagg-eagle-kv-router,
 # disagg/wide_ep/gb200}/deploy.yaml that a service may have
 SERVICE = {
@@ -112,7 +112,7 @@ def test_one_server() -> None:
     )
     assert json.loads(typed["--override-engine-args"]) == {"trust_remote_code": True}
     assert service["resources"] == {"limits": {"gpu": "8"}} and "ComputeDomain" not in objects
-    assert service["extraPodSpec"]["mainContainer"]["image"].endswith("tensorrtllm-runtime:1.3.0")
+    assert service["extraPodSpec"]["mainContainer"]["image"].endswith("tensorrtllm-runtime:1.4.2")
     line = text.partition("\n")[0].partition(": trtspec build-config ")[2]
     assert run(*line.split()) == text, "the first line writes the file again"
 

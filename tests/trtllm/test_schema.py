@@ -15,7 +15,7 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import UNKNOWN, Rule, parse_version, schema_for
 
-CACHED = ("snapshots", "_classes", "_word", "_names", "_kinds", "_flags", "_schema", "releases")
+CACHED = ("snapshots", "classes", "_word", "_names", "_kinds", "_flags", "_schema", "releases")
 
 
 @pytest.fixture

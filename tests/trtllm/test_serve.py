@@ -41,6 +41,14 @@ def test_dry_run_prints_the_model_cards_command() -> None:
     assert "TS-SERVE-REMOTE-CODE" in answer.stderr
 
 
+def test_the_line_of_a_model_card_is_taken_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "extra.yml"
+    file.write_text("moe_config: {backend: TRTLLM}\n")
+    card = "nvidia/Kimi-K2.5-NVFP4 --backend pytorch --max_num_tokens 8192 --tp_size 4 --extra_llm_api_options"
+    answer = dry(*card.split(), str(file), "--trust_remote_code")
+    assert answer["status"] == 0 and answer["argv"][-2:] == ["--extra_llm_api_options", str(file)]
+
+
 def test_dry_run_json_has_the_contracts_keys() -> None:
     answer = dry(*K25, "--trust-remote-code")
     assert {"argv", "env", "config", "problems"} <= set(answer)

@@ -22,7 +22,7 @@ from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.writer import Journal, read_journal, refuse_changed
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, listed
 from trtspec.files import MOST_JSON, read_bytes, unreadable
 from trtspec.foreign import PlainName, plain_name, plain_names, refuse_outside
 from trtspec.report import (
@@ -49,7 +49,6 @@ WRITTEN = (
     CARD_NAME,
     PROVENANCE_NAME,
 )  # beside the shards
-MOST_NAMES = 5  # of files that a message lists
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class OutputDirectory:
         present = {path.name for path in self.path.glob("*.safetensors")}
         if strays := sorted(present - self._ours()):
             raise UsageError(
-                f"{self.path} also holds {_listed(strays)}, which a loader would take for part of the checkpoint",
+                f"{self.path} also holds {listed(strays)}, which a loader would take for part of the checkpoint",
                 "move it away, or choose another `output`",
             )
         free, replaced = (
@@ -147,7 +146,7 @@ class OutputDirectory:
         folders = {path.name for path in self.path.iterdir() if path.is_dir()} - self.folders
         if foreign := sorted(present - ours | present & folders):
             raise UsageError(
-                f"{self.path} holds {_listed(foreign)}, which `trtspec {self.command}` did not write",
+                f"{self.path} holds {listed(foreign)}, which `trtspec {self.command}` did not write",
                 f"move that away, or choose another `output`; `force` replaces only what {self.command} wrote",
             )
 
@@ -195,11 +194,6 @@ class OutputDirectory:
 def _is_temporary(name: str) -> bool:
     """Of a run that begins beside this one, or of one that was killed."""
     return name.startswith(".") and (name.startswith(OWN_PREFIX) or name.endswith(TEMPORARY))
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def carried_names(source: Path, pattern: str = "*") -> list[PlainName]:

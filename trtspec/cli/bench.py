@@ -23,6 +23,7 @@ from trtspec.errors import (
     TrtspecError,
     UsageError,
     has_errors,
+    listed,
     termination_as_interrupt,
 )
 from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
@@ -174,7 +175,7 @@ def bench(options: BenchOptions) -> report.Result:
         except UsageError as error:
             failure = error  # what was measured is written and shown before
     if failure is None and has_errors(results.problems):
-        wrong = ", ".join(dict.fromkeys(p.code for p in results.problems if p.severity == "error"))
+        wrong = listed(p.code for p in results.problems if p.severity == "error")
         failure = CheckFailed(
             f"the measurement is not valid: {wrong}, see above", "fix them and run bench again"
         )

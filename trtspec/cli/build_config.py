@@ -49,7 +49,7 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
-    from trtspec.trtllm.deployment import assumed_release, choose_version
+    from trtspec.trtllm.deployment import assumed_release, choose_version, dynamo_releases
     from trtspec.trtllm.document import Document
 
     model = load_target(options.target, options.like)
@@ -67,6 +67,9 @@ def build_config(options: BuildConfigOptions) -> Result:
     if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)
+    if options.format == "dynamo" and not options.version and not options.image:
+        release, version = next(iter(dynamo_releases().items()))
+        reason = f"the newest release that an image of Dynamo carries ({release})"
     intent = fill(Intent, options, version=version, format="yaml", image=None, quantize_from=None)
     wanted = _wanted(intent.fitted(target.max_position_embeddings), options)
     files: dict[Path | None, list[EngineConfig]] = {}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
-from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, listed
 from trtspec.records import JsonOption, argument, option
 from trtspec.report import Result, problem_lines, write_atomic, write_stderr
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
 
+WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
 MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
@@ -68,17 +72,14 @@ class LintOptions:
 
     def split(self) -> tuple[list[str], list[str] | None]:
         """The files, and the words after `--` (None where there are none)."""
-        end = next(
-            (n for n, word in enumerate(self.files) if word.startswith("-") and word != "-"),
-            len(self.files),
-        )
-        return list(self.files[:end]), list(self.files[end:]) or None
+        files = [*takewhile(lambda word: word == "-" or not word.startswith("-"), self.files)]
+        return files, list(self.files[len(files) :]) or None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that a fix solves,
-    `fix_applied` says whether the file has it now. Where it could not be judged, `error` says why."""
+    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that --fix solved.
+    Where it could not be judged, `error` says why."""
 
     name: str
     document: Document | None = None
@@ -86,7 +87,6 @@ class Judged:
     reason: str | None = None
     findings: list[Finding] = field(default_factory=list)
     corrected: list[Finding] = field(default_factory=list)
-    fix_applied: bool = False
     diff: str = ""
     error: TrtspecError | None = None
 
@@ -97,50 +97,25 @@ class Judged:
     def ok(self) -> bool:
         return self.error is None and not self.count("error")
 
-    def placed(self, part: Carried) -> Judged:
-        """With each finding about a part of a file at its line of the file."""
-        if not part.place:
-            return self
-
-        def move(one: Finding) -> Finding:
-            line = part.first + one.line if one.line else part.command + 1
-            column = one.column and one.column + part.indent
-            return replace(
-                one, key=f"{part.place}: {one.key}".removesuffix(": "), line=line, column=column
-            )
-
-        return replace(
-            self, findings=[*map(move, self.findings)], corrected=[*map(move, self.corrected)]
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        fixable = (
-            set()
-            if self.fix_applied
-            else {(finding.code, finding.key) for finding in self.corrected}
-        )
-        found: dict[str, Any] = {
+        answer: dict[str, Any] = {
             "ok": self.ok,
             "file": self.name,
             "version": self.version,
             "version_reason": self.reason,
-            "problems": [
-                {**finding.to_dict(self.name), "fixable": (finding.code, finding.key) in fixable}
-                for finding in self.findings
-            ],
-            "fixed": [finding.to_dict(self.name) for finding in self.corrected]
-            if self.fix_applied
-            else [],
+            "problems": [finding.to_dict(self.name) for finding in self.findings],
+            "fixed": [finding.to_dict(self.name) for finding in self.corrected],
             "diff": self.diff,
         }
-        return found | ({"error": self.error.to_dict()} if self.error else {})
+        return answer | ({"error": self.error.to_dict()} if self.error else {})
 
 
 def lint(options: LintOptions) -> Result:
     """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
     from trtspec.trtllm.deployment import assumed_release
 
-    files, passed = options.split()
+    named, passed = options.split()
+    files = [file for name in named for file in _files_of(name)]
     if not files:
         raise UsageError(
             "no file is given before the options of trtllm-serve", "pass the engine YAML first"
@@ -152,17 +127,39 @@ def lint(options: LintOptions) -> Result:
     if len(set(files)) < len(files):
         raise UsageError("a file is given twice", "give each file once")
     judged = [_judge(file, passed, options) for file in files]
-    failed = [
-        (item.name, item.error.message)
-        for item in judged
-        if item.error is not None and len(judged) > 1
-    ]
-    write_stderr("".join(f"{name}: not judged: {message}\n" for name, message in failed))
+    for item in judged if len(judged) > 1 else ():
+        if item.error is not None:
+            write_stderr(f"{item.name}: not judged: {item.error.message}\n")
     lines = [line for item in judged for line in _lines(item)]
     notes = (assumed_release(item.reason, item.document) for item in judged)
-    assumed = next(filter(None, notes), [])
-    lines += problem_lines(assumed)
+    lines += problem_lines(next(filter(None, notes), []))
     return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))
+
+
+def _files_of(name: str) -> list[str]:
+    """The file itself; of a directory, every file below it that has engine settings. Raises UsageError if none has."""
+    from trtspec.trtllm.carriers import carried, is_engine_file
+    from trtspec.trtllm.document import Document
+    from trtspec.vllm import is_vllm_file
+
+    if not Path(name).is_dir():
+        return [name]
+    paths = [path for path in Path(name).rglob("*") if path.suffix in WALKED and path.is_file()]
+    files = []
+    for path in sorted(paths):
+        with suppress(TrtspecError):  # which is reported where the file is judged
+            document = Document.read(path)
+            keys = document.value if isinstance(document.value, dict) else {}
+            engine = is_engine_file(map(str, keys)) or is_vllm_file(keys)
+            if not engine and not carried(document.text):
+                continue
+        files.append(str(path))
+    if len(files) < len(paths):
+        count = len(paths) - len(files)
+        write_stderr(f"{name}: {count} files without engine settings were left out\n")
+    if not files:
+        raise UsageError(f"no file below {name} has engine settings", "pass the engine YAML")
+    return files
 
 
 def lint_configuration(
@@ -179,21 +176,22 @@ def lint_configuration(
     from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.document import Document
 
+    name = "(text)"
     if isinstance(config, Mapping):
+        name = "(dict)"
         try:
-            document = Document.parse(yaml.safe_dump(dict(config), sort_keys=False), "(dict)")
+            config = yaml.safe_dump(dict(config), sort_keys=False)
         except yaml.YAMLError as error:
-            raise UsageError(
-                f"the configuration cannot be written as YAML: {error}", "use plain values"
-            ) from None
-    elif isinstance(config, str) and ("\n" in config or ": " in config):
-        document = Document.parse(config, "(text)")
+            message = f"the configuration cannot be written as YAML: {error}"
+            raise UsageError(message, "use plain values") from None
+    if isinstance(config, str) and ("\n" in config or ": " in config):
+        document = Document.parse(config, name)
     else:
         document = Document.read(config)
-    pair = [None if one is None else str(one) for one in (target, head)]
     asked = LintOptions(
-        files=(document.name,), trtllm_version=trtllm_version, target=pair[0], head=pair[1], gpu=gpu
-    )
+        files=(document.name,), trtllm_version=trtllm_version, target=str(target) if target else None,
+        head=str(head) if head else None, gpu=gpu,
+    )  # fmt: skip
     judged = judge_part(document, Carried(""), list(options) or None, asked)
     problems = [finding.problem(document.name) for finding in judged.findings]
     return Result({"version": judged.version, "version_reason": judged.reason}, problems)
@@ -201,21 +199,19 @@ def lint_configuration(
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     """The error of the first file that could not be judged, else what the problems mean."""
-    wrong, warned = (
-        [item for item in judged if not item.ok],
-        [item.name for item in judged if item.count("warning")],
-    )
-    if unjudged := [item.error for item in judged if item.error is not None]:
-        return unjudged[0]
+    for item in judged:
+        if item.error is not None:
+            return item.error
+    wrong = [item for item in judged if not item.ok]
+    warned = [item.name for item in judged if strict and item.count("warning")]
     if wrong:
-        versions = ", ".join(dict.fromkeys(str(item.version) for item in wrong))
-        names = ", ".join(item.name for item in wrong)
-        return CheckFailed(f"TensorRT-LLM {versions} would reject {names} or ignore a part of it")
-    return (
-        CheckFailed(f"--strict: there are warnings about {', '.join(warned)}")
-        if strict and warned
-        else None
-    )
+        versions = listed(item.version for item in wrong)
+        engine = f"TensorRT-LLM {versions}" if versions else "the engine"
+        names = listed(item.name for item in wrong)
+        return CheckFailed(f"{engine} would reject {names} or ignore a part of it")
+    if warned:
+        return CheckFailed(f"--strict: there are warnings about {listed(warned)}")
+    return None
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
@@ -234,45 +230,41 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     """The file, or every engine file and command that it carries, each finding at its line of the file."""
-    from trtspec.trtllm.carriers import Carried, carried
+    from trtspec.trtllm.carriers import Carried, Origin, carried
     from trtspec.trtllm.document import Document
 
     try:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
-    text, shift, every = document.text, 0, list[Judged]()
+    text, name = document.text, document.name
     try:
-        parts = sorted(carried(text), key=lambda part: part.first)
-        if not parts and (
-            text.startswith("#!") or file.endswith(".sh") or (document.error and "{{" in text)
-        ):
-            raise UsageError(
-                f"{file} is a script or template without engine settings", "pass the engine YAML"
-            )
-        for part in parts or [Carried("", text, lines=len(text.splitlines()))]:
-            inner = (
-                document if part.text == document.text else Document.parse(part.text, document.name)
-            )
-            judged = judge_part(inner, part, passed, options)
-            moved = replace(part, first=part.first + shift, command=part.command + shift)
-            every.append(judged.placed(moved if options.fix else part))
-            if judged.document is not None and judged.document.text != part.text:
-                text = moved.written_into(text, judged.document.text)
-                shift += judged.document.text.count("\n") - part.lines
+        parts = carried(text)
+        if not parts:
+            parts = [Carried("", text, Origin(lines=text.count("\n") + 1))]
+            if file.endswith(".sh") or text.startswith("#!") or (document.error and "{{" in text):
+                message = f"{file} is a script or template without engine settings"
+                raise UsageError(message, "pass the engine YAML")
+            if foreign := _foreign(document):
+                return foreign
+        judged = [
+            judge_part(Document.parse(part.text, name), part, passed, options) for part in parts
+        ]
     except TrtspecError as error:
-        return Judged(document.name, document, error=error)
-    better = document if text == document.text else Document.parse(text, document.name)
+        return Judged(name, document, error=error)
+    for part, item in zip(reversed(parts), reversed(judged), strict=True):
+        if item.document is not None and item.document.text != part.text:
+            text = part.written_into(text, item.document.text)
+    better = document if text == document.text else Document.parse(text, name)
     if options.fix and better is not document:
         write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
     return Judged(
-        document.name,
+        name,
         better if options.fix else document,
-        ", ".join(dict.fromkeys(str(judged.version) for judged in every)),
-        ", ".join(dict.fromkeys(str(judged.reason) for judged in every)),
-        [finding for judged in every for finding in judged.findings],
-        [finding for judged in every for finding in judged.corrected],
-        options.fix,
+        listed(item.version for item in judged),
+        listed(item.reason for item in judged),
+        list(dict.fromkeys(finding for item in judged for finding in item.findings)),
+        [finding for item in judged for finding in item.corrected],
         _diff(document, better) if options.diff else "",
     )
 
@@ -280,61 +272,119 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 def judge_part(
     document: Document, part: Carried, passed: list[str] | None, options: LintOptions
 ) -> Judged:
-    """One engine file or command, with what `part` says of how it is served. The document is the corrected one."""
-    from trtspec.trtllm.deployment import Finding, deployment_of, name_problem
+    """One engine file or command, with what `part` says of how it is served, each finding at its line of the file. The
+    document is the corrected one."""
+    from trtspec.trtllm.carriers import VLLM, role_in
+    from trtspec.trtllm.deployment import Finding, deployment_of
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
+    from trtspec.trtllm.shell import OMITTED
 
-    version, names, wrong = (
-        options.trtllm_version or part.version,
-        {"target": options.target, "head": options.head},
-        [],
-    )
-    passed = list(part.words) if passed is None and part.words is not None else passed
-    for role, name in (("target", part.target), ("head", part.head)):
-        if name and names[role] is None and "$" not in name:
-            problem = name_problem(name)
-            wrong += [problem] if problem is not None else []
-            names[role] = name if problem is None else None
+    above, omitted, _ = part.text.partition(OMITTED)
+    line = above.count("\n") + 1 if omitted else None
+    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)
+    command, judged = part.command, Judged(document.name, document)
+    if part.place and not command.engine and not part.text:
+        return replace(judged, findings=[_moved(unread, part)])
+    if command.engine == VLLM:
+        return _foreign(document) or judged
+    if passed is None and command.engine:
+        passed = command.words
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
-    deployment, reason, more = deployment_of(
-        document, version=verdict.version if verdict else version, **names,
-        gpu=options.gpu, passed=passed, environ=os.environ, here=options.installed,
+    deployment, reason, problems = deployment_of(
+        document, version=verdict.version if verdict else options.trtllm_version or part.version,
+        target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
+        passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
+        environ=part.environ if part.place else os.environ,
     )  # fmt: skip
-    deployment = replace(deployment, options=None) if part.partial else deployment
+    if command.partial:
+        deployment = replace(deployment, options=None)
     findings = find(document, deployment)
     better, corrected = fix(document, deployment, findings)
-    if options.fix and better.text != document.text:
-        findings, verdict = (
-            find(better, deployment),
-            _engine_verdict(better, None) if verdict else None,
-        )
+    fixable = {finding for finding in corrected if not options.fix}
+    if options.fix:
+        findings = find(better, deployment)
+        verdict = _engine_verdict(better, None) if verdict else None
+    findings = [item if item in fixable else replace(item, fix=None) for item in findings]
     if verdict is not None:
-        findings, reason = (
-            [*findings, *verdict.findings],
-            "installed here; its own classes judged too",
-        )
-    elif version is not None and version == part.version:
+        findings += verdict.findings
+        reason = "installed here; its own classes judged too"
+    elif part.version and deployment.version == part.version:
         reason = "the image's tag"
-    if part.elsewhere:  # the rest may be in the file that is not here
+    if command.config and not part.text:
+        # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
-        message = f"the engine file {part.elsewhere} is not in this file: only the command's options were judged"
-        more.append(
-            Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, f"lint {part.elsewhere} too")
-        )
-    # a shell puts variables in: what is written is not the value
-    hidden = {
-        key for key, entry in document.entries.items() if part.expands and "$" in str(entry.value)
-    }
-    # Dynamo's parsers have names and releases of their own
-    own = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW") if part.dynamo else ()
-    said = [*(Finding.of(problem, problem.where) for problem in (*wrong, *more)), *findings]
-    kept = [
-        one
-        for one in said
-        if one.key not in hidden and not (one.code in own and "parser" in one.key)
-    ]
-    return Judged(document.name, better, deployment.version, reason, kept, corrected)
+        message = f"the engine file {command.config} is not in this file: only the command's options were judged"
+        remedy = f"lint {command.config} too"
+        problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, remedy))
+    findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings]
+    findings += [unread] if part.unread else []
+    return replace(
+        judged,
+        document=better,
+        version=deployment.version,
+        reason=reason,
+        findings=[_moved(item, part) for item in findings if not _is_of_dynamo(item, part)],
+        corrected=[_moved(item, part) for item in corrected if options.fix],
+    )
+
+
+def _moved(finding: Finding, part: Carried) -> Finding:
+    """A finding about a part of a file at its line of the file, in words of the program that serves it."""
+    from trtspec.trtllm.carriers import DYNAMO
+    from trtspec.trtllm.deployment import dynamo_options
+    from trtspec.trtllm.schema import read_beside
+
+    if not part.place:
+        return finding
+    line, column, variable = part.line, None, finding.key.removeprefix("environment.")
+    if variable in part.environ:  # once, whatever it serves
+        return replace(finding, line=part.environ[variable])
+    if finding.line:
+        line = part.origin.line(finding.line - 1)
+        column = finding.column and part.origin.column(finding.column)
+    elif part.command.engine:
+        line = part.command.option_lines.get(finding.key, part.command.line)
+    key = f"{part.place}: {finding.key}".removesuffix(": ")
+    finding = replace(finding, key=key, line=line + 1, column=column)
+    if part.command.engine != DYNAMO:
+        return finding
+
+    theirs = {ours: option for option, ours in dynamo_options().items()}
+    theirs["--trust_remote_code"] = read_beside("dynamo.yaml")["trust"]
+
+    def in_dynamo(text: str) -> str:
+        return re.sub(r"--[a-z_]+", lambda flag: theirs.get(flag[0], flag[0]), text)
+
+    return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
+
+
+def _is_of_dynamo(finding: Finding, part: Carried) -> bool:
+    """Whether it is about a parser of Dynamo, which has names and releases of its own."""
+    from trtspec.trtllm.carriers import DYNAMO
+
+    codes = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW")
+    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.key
+
+
+def _foreign(document: Document) -> Judged | None:
+    """A file of vLLM, or one without any key of an engine; None for any other."""
+    from trtspec.trtllm.carriers import is_foreign
+    from trtspec.trtllm.deployment import Finding
+    from trtspec.vllm import is_vllm_file, unknown_options
+
+    keys = document.value if isinstance(document.value, dict) else {}
+    if is_vllm_file(keys):
+        findings = [
+            Finding.of(problem, problem.where).placed(document) for problem in unknown_options(keys)
+        ]
+        reason = "vLLM's configuration, by the options that are known here"
+        return Judged(document.name, document, None, reason, findings)
+    if not is_foreign(map(str, keys)):
+        return None
+    message = f"none of its keys ({listed(map(str, keys))}) is TensorRT-LLM's, and nothing in it is an engine file"
+    finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)
+    return Judged(document.name, document, None, "not an engine file", [finding])
 
 
 def _engine_verdict(document: Document, asked: str | None) -> Verdict:
@@ -361,41 +411,32 @@ def _diff(before: Document, after: Document) -> str:
 
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
-    for finding in judged.corrected if judged.fix_applied else ():
+    for finding in judged.corrected:
         yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:
-        at = ":".join(
-            str(part) for part in (judged.name, finding.line, finding.column) if part is not None
-        )
-        place = f"{at} {finding.key}".rstrip()
-        head, *remedy = problem_lines(
-            [Problem(finding.code, finding.severity, place, finding.message, finding.remedy)]
-        )
-        yield from [
-            head,
-            *(_excerpt(judged.document, finding) if judged.document and finding.line else []),
-            *remedy,
-        ]
-    errors, warnings = judged.count("error"), judged.count("warning")
-    verdict = f"{errors} error{'s' if errors > 1 else ''}" if errors else "no errors"
-    verdict += f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    yield f"{judged.name}: {verdict} for TensorRT-LLM {judged.version} ({judged.reason})"
+        position = [str(number) for number in (finding.line, finding.column) if number is not None]
+        where = f"{':'.join([judged.name, *position])} {finding.key}".rstrip()
+        head, *remedy = problem_lines([replace(finding.problem(judged.name), where=where)])
+        yield head
+        if judged.document is not None and finding.line:
+            yield from _excerpt(judged.document, finding, finding.line)
+        yield from remedy
+    counts = {severity: judged.count(severity) for severity in ("error", "warning")}
+    shown = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+    verdict = ", ".join(shown if judged.count("error") else ["no errors", *shown])
+    engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
+    yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
-def _excerpt(document: Document, finding: Finding) -> list[str]:
+def _excerpt(document: Document, finding: Finding, number: int) -> Iterator[str]:
     """The line at fault, and carets below the key or value where its column is known."""
-    lines, number = document.text.split("\n"), finding.line or 1
-    if number > len(lines):
-        return []
-    line, column, width = lines[number - 1].rstrip("\r"), (finding.column or 1) - 1, finding.width
+    line = "".join(document.text.split("\n")[number - 1 : number])
+    column = (finding.column or 1) - 1
     shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
-    shown = "".join(
-        char if char.isprintable() else " " for char in line[shift : shift + MOST_COLUMNS]
-    )
-    found = [f"{number:>12} | {shown}"]
+    shown = "".join(char if char.isprintable() else " " for char in line[shift:][:MOST_COLUMNS])
+    yield f"{number:>12} | {shown}"
     if finding.column is not None:
-        carets = "^" * max(1, min(width, len(shown) - (column - shift)))
-        found.append(f"{'':12} | {' ' * (column - shift)}{carets}")
-    return found
+        width = min(finding.width, len(shown) - column + shift)
+        yield f"{'':12} | {' ' * (column - shift)}{'^' * max(1, width)}"

@@ -42,14 +42,19 @@ class ServeOptions:
     ] = ()
     head: Annotated[HeadOption, SERVERS] = None
     backend: Annotated[
-        Literal["trtllm", "vllm", "reference"],
+        Literal["trtllm", "pytorch", "vllm", "reference"],
         option(
-            "trtllm: NVIDIA TensorRT-LLM. vllm: vLLM. reference: plain PyTorch, on a CPU or a GPU."
+            "trtllm: NVIDIA TensorRT-LLM (pytorch: the same, as on model cards). vllm: vLLM. "
+            "reference: plain PyTorch, on a CPU or a GPU."
         ),
     ] = "trtllm"
     config: Annotated[
         Path | None,
-        option("Engine YAML, or vLLM's configuration file. Default: one for this launch."),
+        option(
+            "Engine YAML, or vLLM's configuration file. Default: one for this launch.",
+            "--config",
+            "--extra-llm-api-options",
+        ),
         ENGINES,
     ] = None
     trtllm_version: Annotated[
@@ -194,5 +199,5 @@ class ServeOptions:
 
     @property
     def mode(self) -> Mode:
-        served = {"trtllm": ENGINE, "vllm": VLLM, "reference": REFERENCE}[self.backend]
+        served = {"vllm": VLLM, "reference": REFERENCE}.get(self.backend, ENGINE)
         return FRONT if served is ENGINE and self.disaggregated is not None else served

@@ -73,7 +73,7 @@ def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> li
 # what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
 OF_THIS_MACHINE = (
     "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
-    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE", "TS-LINT-DISK-CACHE-PATH",
+    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE",
 )  # fmt: skip
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
@@ -194,14 +194,8 @@ def check_gpus(
         return
     seen = visible_gpus(gpus, environ)
     if len(seen) < needed:
-        hidden = (
-            f" (CUDA_VISIBLE_DEVICES hides {len(gpus) - len(seen)})"
-            if len(seen) < len(gpus)
-            else ""
-        )
-        message = f"{needed} GPUs are needed and {len(seen)} are here{hidden}"
-        remedy = "unset CUDA_VISIBLE_DEVICES" if len(gpus) >= needed else "use a larger node"
-        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message, f"lower `tp_size`, or {remedy}")
+        message = f"{needed} GPUs are needed, and {len(seen)} of the {len(gpus)} here can be used"
+        yield Problem("TS-SERVE-NO-GPU", "error", "GPUs", message)
 
 
 def check_files(resolved: Resolved) -> Iterator[Problem]:

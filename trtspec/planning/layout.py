@@ -25,19 +25,21 @@ OLDEST_CAPABILITY = {
     WeightFormat.FP8_BLOCK: (9, 0),
     WeightFormat.BF16: (8, 0),
 }
-ANY, HOPPER_ON, BLACKWELL_ON, WORKSTATION = (0, 0), (9, 0), (10, 0), (12, 0)
-# TensorRT-LLM's MoE kernels: the weight formats of which they load experts (some hand a format over to CUTLASS with a
-# warning), and the compute capabilities, from and below. A kernel that is not listed is not judged.
-# fused_moe/create_moe.py at 01f8de52 and fused_moe/MOE_DEVELOPER_GUIDE.md at 04c2347b.
 EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
+HOPPER_GPUS = ((9, 0),)
+BLACKWELL_GPUS = ((10, 0), (10, 3))
+BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
+# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and the source. A
+# format that a kernel hands over to CUTLASS with a warning counts as taken (create_moe.py). Others are not judged.
 EXPERT_KERNELS = {
-    "TRTLLM": (EVERY_FORMAT, BLACKWELL_ON, WORKSTATION),
-    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_ON, None),
-    "DEEPGEMM": (frozenset({WeightFormat.FP8_BLOCK}), HOPPER_ON, WORKSTATION),
-    "TRITON": (frozenset({WeightFormat.BF16}), HOPPER_ON, BLACKWELL_ON),
-    "MARLIN": (EVERY_FORMAT, (8, 9), BLACKWELL_ON),
-    "MEGAMOE_DEEPGEMM": (frozenset[WeightFormat](), ANY, None),  # MXFP4 weights
-}
+    "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
+    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
+    "DEEPGEMM": ({WeightFormat.FP8_BLOCK}, BLACKWELL_GPUS, "fused_moe_deepgemm.py, Dynamo pull request 8410"),
+    "DENSEGEMM": ({WeightFormat.NVFP4}, BLACKWELL_GPUS, "fused_moe_densegemm.py"),
+    "TRITON": ({WeightFormat.BF16}, HOPPER_GPUS, "fused_moe_triton.py"),
+    "MARLIN": ({WeightFormat.NVFP4}, ((8, 9), *HOPPER_GPUS), "fused_moe_marlin.py"),
+    "MEGAMOE_DEEPGEMM": (set[WeightFormat](), (), "mega_moe_deepgemm.py"),  # MXFP4 weights
+}  # fmt: skip
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
 # the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
 # parallel 4), its verification not counted.
@@ -190,18 +192,16 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
 def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:
     """Why a MoE kernel does not run experts of this format on a GPU of that compute capability; None for a format or a
     capability: not known, so not judged."""
-    formats, oldest, below = EXPERT_KERNELS.get(kernel, (EVERY_FORMAT, ANY, None))
+    if kernel not in EXPERT_KERNELS:
+        return None
+    formats, capabilities, source = EXPERT_KERNELS[kernel]
     if format in EVERY_FORMAT and format not in formats:
         taken = " and ".join(sorted(formats)) or "MXFP4"
-        return f"the {kernel} kernels load {taken} experts; these are {format}"
-    number = _number(capability) if capability else None
-    if number and (number < oldest or (below and number >= below)):
-        limits = f"from {'.'.join(map(str, oldest))} on" + (
-            f" and below {'.'.join(map(str, below))}" if below else ""
-        )
-        return (
-            f"the {kernel} kernels are for compute capabilities {limits}; this GPU has {capability}"
-        )
+        return f"the {kernel} kernels load {taken} experts; these are {format} ({source})"
+    if capability and capabilities and _number(capability) not in capabilities:
+        listed = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+        message = f"the {kernel} kernels are for compute capabilities {listed}"
+        return f"{message}; this GPU has {capability} ({source})"
     return None
 
 

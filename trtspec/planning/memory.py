@@ -17,6 +17,7 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 # reports for Kimi-K2-Thinking on 8 H200.
 RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
+TRANSFER_BUFFERS = 2  # one to send from and one to receive into (cacheTransBuffer.cpp)
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
 # MoonViT-3d of K2.5 and later and its projector into the text width (27 blocks, 1152 wide; kept in BF16 everywhere)
 VISION_PARAMETERS = 416_866_032 + 54_277_888
@@ -75,22 +76,29 @@ def memory(
     *,
     fraction: float | None = None,
     max_num_tokens: int = RESERVE_TOKENS,
+    transfer_tokens: int = 0,
 ) -> Memory:
-    """`fraction` is TensorRT-LLM's free_gpu_memory_fraction: of what is free after the weights, not of the whole. None:
-    what `trtspec build-config` writes for the layout."""
+    """Args:
+    fraction: TensorRT-LLM's free_gpu_memory_fraction, of what is free after the weights and not of the whole. None:
+        what `trtspec build-config` writes for the layout.
+    transfer_tokens: tokens that each transfer buffer of a disaggregated server holds.
+    """
     if fraction is None:
         fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
     tokens_beyond = max(0, max_num_tokens - RESERVE_TOKENS)
     dtype = model.quant.kv_cache or "bf16"
+    token_bytes = kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[dtype]
     return Memory(
         layout=layout,
         capacity=float(gpu.memory_bytes),
         weights=weights_per_gpu(model, layout),
         head=2 * head_parameters(head) / layout.attention_tp if head else 0.0,
-        reserve=RESERVE + tokens_beyond * model.hidden_size * ACTIVATION_BYTES,
+        reserve=RESERVE
+        + tokens_beyond * model.hidden_size * ACTIVATION_BYTES
+        + TRANSFER_BUFFERS * transfer_tokens * token_bytes,
         fraction=fraction,
         kv_dtype=dtype,
-        kv_bytes_per_token=kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[dtype],
+        kv_bytes_per_token=token_bytes,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trtspec.checkpoint.hub import engine_path, load_head, load_target
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout, refusals
+from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
@@ -166,9 +166,9 @@ def engine_yaml(
     found = {item.path: item for item in named}
     for item in intent.settings:
         _override(found, _asked_setting(item))
-    chosen = found.get(schema.current(FRACTION))
-    comments = _header(intent) + _capacity(intent, target, head, chosen)
-    return f"{intent.first_line()}\n{comments}{_render(found)}"
+    settings = _render(found)
+    capacity = _capacity(intent, judged_as(intent, target, head), settings)
+    return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
 
 
 def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:
@@ -186,21 +186,19 @@ def front(intent: Intent) -> str:
     """The file of `trtllm-serve disaggregated`, which only sends requests on."""
     contexts = list(intent.context_urls or ("context-host:8001",))
     generations = list(intent.generation_urls or ("generation-host:8002",))
-    lines = [
-        intent.first_line(),
-        f"# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated",
-        "# <this file>`, each server with `--config context.yml` or `--config generation.yml`.",
-        "hostname: 0.0.0.0",
-        "port: 8000",
-        "backend: pytorch",
-        "context_servers:",
-        f"  num_instances: {len(contexts)}",
-        f"  urls: {scalar(contexts)}  # each prefills prompts",
-        "generation_servers:",
-        f"  num_instances: {len(generations)}",
-        f"  urls: {scalar(generations)}  # each writes answers",
-    ]
-    return "\n".join(lines) + "\n"
+    return f"""{intent.first_line()}
+# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated
+# <this file>`, each server with `--config context.yml` or `--config generation.yml`.
+hostname: 0.0.0.0
+port: 8000
+backend: pytorch
+context_servers:
+  num_instances: {len(contexts)}
+  urls: {scalar(contexts)}  # each prefills prompts
+generation_servers:
+  num_instances: {len(generations)}
+  urls: {scalar(generations)}  # each writes answers
+"""
 
 
 def _asked_setting(item: str) -> EngineSetting:
@@ -244,24 +242,16 @@ def _header(intent: Intent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _capacity(
-    intent: Intent, target: ModelSpec, head: HeadSpec | None, chosen: EngineSetting | None
-) -> str:
-    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. `chosen`: the
-    share of the memory that the file gives the cache. Raises CheckFailed when the cache holds none, or not one block
-    for each request of a batch."""
-    from trtspec.planning.memory import memory
-
+def _capacity(intent: Intent, deployment: Deployment, settings: str) -> str:
+    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. Raises
+    CheckFailed when the cache holds none, or not one block for each request of a batch."""
     if intent.gpu is None:
         return ""
     gpu = gpu_spec(intent.gpu)
-    fraction = (
-        float(chosen.value) if chosen and isinstance(chosen.value, int | float) else KV_FRACTION
-    )
-    layout = Layout(intent.tp_size, (intent.ep_size or 1) > 1, intent.attention_dp)
-    room = memory(target, head, gpu, layout, fraction=fraction, max_num_tokens=intent.tokens)
+    room = deployment.memory(Document.parse(settings), gpu, buffers=False)
+    assert room is not None  # the target is known
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
-    block = schema_for(intent.version).behaviour("transfer_in_blocks")["tokens_per_block"]
+    block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
     held, where = room.sequences(intent.seq_len), f"{intent.tp_size} x {gpu.name.upper()}"
     if held < 1 or room.kv_tokens < batch * block:
         message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {where}: beside a step of "
@@ -299,7 +289,6 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
     return written
 
 
-FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 BLOCK = "kv_cache_config.tokens_per_block"
 WIDE = 8  # ranks
 

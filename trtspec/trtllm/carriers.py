@@ -1,283 +1,466 @@
-"""Engine files inside what carries them: Helm values, Kubernetes manifests (Dynamo's too), upstream's Slurm recipes,
-and shell scripts with a `trtllm-serve` command. `carried` finds each with its place, so that a finding names its
-line of the original and a correction is written there.
+"""Engine files inside what carries them: values of a chart, manifests, Slurm recipes and shell scripts. `carried` finds
+each with its place, so that a finding names its line of the original and a correction is written there.
 
-An engine file is a block of text that parses to engine keys, a here-document, or a mapping below SECTIONS. A command
-gives its options, the target, the engine file that it names, and the release, by the tag of its image.
+One walk over the carrier: whatever text or mapping has an engine's keys is an engine file, at any depth and in any
+quoting. A command gives its options, the target, the engine file that it names, the role and the release; the
+environment gives its variables.
 """
 
 from __future__ import annotations
 
+import base64
+import difflib
+import functools
 import re
-import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
-from trtspec.trtllm.document import Document
-from trtspec.trtllm.nodes import Node, YamlError, compose
-from trtspec.trtllm.schema import parse_version
+from trtspec.trtllm.deployment import ROLES, dynamo_options, dynamo_releases
+from trtspec.trtllm.intent import Role
+from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
+from trtspec.trtllm.schema import parse_version, releases, schema_for
+from trtspec.trtllm.shell import (
+    HEREDOC,
+    INTO,
+    OMITTED,
+    REDIRECTED,
+    Word,
+    masked,
+    statements,
+    unmasked,
+)
 
-ENGINE_KEYS = {
-    "speculative_config",
-    "kv_cache_config",
-    "moe_config",
-    "cuda_graph_config",
-    "cache_transceiver_config",
-}
-SECTIONS = {
-    "worker_config",
-    "trtllm_config",
-}  # of upstream's Slurm recipes and of srt-slurm: a mapping for each role
-IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>[\w.]+)")
-HEREDOC = re.compile(r"<<-?\s*(?P<quote>['\"]?)(?P<end>\w+)['\"]?")
-INTO = re.compile(r"(?:>|tee)\s*['\"]?(?P<file>[^\s'\"<>|]+\.ya?ml)")
-PROGRAMS = {"trtllm-serve", "dynamo.trtllm"}
-STOP = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "<"}
-CONFIG = {"--extra_llm_api_options", "--config", "--extra-engine-args"}
-# options of dynamo.trtllm, as trtllm-serve's
-DYNAMO = {theirs: f"--{key}" for key, theirs in DYNAMO_OPTIONS.items()} | {
-    their: our for our, their in PARSERS.items()
-}
+IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>\w[\w.-]*)")
+VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # of an image's tag, with the same engine
+DYNAMO, VLLM = "dynamo.trtllm", "vllm"
+PROGRAMS = ("trtllm-serve", DYNAMO, VLLM)
+NOT_SERVING = frozenset(
+    (
+        "disaggregated",
+        "mm_embedding_serve",
+        "--help",
+        "-h",
+        "which",
+        "pkill",
+        "pgrep",
+        "grep",
+        "pip",
+        "rm",
+    )
+)
+LAUNCH = re.compile(r"(?:trtllm-serve|dynamo\.trtllm|vllm)\s|<<")
+NESTED = re.compile(rf"\n|\\n|{LAUNCH.pattern}")
+PRINTS = ("echo", "printf")
+CONFIG = ("--config", "--extra_llm_api_options")
+OVERRIDES = "--override-engine-args"
+SCRIPT_KEYS = {"command", "args", "entrypoint"}
+VARIABLE = re.compile(r"(?:-e|--env=)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
+UNKNOWN = re.compile(r"\$|\{\{")  # of the shell or of a template
+TEXT_KEY = re.compile(r"(?m)^[ \t]*[\"']?(\w+)[\"']?:(?=\s|$)")
+FRONT_KEYS = {"context_servers", "generation_servers"}
+MAX_COMPARED = 20  # keys of a file that are compared with those of an engine by their spelling
+GENERIC = {"model", "backend"}  # keys that any recipe has
+DATA_FILE = re.compile(r"\.(ya?ml|json)$")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Lines of a text in the file that carries it. `first` counts from 0, and each of the `lines` is indented by
+    `indent`. Not `exact`: the text is quoted or folded, so its own lines and columns are not those of the file."""
+
+    first: int = 0
+    lines: int = 1
+    indent: int = 0
+    exact: bool = True
+
+    def line(self, number: int) -> int:
+        """The line of the file, both counted from 0."""
+        return self.first + min(number, max(self.lines - 1, 0))
+
+    def column(self, number: int) -> int | None:
+        return number + self.indent if self.exact else None
+
+    def inner(self, first: int, text: str) -> Origin:
+        """The origin of a text that begins at line `first` of this one."""
+        lines = text.count("\n") if self.exact else self.lines
+        return Origin(self.line(first), lines, self.indent + _indent(text), self.exact)
+
+
+@dataclass
+class Command:
+    """The line that serves, without `engine` if there is none. `words`: options of trtllm-serve, with the line of each
+    in `option_lines`. `partial`: the shell puts in more of them. `config`: the engine file that it names."""
+
+    engine: str = ""
+    line: int = 0
+    role: Role | None = None
+    words: list[str] = field(default_factory=list)
+    option_lines: dict[str, int] = field(default_factory=dict)
+    partial: bool = False
+    target: str = ""
+    config: str = ""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """An engine file (`text`, "" where only a command is here) and how it is served. `first` is the line of the
-    original at which it begins, from 0; each of its `lines` lines is indented by `indent`. `expands`: a shell puts
-    variables in. `words` are options of trtllm-serve, None where no command is known, and `command` their line;
-    `partial`: the shell puts in more of them. `dynamo`: the worker is Dynamo's. `elsewhere` is the engine file that the
-    command names and that is not in this file."""
+    """An engine file (`text`, "" where only a command is here) and the `command` that serves it. `name`: the file's own
+    name, as the carrier gives it. `environ`: the lines of the server's variables, from 1. `unread`: why something was
+    not read."""
 
     place: str
     text: str = ""
-    first: int = 0
-    lines: int = 0
-    indent: int = 0
-    expands: bool = False
-    words: tuple[str, ...] | None = None
-    command: int = 0
-    partial: bool = False
-    dynamo: bool = False
-    target: str | None = None
-    head: str | None = None
+    origin: Origin = Origin()
+    name: str = ""
+    command: Command = field(default_factory=Command)
+    target: str = ""
+    head: str = ""
     version: str | None = None
-    elsewhere: str | None = None
+    role: Role | None = None
+    environ: Mapping[str, int] = field(default_factory=dict)
+    unread: str = ""
+
+    @property
+    def line(self) -> int:
+        """The line at which the file begins, or else the command, from 0."""
+        return self.command.line if self.command.engine and not self.text else self.origin.first
 
     def written_into(self, original: str, text: str) -> str:
-        """The original with `text` in place of this engine file."""
-        kept = original.splitlines(keepends=True)
-        new = textwrap.indent(text, " " * self.indent).splitlines(keepends=True)
-        return "".join([*kept[: self.first], *new, *kept[self.first + self.lines :]])
+        """The original with `text` in place of this engine file, if its text there is the same."""
+        origin, kept = self.origin, original.splitlines(keepends=True)
+        last = origin.first + origin.lines
+        if textwrap.dedent("".join(kept[origin.first : last])) != unmasked(self.text):
+            return original
+        kept[origin.first : last] = [textwrap.indent(unmasked(text), " " * origin.indent)]
+        return "".join(kept)
+
+
+@functools.cache
+def _engine_keys() -> tuple[frozenset[str], frozenset[str]]:
+    """Keys of the top level of an engine file, and keys of any level."""
+    fields = schema_for(str(releases()[-1])).fields
+    names = frozenset(part for key in fields for part in key.split("."))
+    return names & fields.keys(), names
+
+
+def is_engine_file(keys: Iterable[str]) -> bool:
+    """Whether these keys of a mapping are an engine's: one of its objects, or two settings that are half of all."""
+    keys = set(keys)
+    known = (keys & _engine_keys()[0]) - GENERIC
+    objects = [key for key in known if key.endswith("_config")]
+    return bool(objects) or len(keys) <= 2 * len(known) > 2
+
+
+def is_foreign(keys: Iterable[str]) -> bool:
+    """Whether a mapping of several keys has no key of an engine, none of a front, and none that is spelled like one."""
+    keys, known = set(keys), _engine_keys()[1]
+    if len(keys) < 2 or not keys.isdisjoint(known | FRONT_KEYS):
+        return False
+    compared = [*keys][:MAX_COMPARED]
+    return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared)
 
 
 def carried(text: str) -> list[Carried]:
-    """Every engine file and command in a text; none for an engine file itself."""
-    found: list[Carried] = []
-    for first, chunk in _chunks(text):
-        try:
-            root, _ = compose(chunk)
-        except YamlError:
-            return _script(text)
-        if root is None or not isinstance(root.value, dict):
-            return _script(text)
-        if set(root.value) & ENGINE_KEYS:
-            return []
-        found += [replace(item, first=item.first + first) for item in _in_yaml(root, chunk)]
-    return _joined(found)
+    """Every engine file and command in a text, by line; none for an engine file itself."""
+    carrier, first = _Carrier(text), 0
+    for document in re.split(r"^(?=---\s)", text, flags=re.MULTILINE):
+        lines = document.count("\n")
+        carrier.read_document(document, Origin(first, lines + 1))
+        first += lines
+    return sorted(carrier.joined(), key=lambda part: part.line)
 
 
-def _chunks(text: str) -> Iterator[tuple[int, str]]:
-    """The documents of a YAML stream, each with its first line; empty ones are left out."""
-    lines = text.splitlines(keepends=True)
-    starts = [0, *(at for at, line in enumerate(lines) if re.match(r"---(\s|$)", line))]
-    for begin, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-        chunk = "".join(lines[begin:end])
-        if re.search(r"^[^#\s-]", chunk, re.MULTILINE):
-            yield begin, chunk
+def role_in(*names: str) -> Role | None:
+    """The role that the words of a path, a name or a flag tell."""
+    words = re.split(r"[^a-z]+", " ".join(names).lower())
+    roles = {ROLES[word] for word in words if word in ROLES}
+    return roles.pop() if len(roles) == 1 else None
 
 
-def _in_yaml(root: Node, text: str) -> Iterator[Carried]:
-    common: dict[str, Any] = {"version": _release(text)}
-    model, image = root.value.get("model"), root.value.get("image")
-    if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
-        common = {
-            "version": str(image.get("tag") or "") or None,
-            "target": model.get("target"),
-            "head": model.get("head"),
-        }
-    for path, node in _nodes(root, ()):
-        if node.kind == "scalar" and node.style == "|" and _is_engine_file(node.text):
-            first = next(line for line in text.splitlines()[node.line + 1 :] if line.strip())
-            indent = len(first) - len(first.lstrip())
-            yield Carried(
-                ".".join(path), node.text, node.line + 1, node.text.count("\n"), indent, **common
-            )
-        elif (
-            node.kind == "mapping"
-            and node.style != "flow"
-            and len(path) > 1
-            and path[-2] in SECTIONS
-        ):
-            lines = text.splitlines(keepends=True)[node.line : text.count("\n", 0, node.end) + 1]
-            inner = textwrap.dedent("".join(lines))
-            yield Carried(".".join(path), inner, node.line, len(lines), node.column, **common)
-        elif node.kind == "mapping":
-            words = [item for name in ("command", "args") for item in _texts(node, name)]
-            if words:
-                line = (
-                    words[0] if len(words) == 1 else shlex.join(words)
-                )  # docker compose takes a line of a shell
-                script = "\n".join(words[words.index("-c") + 1 :]) if "-c" in words else line
-                version = _release(text[node.start : node.end]) or common["version"]
-                for item in _script(script):
-                    yield replace(item, first=node.line, version=item.version or version)
-
-
-def _nodes(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    yield path, node
-    for pair in node.pairs:
-        yield from _nodes(pair.value_node, (*path, pair.key_node.text))
-    if node.kind == "sequence":
-        for at, item in enumerate(node.items):
-            yield from _nodes(item, (*path, str(at)))
-
-
-def _texts(node: Node, name: str) -> list[str]:
-    """The words below a key: a list of scalars, or one scalar."""
-    found = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
-    items = [
-        item for value in found for item in (value.items if value.kind == "sequence" else [value])
-    ]
-    return [item.text for item in items if item.kind == "scalar"]
-
-
-def _is_engine_file(text: str) -> bool:
-    value = Document.parse(text).value
-    return isinstance(value, dict) and bool(set(value) & ENGINE_KEYS)
-
-
-def _release(text: str) -> str | None:
-    """The engine's release by the tag of the one image in a text; None where it names none, several, latest, a digest,
-    or a release of long ago."""
-    tags = {(match["name"], match["tag"]) for match in IMAGE.finditer(text)}
-    if len(tags) != 1:
-        return None
-    (name, tag), *_ = tags
+def release_in(text: str) -> tuple[str | None, str]:
+    """The engine's release by the tag of the one image in a text, and the tag of an image of Dynamo whose engine is not
+    known. None for no image, for several, a digest, or a release of long ago."""
+    images = set(IMAGE.findall(text))
+    if len(images) != 1:
+        return None, ""
+    (name, tag), *_ = images
+    if "runtime" in name:
+        engine = dynamo_releases().get(VARIANT.sub("", tag))
+        return engine, "" if engine else f"{name}:{tag}"
     with suppress(UsageError):
-        return str(parse_version(dynamo_releases().get(tag, "") if "runtime" in name else tag))
-    return None
+        return str(parse_version(tag)), ""
+    return None, ""
 
 
-def _script(text: str) -> list[Carried]:
-    """Here-documents with engine keys, and commands."""
-    lines, found, at = text.split("\n"), [], 0
-    while at < len(lines):
-        begin, joined = at, lines[at]
-        while joined.endswith("\\") and at + 1 < len(lines):
-            at += 1
-            joined = joined[:-1] + " " + lines[at].strip()
-        at += 1
-        document, into = HEREDOC.search(joined), INTO.search(joined)
-        if document:
-            end = next(
-                (
-                    n
-                    for n in range(at, len(lines))
-                    if lines[n].strip().rstrip("'\"") == document["end"]
-                ),
-                len(lines),
-            )
-            inner = "".join(f"{line}\n" for line in lines[at:end])
-            if _is_engine_file(textwrap.dedent(inner)):
-                indent = len(inner) - len(inner.lstrip(" "))
-                place = into["file"] if into else f"line {begin + 1}"
-                found.append(
-                    Carried(
-                        place, textwrap.dedent(inner), at, end - at, indent, not document["quote"]
-                    )
-                )
-            at = end + 1
-        elif any(program in joined for program in PROGRAMS):
-            found += [
-                replace(command, first=begin, version=_release(text))
-                for command in _command(joined)
-            ]
-    return _joined(found)
+class _Carrier:
+    """What one file carries, as it is read."""
 
+    def __init__(self, text: str) -> None:
+        self.version, self.unknown_image = release_in(text)
+        self.files: list[Carried] = []
+        self.commands: list[Command] = []
+        self.others: list[Carried] = []  # texts that are engine files only if a command names them
+        self.notes: list[Carried] = []
+        self.variables: list[tuple[str, str, int]] = []
+        self.target = self.head = ""
+        self.whole = False  # whether the text is an engine file itself
 
-def _command(line: str) -> Iterator[Carried]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:  # a quotation mark that ends on another line
-        return
-    start = next((n for n, word in enumerate(words) if PurePath(word).name in PROGRAMS), None)
-    if start is None:
-        return
-    program, rest = PurePath(words[start]).name, words[start + 1 :]
-    rest = rest[: next((n for n, word in enumerate(rest) if word in STOP), len(rest))]
-    if rest[:1] == ["serve"]:
-        rest = rest[1:]
-    if "--help" in rest or rest[:1] in (["disaggregated"], ["mm_embedding_serve"]):
-        return
-    target = rest.pop(0) if rest and not rest[0].startswith("-") and "@" not in rest[0] else None
-    # a variable behind a word that takes no value, or an array of the shell, holds further options
-    hidden = [
-        before for before, word in zip(["", *rest], rest, strict=False) if word.startswith("$")
-    ]
-    partial = "@" in line or any(
-        not before.startswith("-") or before == "--trust_remote_code" for before in hidden
-    )
-    options, config, dynamo = [], None, program != "trtllm-serve"
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        values = [value] if equals else []
-        while (
-            not equals
-            and rest
-            and not (rest[0].startswith("-") and not re.fullmatch(r"-\d+", rest[0]))
-        ):
-            values.append(rest.pop(0))
-        if flag in CONFIG and values:
-            config = values[0]
-        elif flag == "--model-path" and values:
-            target = values[0]
-        elif flag == "--override-engine-args" and re.search(
-            r'"trust_remote_code":\s*true', " ".join(values)
-        ):
-            options.append("--trust_remote_code")
-        elif (not dynamo or flag in DYNAMO) and not any(
-            "$" in word or "{{" in word for word in (flag, *values)
-        ):
-            options += [DYNAMO[flag] if dynamo else flag, *values]
-    served = Carried(f"`{program}`", words=tuple(options), target=target, elsewhere=config)
-    yield replace(served, partial=partial, dynamo=dynamo)
+    def read_document(self, text: str, origin: Origin) -> None:
+        """A document of the file: a script, or a tree with engine files and commands in it."""
+        before = len(self.files) + len(self.commands)
+        hidden = masked(text) if "{{" in text else text
+        try:
+            root, _ = compose(hidden)
+        except YamlError as error:
+            self._read_script(Carried("", text, origin))
+            if before == len(self.files) + len(self.commands):
+                unread = f"this document is not YAML: {error.message}"
+                line = origin.line(error.line - 1)
+                self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
+            return
+        if root is None or root.kind != "mapping":
+            self._read_script(Carried("", text, origin))
+            return
+        self.whole |= is_engine_file(_keys(root))
+        model, image = root.value.get("model"), root.value.get("image")
+        if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
+            self.version = str(image.get("tag") or "") or None
+            self.target, self.head = model.get("target") or "", model.get("head") or ""
+        secret = root.value.get("kind") == "Secret"
+        for path, node in _walk(root, ()):
+            part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
+                           origin=_origin(node, hidden, origin))  # fmt: skip
+            if node.kind == "scalar":
+                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in node.text.strip()
+                text = _decoded(node.text) if secret else node.text
+                self._read_text(replace(part, text=text), commands)
+            else:
+                self._read_collection(part, node, hidden, origin)
 
-
-def _joined(found: list[Carried]) -> list[Carried]:
-    """Each engine file with the command that names it; a command whose file is not here stays alone."""
-    commands = [item for item in found if item.words is not None]
-    files = [item for item in found if item.words is None]
-    joined = []
-    for file in files:
-        name = PurePath(file.place.rpartition("/")[2]).name
-        own = [
-            item
-            for item in commands
-            if item.elsewhere and f".{PurePath(item.elsewhere).name}" in f".{name}"
+    def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
+        if part.name == "env" or part.name.endswith("environment"):
+            for name, value, line in _environment(node):
+                self.variables.append((name, value, origin.line(line)))
+        if len(part.place.split(".")) > 1 and is_engine_file(_keys(node)):
+            inner = text[node.start : node.end]
+            if node.style != "flow":
+                inner = textwrap.dedent(" " * node.column + inner) + "\n"
+            self.files.append(replace(part, text=inner))
+        words = [
+            Word(item.text, origin.line(item.line))
+            for key in ("command", "args")
+            for item in _scalars(node, key)
         ]
-        own = own or (commands if len(files) == len(commands) == 1 else [])
-        if not own:
-            joined.append(file)
-            continue
-        command = own[0]
-        commands.remove(command)
-        target, version = file.target or command.target, command.version or file.version
-        known = {name: getattr(command, name) for name in ("words", "partial", "dynamo")}
-        joined.append(replace(file, **known, command=command.first, target=target, version=version))
-    return [*joined, *(replace(command, command=command.first) for command in commands)]
+        if not any("\n" in word.text or word.text == "-c" for word in words):
+            self._read_command(words, part)
+
+    def _read_script(self, part: Carried) -> None:
+        def read_body(match: re.Match[str]) -> str:
+            """Reads a here-document, and leaves its lines empty."""
+            opened = part.text.rfind("\n", 0, match.start()) + 1
+            into = INTO.findall(part.text, opened, match.start("body"))
+            body, first = match["body"], part.text.count("\n", 0, match.start("body"))
+            text = textwrap.dedent(body if match["quote"] else masked(body))
+            self._read_inside(part, "".join(into[:1]), text, part.origin.inner(first, body), True)
+            return match["behind"] + "\n" * body.count("\n")
+
+        for words in statements(HEREDOC.sub(read_body, part.text), part.origin.line):
+            texts = [*(word.text for word in words), REDIRECTED, ""]
+            end = texts.index(REDIRECTED)
+            into, prints = texts[end + 1], texts[0] in PRINTS
+            for word in words[:end]:
+                text, variable = word.text, VARIABLE.fullmatch(word.text)
+                if variable:
+                    text = variable["value"]
+                    self.variables.append((variable["name"], text, word.line))
+                text = text.removeprefix("$(")
+                if NESTED.search(text) and len(text) < len(part.text):
+                    origin = Origin(word.line, word.text.count("\n") + 1, exact=False)
+                    text = masked(text.replace("\\n", "\n"))
+                    self._read_inside(part, into, text, origin, not prints)
+            if not prints:
+                self._read_command(words[:end], part)
+
+    def _read_inside(
+        self, part: Carried, into: str, text: str, origin: Origin, commands: bool
+    ) -> None:
+        """A text inside a script, which goes `into` a file."""
+        place = into or f"line {origin.first + 1}"
+        inside = replace(part, place=place, name=into, role=role_in(into), text=text, origin=origin)
+        self._read_text(inside, commands)
+
+    def _read_text(self, part: Carried, commands: bool) -> None:
+        """A text of its own: an engine file, or a script where it may have `commands`."""
+        if _is_engine_text(part.text):
+            count = part.text.count(OMITTED)
+            unread = f"{count} lines that only the shell or the template knows" if count else ""
+            self.files.append(replace(part, unread=unread))
+        elif commands and LAUNCH.search(part.text):
+            self._read_script(replace(part, text=unmasked(part.text)))
+        elif DATA_FILE.search(part.name):
+            self.others.append(part)
+
+    def _read_command(self, words: list[Word], part: Carried) -> None:
+        names = [PurePath(word.text).name for word in words]
+        start = next((n for n, name in enumerate(names) if name in PROGRAMS), len(names))
+        engine, following, *_ = [*names[start:], "", ""]
+        serves = following == "serve"
+        if not engine or not NOT_SERVING.isdisjoint(names) or (engine == VLLM and not serves):
+            return
+        command = Command(engine, words[start].line, part.role)
+        self.commands.append(command)
+        words = words[start + 1 + serves :]
+        command.partial = any("@" in word.text for word in words)  # an array of the shell
+        if words and not re.match(r"-|.*@", words[0].text):
+            command.target = words.pop(0).text
+        for flag, values, number in _options(words):
+            self._read_option(command, flag, values, number)
+
+    def _read_option(self, command: Command, flag: str, values: list[str], line: int) -> None:
+        value = " ".join(values)
+        # a variable behind a value, or behind a word that takes none, holds further options
+        free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
+        command.partial |= any(text.startswith("$") for text in free)
+        if command.engine == DYNAMO:
+            flag = dynamo_options().get(flag, "")
+        if value.startswith("{") and flag in (*CONFIG, OVERRIDES):
+            self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
+        if flag == "--server_role":
+            command.role = role_in(value) or command.role
+            if command.engine == DYNAMO:
+                return  # whose words for the roles are its own
+        if flag in CONFIG:
+            command.config = "".join(values[:1])
+        elif flag == OVERRIDES and '"trust_remote_code": true' in value:
+            command.words.append("--trust_remote_code")
+        elif flag == "--model":
+            command.target = value
+        elif flag and not UNKNOWN.search(flag + value):
+            command.words += [flag, *values]
+            command.option_lines[flag] = line
+
+    def joined(self) -> Iterator[Carried]:
+        """Each engine file with the command that names it, and each command whose file is not here."""
+        if self.whole:
+            return
+        commands = [
+            (command, self._file_name(command.config, command.line)) for command in self.commands
+        ]
+        served = {name for _, name in commands}
+        files = self.files + [part for part in self.others if part.name in served]
+        alone = len(files) == len(commands) == 1
+        lonely = [command for command in self.commands if command.engine != VLLM]
+        for part in files:
+            name = self._file_name(part.name, part.line)
+            named = [each for each, wanted in commands if alone or (name and wanted == name)]
+            lonely = [command for command in lonely if command not in named]
+            for command in named or [Command()]:
+                yield self._served(part, command)
+        for command in lonely:
+            yield self._served(Carried(f"`{command.engine}`"), command)
+        if files or commands:
+            yield from self.notes
+            if self.unknown_image:
+                reason = "this image is not known to carry a release that can be judged"
+                yield Carried(self.unknown_image, unread=reason)
+
+    def _file_name(self, text: str, line: int) -> str:
+        return PurePath(self._value(text, line)).name
+
+    def _value(self, text: str, line: int) -> str:
+        """The text itself; of a variable, the value that the carrier gives it nearest to this line."""
+        values = [
+            (abs(line - at), value)
+            for name, value, at in self.variables
+            if text in (f"${name}", f"${{{name}}}")
+        ]
+        return min(values)[1] if values else text
+
+    def _served(self, part: Carried, command: Command) -> Carried:
+        target = self.target or self._value(command.target, command.line)
+        environ = {name: line + 1 for name, value, line in self.variables if value}
+        return replace(
+            part, command=command, version=self.version, head=self.head, environ=environ,
+            target="" if UNKNOWN.search(target) else target, role=part.role or command.role,
+        )  # fmt: skip
+
+
+def _is_engine_text(text: str) -> bool:
+    """Whether a text is an engine file, which may have an error in its syntax."""
+    try:
+        root, _ = compose(text if ":" in text else "")
+    except YamlError:
+        names = set(TEXT_KEY.findall(text))
+        return len(names) <= 2 * len(names & _engine_keys()[1]) > 2
+    return root is not None and is_engine_file(_keys(root))
+
+
+def _keys(node: Node) -> list[str]:
+    return [pair.key_node.text for pair in node.pairs]
+
+
+def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Every node with its path; not below an engine file."""
+    if path:
+        yield path, node
+    if len(path) > 1 and is_engine_file(_keys(node)):
+        return
+    inner = [(pair.key_node.text, pair.value_node) for pair in node.pairs]
+    if node.kind == "sequence":
+        inner = [(str(index), item) for index, item in enumerate(node.items)]
+    for name, item in inner:
+        yield from _walk(item, (*path, name))
+
+
+def _scalars(node: Node, name: str) -> list[Node]:
+    """The scalars below a key: of a list, or the one."""
+    values = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
+    items = [item for value in values if value.kind == "sequence" for item in value.items]
+    return [item for item in (*values, *items) if item.kind == "scalar"]
+
+
+def _options(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:
+    """Each option with its values and line: `--flag value` or `--flag=value`."""
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.text.partition("=")
+        values = [value] if equals else []
+        while not equals and words and not re.match(r"-\D", words[0].text):
+            values.append(words.pop(0).text)
+        yield flag, values, word.line
+
+
+def _origin(node: Node, text: str, around: Origin) -> Origin:
+    """The lines of a node."""
+    block = node.style in BLOCK
+    indent = _indent(text[node.start : node.end].partition("\n")[2]) if block else node.column
+    lines = text.count("\n", node.start, node.end) + (not block)
+    exact = node.style == "|" or (node.kind == "mapping" and not node.style)
+    return Origin(around.first + node.line + block, lines, indent, exact)
+
+
+def _environment(node: Node) -> Iterator[tuple[str, str, int]]:
+    """Variables of a mapping, of a list of names with values, and of a list of texts, each with its line."""
+    for pair in node.pairs:
+        yield pair.key_node.text, pair.value_node.text, pair.key_node.line
+    for item in node.items if node.kind == "sequence" else ():
+        named = [part.text for key in ("name", "value") for part in _scalars(item, key)]
+        variable = VARIABLE.fullmatch("=".join(named) or item.text)
+        if variable:
+            yield variable["name"], variable["value"], item.line
+
+
+def _decoded(text: str) -> str:
+    """A value of a Secret; the text itself if it is not in base64."""
+    with suppress(ValueError):
+        return base64.b64decode(text, validate=True).decode()
+    return text
+
+
+def _indent(text: str) -> int:
+    """Of the first line that is not empty."""
+    first = re.search(r"^( *)\S", text, re.MULTILINE)
+    return len(first[1]) if first else 0

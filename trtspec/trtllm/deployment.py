@@ -20,9 +20,11 @@ from trtspec.checkpoint.hub import findable, load_head, load_target, similar_ids
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.foreign import parse_hub_id
-from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
+from trtspec.planning.layout import KV_FRACTION, Layout
+from trtspec.planning.memory import Memory, memory
+from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
-from trtspec.trtllm.intent import Intent, parse_intent
+from trtspec.trtllm.intent import Intent, Role, parse_intent
 from trtspec.trtllm.schema import (
     Option,
     Schema,
@@ -37,16 +39,10 @@ SPEC = "speculative_config"
 ASSUMED = "assumed: the newest release on the package index"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
-DYNAMO_OPTIONS = {  # settings of the engine -> options of Dynamo's worker
-    "tensor_parallel_size": "--tensor-parallel-size",
-    "moe_expert_parallel_size": "--expert-parallel-size",
-    "max_batch_size": "--max-batch-size",
-    "max_num_tokens": "--max-num-tokens",
-    "max_seq_len": "--max-seq-len",
-}
-PARSERS = {
-    "--tool_parser": "--dyn-tool-call-parser",
-    "--reasoning_parser": "--dyn-reasoning-parser",
+# words of files, flags and paths -> the half of a disaggregated deployment that they mean
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("prefill", "context", "ctx"), "context"),
+    **dict.fromkeys(("decode", "generation", "gen"), "generation"),
 }
 
 
@@ -95,8 +91,10 @@ def assumed_release(reason: str | None, document: Document | None) -> list[Probl
 @dataclass(frozen=True)
 class Deployment:
     """What a file is judged against. `argv` holds settings passed as options, by their YAML path; `options` those of
-    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0";
-    `environ` the variables that the server will see. `here`: the engine runs on this machine, not elsewhere in a pod.
+    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0", and
+    `gpu_name` the GPU's name where its memory is known. `environ`: the variables that the server will see. `here`: the
+    engine runs on this machine, not elsewhere in a pod. `role`: the half of a disaggregated deployment, where a
+    carrier or the file's first line tells it.
     """
 
     schema: Schema
@@ -107,8 +105,10 @@ class Deployment:
     argv: dict[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] | None = None
     gpu: str | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
+    gpu_name: str = ""
+    environ: Mapping[str, object] = field(default_factory=dict)
     here: bool = False
+    role: Role | None = None
 
     @property
     def version(self) -> str:
@@ -117,6 +117,32 @@ class Deployment:
     def setting(self, document: Document, path: str, default: Any = None) -> Any:
         """The value that the engine will see: the option's if there is one, else the file's."""
         return self.argv.get(path, document.get(path, default))
+
+    def role_of(self, document: Document) -> Role | None:
+        """The known role; else that of a server with a transceiver whose steps hold decode tokens alone."""
+        option = str((self.options or {}).get("server_role") or "").lower()
+        known = ROLES.get(option, self.role)
+        chunked = self.setting(document, "enable_chunked_prefill")
+        if known or chunked or not document.get("cache_transceiver_config.backend"):
+            return known
+        batch = self.size(document, "max_batch_size", 2048)
+        steps = batch * step_tokens(document)
+        return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
+
+    def memory(self, document: Document, gpu: GpuSpec, buffers: bool = True) -> Memory | None:
+        """By the memory model of `trtspec plan`, with the `buffers` that hand caches over. None without a target."""
+        if self.target is None:
+            return None
+        spread = self.setting(document, "enable_attention_dp") is True
+        whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
+        fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
+        layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, spread)
+        return memory(
+            self.target, self.head, gpu, layout,
+            fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
+            max_num_tokens=self.size(document, "max_num_tokens", 8192),
+            transfer_tokens=buffers * self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
+        )  # fmt: skip
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
         """The same for a whole number above 0; `default` for anything else."""
@@ -130,40 +156,45 @@ def deployment_of(
     version: str | None,
     target: str | None,
     head: str | None,
+    named: tuple[str, str] = ("", ""),
     gpu: str | None = None,
     passed: list[str] | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, object] | None = None,
     here: bool = False,
+    role: Role | None = None,
 ) -> tuple[Deployment, str, list[Problem]]:
     """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
 
-    A head or target that only the file names is used where it can be found; lint says where it cannot. Raises
-    UsageError for an unknown GPU.
+    A target or head that only the file, or what carries it (`named`), names is used where it can be found; lint says
+    where it cannot. Raises UsageError for an unknown GPU.
     """
     if isinstance(document, str):
         document = Document.parse(document)
     written = parse_intent(document.text)
-    named_head = head_in(document)
-    named_target = written.target if written else ""
-    if written is not None and written.like is not None and not Path(written.target).is_dir():
-        named_target = written.like  # until its directory is there
-    unfound = name_problem(named_target, here) if named_target and target is None else None
-    target_name = target or (named_target if named_target and unfound is None else None)
-    head_name = head or (named_head if named_head and name_problem(named_head) is None else None)
-    target_spec = load_target(target_name).spec if target_name else None
-    head_spec = load_head(head_name).spec if head_name else None
+    named_target, sizes = "", {}
+    if written is not None:
+        named_target, sizes = written.target, written.settings_in_argv()
+        role = role or written.role
+        if written.like is not None and not Path(written.target).is_dir():
+            named_target = written.like  # until its directory is there
     chosen, reason = choose_version(version, written)
     schema = schema_for(chosen)
-    sizes = written.settings_in_argv() if written is not None else {}
     options, problems = parse_passed(schema, passed or [])
-    problems += [unfound] if unfound is not None else []
-    argv = {key: value for key, value in sizes.items() if not document.has(key)} | schema.set_by(
-        options
-    )
+    names, in_file = {"target": target, "head": head}, head_in(document)
+    for part, name in (("target", named[0] or named_target), ("head", named[1]), ("head", in_file)):
+        problem = name_problem(name, here) if name and not names[part] else None
+        if problem is None:
+            names[part] = names[part] or name
+        elif name != in_file:  # which a rule reports at its key
+            problems.append(problem)
+    argv = {key: value for key, value in sizes.items() if not document.has(key)}
     deployment = Deployment(
-        schema, target_spec, target_name or "", head_spec, head_name or "", argv,
-        options=options if passed is not None else None, gpu=compute_capability(gpu) if gpu else None,
-        environ=environ or {}, here=here,
+        schema, load_target(names["target"]).spec if names["target"] else None, names["target"] or "",
+        load_head(names["head"]).spec if names["head"] else None, names["head"] or "",
+        argv=argv | schema.set_by(options), options=options if passed is not None else None,
+        gpu=compute_capability(gpu) if gpu else None,
+        gpu_name=(gpu or "").lower(),
+        environ=environ or {}, here=here, role=role,
     )  # fmt: skip
     return deployment, reason, problems
 
@@ -177,14 +208,15 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
     options: dict[str, Any] = {}
     problems: list[Problem] = []
     rest = list(words)
+    flags = [flag for option in schema.options.values() for flag in option.flags]
 
     def refuse(code: str, message: str, remedy: str = "", sure: bool = True) -> None:
-        if sure:
-            problems.append(Problem(code, "error", flag, message, remedy))
-            return
-        message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
-        remedy = "try `trtllm-serve --help`"
-        problems.append(Problem("TS-SERVE-OPTION-UNCERTAIN", "warning", flag, message, remedy))
+        severity: Severity = "error"
+        if not sure:
+            code, severity = "TS-SERVE-OPTION-UNCERTAIN", "warning"
+            message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
+            remedy = "try `trtllm-serve --help`"
+        problems.append(Problem(code, severity, flag, message, remedy))
 
     while rest:
         word = rest.pop(0)
@@ -193,7 +225,9 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         if not known.takes:
             message = f"trtllm-serve {schema.version} has no option {flag}"
             sure = known.settled and not known.taken
-            refuse("TS-SERVE-UNKNOWN-OPTION", message, _nearest_flag(schema, flag), sure)
+            near = difflib.get_close_matches(flag, flags, n=1)
+            remedy = f"did you mean {near[0]}?" if near else ""
+            refuse("TS-SERVE-UNKNOWN-OPTION", message, remedy, sure)
         if not known.taken:
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
@@ -222,17 +256,6 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
                 refuse(VALUE, message, "choose one of them", sure)
         options[option.path] = value
     return options, problems
-
-
-def _nearest_flag(schema: Schema, flag: str) -> str:
-    """The remedy for an unknown option."""
-    by_plain = {
-        known.replace("-", "_"): known
-        for option in schema.options.values()
-        for known in option.flags
-    }
-    near = difflib.get_close_matches(flag.replace("-", "_"), list(by_plain), n=1)
-    return f"did you mean {by_plain[near[0]]}?" if near else "trtllm-serve --help lists its options"
 
 
 PLACEHOLDER = re.compile(
@@ -319,11 +342,7 @@ class Finding:
         if self.column is not None or entry is None or entry.line != line:
             return replace(self, line=line)
         node = entry.key_node
-        if (
-            self.on_value
-            and entry.value_node.line == node.line
-            and entry.value_node.end > entry.value_node.start
-        ):
+        if self.on_value and entry.value_node.line == node.line:
             node = entry.value_node
         return replace(self, line=line, column=node.column + 1, width=max(node.end - node.start, 1))
 
@@ -338,9 +357,16 @@ class Finding:
         return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
 
 
+def dynamo_options() -> dict[str, str]:
+    """Options of Dynamo's worker, and those of trtllm-serve that mean the same."""
+    options: dict[str, str] = read_beside("dynamo.yaml")["options"]
+    return options
+
+
 def dynamo_releases() -> dict[str, str]:
     """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
-    return read_beside("releases.yaml")["dynamo"]["releases"]
+    carried = read_beside("releases.yaml")["dynamo"]["releases"]
+    return {release: engine for engine, listed in carried.items() for release in listed.split()}
 
 
 def family(target: ModelSpec) -> str:
@@ -371,10 +397,6 @@ class SpeculationMethod:
     def reads_target(self) -> bool:
         """Whether the draft was trained on certain layers of the target that the file must name."""
         return self.draft == "head" and self.capture is not None and not self.capture_from_draft
-
-    @property
-    def capture_key(self) -> str:
-        return f"{SPEC}.{self.capture}"
 
     def step_tokens(self, length: int) -> int:
         """Tokens of one request in one step with this draft length."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 import yaml
 
 from trtspec.files import read_yaml_text
-from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
+from trtspec.trtllm.nodes import Node, YamlError, compose
+from trtspec.trtllm.shell import MASK
 
-INDENT = "  "
+HIDDEN = re.compile(MASK)
 
 
 class CannotEdit(Exception):
@@ -53,18 +55,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file. `value` is None when the text is not YAML; `error` then says why, at `error_line` and
-    `error_column`, and `beyond_limits` whether it is too deep or too large rather than wrong. `name` is how the user
-    calls the file."""
+    """A parsed file. `value` is None when the text is not YAML, and `error` says why. `name` is how the user calls the
+    file."""
 
     text: str
     value: Any = None
     entries: dict[str, Entry] = field(default_factory=dict)
     duplicates: tuple[Entry, ...] = ()
-    error: str = ""
-    error_line: int = 1
-    error_column: int = 1
-    beyond_limits: bool = False
+    error: YamlError | None = None
     name: str = ""
     root: Node | None = None
     scalars: tuple[tuple[int, int], ...] = ()
@@ -80,24 +78,13 @@ class Document:
         try:
             root, scalars = compose(text)
         except YamlError as error:
-            return Document(
-                text, error=error.message, error_line=error.line, error_column=error.column,
-                beyond_limits=error.beyond, name=name,
-            )  # fmt: skip
-        entries: dict[str, Entry] = {}
-        duplicates: list[Entry] = []
+            return Document(text, error=error, name=name)
+        document = Document(text, name=name, root=root, scalars=tuple(scalars))
         if root is None:
-            return Document(text, None, name=name, scalars=tuple(scalars))
-        _collect(root, "", (), entries, duplicates)
-        return Document(
-            text,
-            root.value,
-            entries,
-            tuple(duplicates),
-            name=name,
-            root=root,
-            scalars=tuple(scalars),
-        )
+            return document
+        duplicates: list[Entry] = []
+        _collect(root, "", (), document.entries, duplicates)
+        return replace(document, value=root.value, duplicates=tuple(duplicates))
 
     def get(self, path: str, default: Any = None) -> Any:
         entry = self.entries.get(path)
@@ -138,6 +125,13 @@ class Document:
                 found.append((start, at))
             at = max(at, end)
         return tuple(found)
+
+    def hides(self, paths: Iterable[str], about_keys: bool) -> bool:
+        """Whether only a shell or a template knows one of these keys or, unless it is `about_keys`, a part of its
+        value."""
+        nodes = [self.entries[path].value_node for path in paths if path in self.entries]
+        values = [] if about_keys else [self.text[node.start : node.end] for node in nodes]
+        return any(HIDDEN.search(text) for text in (*paths, *values))
 
     @cached_property
     def comment_texts(self) -> Counter[str]:
@@ -202,224 +196,121 @@ def same(one: Any, other: Any) -> bool:
 
 # --- edits
 
+REMOVED = object()
+
 
 @dataclass(frozen=True)
 class Edit:
-    """`text` is the edited file and `value` what it must mean; `added` is a path that nothing stood in for before."""
+    """`text` is the edited file and `value` what it must mean: whoever applies it parses the text and compares.
+    `added` is the path of a new key."""
 
     text: str
     value: Any
     added: str | None = None
 
 
-def rename_key(document: Document, path: str, name: str) -> Edit:
-    entry = _own_entry(document, path)
-    *parents, last = entry.keys
-    value = copy.deepcopy(document.value)
-    place = _inside(value, parents)
-    renamed = {name if key == last else key: item for key, item in place.items()}
-    if name in place:
-        raise CannotEdit(f"{name} is there already")
-    place.clear()
-    place.update(renamed)
-    text = (
-        document.text[: entry.key_node.start] + scalar(name) + document.text[entry.key_node.end :]
-    )
-    return Edit(text, value)
-
-
 def set_value(document: Document, path: str, value: Any) -> Edit:
-    entry = _own_entry(document, path)
-    meaning = copy.deepcopy(document.value)
-    _inside(meaning, entry.keys[:-1])[entry.keys[-1]] = value
-    return Edit(_with_value(document, entry, scalar(value)), meaning)
+    entry = _entry(document, path)
+    text = _spliced(document.text, entry.value_node, scalar(value))
+    return Edit(text, _changed(document, entry.keys, value))
 
 
 def delete_key(document: Document, path: str) -> Edit:
     """Takes the key out with its value. Comments stay where they are, on lines of their own."""
-    entry = _own_entry(document, path)
-    meaning = copy.deepcopy(document.value)
-    parent = _inside(meaning, entry.keys[:-1])
-    del parent[entry.keys[-1]]
-    if not parent and len(entry.keys) > 1:  # a block mapping without keys would be null
-        owner = document.entries[entry.parent]
-        if not _is_flow(document, entry):
-            return Edit(_with_value(document, owner, "{}"), meaning)
-    return Edit(_without(document, entry), meaning)
-
-
-def add_key(document: Document, path: str, value: Any, comment: str = "") -> Edit:
-    """Adds `path`, with every parent that is not there, behind the last key of the mapping it belongs to."""
-    if document.has(path):
-        raise CannotEdit(f"{path} is there already")
-    names = path.split(".")
-    depth = next(
-        n for n in range(len(names) - 1, -1, -1) if n == 0 or document.has(".".join(names[:n]))
-    )
-    nested: Any = value
-    for name in reversed(names[depth + 1 :]):
-        nested = {name: nested}
-    meaning = copy.deepcopy(document.value) if document.value is not None else {}
-    if depth == 0:
-        if not isinstance(meaning, dict):
-            raise CannotEdit("the file is not a mapping")
-        meaning[names[0]] = nested
-        return Edit(_with_pair(document, document.root, names, value, comment), meaning, path)
-    owner = _own_entry(document, ".".join(names[:depth]))
-    place, last = _inside(meaning, owner.keys[:-1]), owner.keys[-1]
-    if not isinstance(owner.value, dict):  # null turns some of them off
-        raise CannotEdit(f"{owner.path} is not a mapping")
-    place[last] = {**owner.value, names[depth]: nested}
-    if not owner.value:
-        return Edit(
-            _with_value(document, owner, scalar({names[depth]: nested}), comment), meaning, path
-        )
+    entry = _entry(document, path)
+    owner = document.entries.get(entry.parent)
+    mapping = owner.value_node if owner is not None else document.root
+    assert mapping is not None  # it has this key
+    meaning = _changed(document, entry.keys, REMOVED)
+    text, begin = document.text, entry.key_node.start
+    end = max(entry.value_node.end, entry.key_node.end + 1)
+    if len(mapping.items) == 1 and owner is not None:  # a block mapping without keys would be null
+        return Edit(_spliced(text, mapping, "{}"), meaning)
+    if mapping.style == "flow":
+        later = [key.start for key, _ in mapping.items if key.start > begin]
+        earlier = [value.end for key, value in mapping.items if key.start < begin]
+        if later:
+            return Edit(text[:begin] + text[later[0] :], meaning)
+        return Edit(text[: max(earlier, default=begin)] + text[end:], meaning)
+    first, last = text.rfind("\n", 0, begin) + 1, _line_end(text, end)
+    kept = [text[first:begin] + text[a:b] for a, b in document.comments if begin <= a < last]
+    behind = text[last:].removeprefix("\r").removeprefix("\n")
     return Edit(
-        _with_pair(document, owner.value_node, names[depth:], value, comment), meaning, path
+        text[:first] + "".join(f"{line}{_newline(text)}" for line in kept) + behind, meaning
     )
+
+
+def add_key(document: Document, path: str, value: Any) -> Edit:
+    """Adds `path` behind the last key of the mapping it belongs to, with every parent that is not there."""
+    names = path.split(".")
+    depth = len(names) - 1
+    while depth and not document.has(".".join(names[:depth])):
+        depth -= 1
+    owner = document.entries.get(".".join(names[:depth]))
+    mapping, held = document.root, document.value or {}
+    if owner is not None:
+        mapping, held = owner.value_node, owner.value
+    if document.has(path) or not isinstance(held, dict):  # null turns some of them off
+        raise CannotEdit(f"{path} cannot be added")
+    meaning = _changed(document, names, value)
+    for name in reversed(names[depth + 1 :]):
+        value = {name: value}
+    written, text, newline = scalar({names[depth]: value}), document.text, _newline(document.text)
+    pair = written[1:-1]
+    if mapping is None:
+        return Edit(f"{text}{pair}{newline}", meaning, path)
+    if not mapping.items:
+        return Edit(_spliced(text, mapping, written), meaning, path)
+    key_node, last = mapping.items[-1]
+    end = max(last.end, key_node.end + 1)
+    if mapping.style == "flow":
+        return Edit(f"{text[:end]}, {pair}{text[end:]}", meaning, path)
+    end = _line_end(text, end)
+    return Edit(f"{text[:end]}{newline}{' ' * key_node.column}{pair}{text[end:]}", meaning, path)
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
-    """Renames in place where the parent stays, else takes the key out and adds it with its comment where it belongs."""
-    entry = _own_entry(document, path)
-    if entry.parent == to.rpartition(".")[0]:
-        return rename_key(document, path, to.rpartition(".")[2])
-    along, cut = "", document
-    behind = [place for place in document.comments if place[0] >= entry.value_node.end]
-    line_end = _line_end(document.text, entry.value_node.end)
-    if behind and behind[0][0] < line_end and not _is_flow(document, entry):
-        start, end = behind[0]
-        along = document.text[start:end]
-        cut = Document.parse(document.text[:start].rstrip(" \t") + document.text[end:])
-    taken = delete_key(cut, path)
-    between = Document.parse(taken.text)
-    if not same(between.value or {}, taken.value):
-        raise CannotEdit(f"{path} cannot be taken out")
-    edit = add_key(between, to, entry.value, along)
-    return Edit(edit.text, edit.value)
+    """Renames in place where the parent stays, else takes the key out and adds it where it belongs."""
+    entry = _entry(document, path)
+    parent, _, name = to.rpartition(".")
+    emptied = replace(document, value=_changed(document, entry.keys, REMOVED))
+    meaning = _changed(emptied, to.split("."), entry.value)
+    if entry.parent != parent:
+        added = add_key(Document.parse(delete_key(document, path).text), to, entry.value)
+        return Edit(added.text, meaning)
+    return Edit(_spliced(document.text, entry.key_node, scalar(name)), meaning)
 
 
-def _own_entry(document: Document, path: str) -> Entry:
-    """The entry, when its text belongs to it alone."""
-    entry = document.entries.get(path)
-    if entry is None:
+def _entry(document: Document, path: str) -> Entry:
+    if not document.has(path):
         raise CannotEdit(f"{path} is not there")
-    key, value = entry.key_node, entry.value_node
-    if key.alias or value.start < key.end:
-        raise CannotEdit(f"{path} is written elsewhere")
-    return entry
+    return document.entries[path]
 
 
-def _inside(value: Any, keys: Any) -> Any:
-    for key in keys:
-        value = value[key]
-    return value
+def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
+    """What the document means with one value set or REMOVED."""
+    *parents, last = keys
+    meaning = copy.deepcopy(document.value or {})
+    mapping = meaning
+    for key in parents:
+        mapping = mapping.setdefault(key, {})
+    if value is REMOVED:
+        del mapping[last]
+    else:
+        mapping[last] = value
+    return meaning
 
 
-def _is_flow(document: Document, entry: Entry) -> bool:
-    """Whether the pair is in brackets."""
-    parent = document.entries.get(entry.parent)
-    node = parent.value_node if parent else document.root
-    return node is not None and node.style == "flow"
+def _spliced(text: str, node: Node, written: str) -> str:
+    """The text with `written` in place of a node; of an empty one, behind its key."""
+    gap = " " * (node.start == node.end)
+    return f"{text[: node.start]}{gap}{written}{text[node.end :]}"
 
 
-def _with_value(document: Document, entry: Entry, written: str, comment: str = "") -> str:
-    """The text with another value behind the key; comments inside the old one are kept below it."""
-    text, key, old = document.text, entry.key_node, entry.value_node
-    colon = text.find(":", key.end, max(old.start, key.end) + 1)
-    if colon < 0:
-        raise CannotEdit(f"{entry.path} has no value")
-    inside = [text[a:b] for a, b in document.comments if colon < a < old.end]
-    begin = (
-        old.start
-        if text[colon + 1 : old.start].strip(" \t") == "" and old.end > colon + 1
-        else colon + 1
-    )
-    gap = "" if begin > colon + 1 else " "
-    if not inside and old.style not in BLOCK:
-        return f"{text[:begin]}{gap}{written}{f'  {comment}' if comment else ''}{text[max(old.end, colon + 1) :]}"
-    if _is_flow(document, entry):
-        raise CannotEdit(f"there are comments inside {entry.path}")
-    end = _line_end(text, old.end)
-    trailing = text[old.end : end].strip()
-    newline, margin = _newline(text), " " * key.column
-    below = [*inside, *([trailing] if trailing else []), *([comment] if comment else [])]
-    lines = [f"{text[: colon + 1]} {written}", *(f"{margin}{line.strip()}" for line in below)]
-    return newline.join(lines) + text[end:]
-
-
-def _without(document: Document, entry: Entry) -> str:
-    text, begin, end = (
-        document.text,
-        entry.key_node.start,
-        max(entry.value_node.end, entry.key_node.end + 1),
-    )
-    if _is_flow(document, entry):
-        return _without_pair(text, begin, end)
-    first = text.rfind("\n", 0, begin) + 1
-    last = _line_end(text, end)
-    comments = [(a, b) for a, b in document.comments if begin <= a < last]
-    behind = next((a for a, _ in comments if a >= end), last)
-    if text[first:begin].strip() or text[end:behind].strip():
-        raise CannotEdit(f"{entry.path} shares its line")
-    margin = text[first:begin]
-    kept = [f"{margin}{text[a:b].strip()}{_newline(text)}" for a, b in comments]
-    return text[:first] + "".join(kept) + text[_next_line(text, last) :]
-
-
-def _without_pair(text: str, begin: int, end: int) -> str:
-    behind = len(text) - len(text[end:].lstrip())
-    if text[behind : behind + 1] == ",":
-        end = behind + 1
-        while text[end : end + 1] == " ":
-            end += 1
-        return text[:begin] + text[end:]
-    before = text[:begin].rstrip()
-    return (before[:-1] if before.endswith(",") else text[:begin]) + text[end:]
-
-
-def _with_pair(
-    document: Document, node: Node | None, names: list[str], value: Any, comment: str
-) -> str:
-    """The text with `names`, nested, behind the last key of a mapping; None is an empty file."""
-    text, newline = document.text, _newline(document.text)
-    if node is None or not node.items:
-        if node is not None:
-            raise CannotEdit("an empty mapping at the top level")
-        begun = text if not text or text.endswith("\n") else text + newline
-        return begun + newline.join(_nested(names, value, comment, "")) + newline
-    if node.alias or node.kind != "mapping":
-        raise CannotEdit("written elsewhere")
-    key_node, last = node.items[0][0], node.items[-1][1]
-    end = max(last.end, node.items[-1][0].end + 1)
-    if node.style == "flow":
-        if comment:
-            raise CannotEdit("a comment would be inside brackets")
-        nested = value
-        for name in reversed(names[1:]):
-            nested = {name: nested}
-        return f"{text[:end]}, {names[0]}: {scalar(nested)}{text[end:]}"
-    at = _line_end(text, end)
-    lines = _nested(names, value, comment, " " * key_node.column)
-    return text[:at] + newline + newline.join(lines) + newline + text[_next_line(text, at) :]
-
-
-def _nested(names: list[str], value: Any, comment: str, margin: str) -> list[str]:
-    lines = [f"{margin}{INDENT * depth}{name}:" for depth, name in enumerate(names)]
-    lines[-1] += f" {scalar(value)}" + (f"  {comment}" if comment else "")
-    return lines
-
-
-def _line_end(text: str, at: int) -> int:
-    """Offset of the line break behind `at`, or of the end of the text."""
-    found = text.find("\n", at)
-    if found < 0:
-        return len(text)
-    return found - 1 if found > at and text[found - 1] == "\r" else found
-
-
-def _next_line(text: str, line_end: int) -> int:
-    return line_end + 2 if text.startswith("\r\n", line_end) else min(line_end + 1, len(text))
+def _line_end(text: str, offset: int) -> int:
+    """Offset of the line break behind `offset`, or of the end of the text."""
+    line = text[offset:].partition("\n")[0]
+    return offset + len(line.removesuffix("\r"))
 
 
 def _newline(text: str) -> str:

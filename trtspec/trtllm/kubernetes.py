@@ -7,9 +7,11 @@ worker those that aiconfigurator writes for it.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -20,8 +22,9 @@ from trtspec.errors import UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
-from trtspec.trtllm.deployment import DYNAMO_OPTIONS, PARSERS, dynamo_releases
+from trtspec.trtllm.deployment import dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
+from trtspec.trtllm.schema import read_beside
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
 CONFIG, CHANNEL = "/config", "compute-domain-channel"
@@ -115,7 +118,8 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
                 f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE
             )
     image, name = image or f"{IMAGE}:{_release(whole.version)}", _name(whole)
-    services = {"Frontend": _frontend(image)}
+    services = {"Frontend": _template("frontend")}
+    services["Frontend"]["extraPodSpec"]["mainContainer"]["image"] = image
     domains = []
     for config in configs:
         part = PARTS[config.intent.role]
@@ -149,19 +153,13 @@ SPLIT = (
 
 def _release(version: str) -> str:
     """The tag of the image that carries the engine."""
-    found = next(
-        (name for name, engine in dynamo_releases().items() if Version(engine) == Version(version)),
-        None,
-    )
-    if found is None:
-        carried = ", ".join(
-            f"{engine} (Dynamo {release})" for release, engine in dynamo_releases().items()
-        )
-        remedy = (
-            f"use `trtllm_version` with one of {carried}, or name an image of your own with `image`"
-        )
-        raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
-    return found
+    carried = dynamo_releases()
+    for name, engine in carried.items():
+        if Version(engine) == Version(version):
+            return name
+    listed = ", ".join(f"{engine} (Dynamo {name})" for name, engine in carried.items())
+    remedy = f"use `trtllm_version` with one of {listed}, or name an image of your own with `image`"
+    raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
 
 
 def _name(intent: Intent) -> str:
@@ -179,98 +177,53 @@ def _joined(intent: Intent) -> bool:
     return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes
 
 
+def _template(name: str) -> dict[str, Any]:
+    template: dict[str, Any] = copy.deepcopy(read_beside("dynamo.yaml")[name])
+    return template
+
+
 def _compute_domain(name: str) -> dict[str, Any]:
     """Nodes join it when their pods ask for its channel, which numNodes 0 means."""
-    spec = {"numNodes": 0, "channel": {"resourceClaimTemplate": {"name": f"{name}-channel"}}}
-    return _object("resource.nvidia.com/v1beta1", "ComputeDomain", name, {"spec": spec})
-
-
-def _frontend(image: str) -> dict[str, Any]:
-    """Round robin, because without reuse of prefixes no worker suits a request better than another."""
-    container = {
-        "image": image,
-        "command": ["python3", "-m", "dynamo.frontend"],
-        "args": ["--router-mode", "round-robin"],
-    }
-    return {
-        "componentType": "frontend",
-        "replicas": 1,
-        "extraPodSpec": {"mainContainer": container},
-    }
+    domain = _template("compute_domain")
+    domain["metadata"]["name"] = name
+    domain["spec"]["channel"]["resourceClaimTemplate"]["name"] = f"{name}-channel"
+    return domain
 
 
 def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dict[str, Any]:
     intent, part = config.intent, PARTS[config.intent.role]
-    container = {
-        "image": image,
-        "workingDir": "/workspace/",
-        "command": ["python3", "-m", "dynamo.trtllm"],
-        "args": _arguments(config, f"{CONFIG}/{part}.yaml"),
-        "env": [
-            {"name": "HF_HOME", "value": WEIGHTS},
-            {"name": "HF_HUB_OFFLINE", "value": "1"},
-            {"name": "HF_MODULES_CACHE", "value": "/tmp/hf_modules"},
-        ],
-        # an hour to load a trillion parameters, as in Dynamo's recipes
-        "startupProbe": {
-            "httpGet": {"path": "/live", "port": 9090},
-            "periodSeconds": 60,
-            "failureThreshold": 60,
-        },
-        "volumeMounts": [
-            {"name": "model-cache", "mountPath": WEIGHTS},
-            {"name": "engine", "mountPath": CONFIG, "readOnly": True},
-        ],
-    }
-    pod: dict[str, Any] = {
-        "mainContainer": container,
-        "volumes": [
-            {"name": "model-cache", "persistentVolumeClaim": {"claimName": "model-cache"}},
-            {"name": "engine", "configMap": {"name": config_map}},
-        ],
-    }
-    shared = f"{checkpoint_gib(intent) * 7 // 6}Gi"  # as in our chart: loading passes through it
-    service: dict[str, Any] = {"componentType": "worker", "replicas": 1, "extraPodSpec": pod}
-    service["sharedMemory"] = {"size": shared}
+    service = _template("worker")
+    pod = service["extraPodSpec"]
+    pod["mainContainer"] |= {"image": image, "args": _arguments(config, f"{CONFIG}/{part}.yaml")}
+    pod["volumes"][1]["configMap"]["name"] = config_map
+    # as in our chart: loading passes through it
+    service["sharedMemory"]["size"] = f"{checkpoint_gib(intent) * 7 // 6}Gi"
+    service["resources"]["limits"]["gpu"] = str(intent.gpus_per_node)
     if intent.role is not None:
         service["subComponentType"] = part
     if intent.nodes > 1:
         service["multinode"] = {"nodeCount": intent.nodes}
-    resources: dict[str, Any] = {"limits": {"gpu": str(intent.gpus_per_node)}}
     if _joined(intent):
         pod["resourceClaims"] = [{"name": CHANNEL, "resourceClaimTemplateName": f"{name}-channel"}]
-        resources["claims"] = [{"name": CHANNEL}]
-    return {**service, "resources": resources}
+        service["resources"]["claims"] = [{"name": CHANNEL}]
+    return service
 
 
 def _arguments(config: EngineConfig, path: str) -> list[str]:
     """Options of `dynamo.trtllm`; trust of the target's code has none and is passed as an override of the engine's."""
     intent, words = config.intent, config.argv
-    found = [
-        "--model-path",
-        engine_path(intent.target, CACHES["dynamo"]),
-        "--served-model-name",
-        intent.published_as,
-        "--extra-engine-args",
-        path,
-    ]
     settings = intent.settings_in_argv()
-    found += [
-        word
-        for key, flag in DYNAMO_OPTIONS.items()
-        if key in settings
-        for word in (flag, str(settings[key]))
-    ]
-    if intent.nodes > 1:
-        found += ["--gpus-per-node", str(intent.gpus_per_node)]
-    if intent.role is not None:
-        found += ["--disaggregation-mode", PARTS[intent.role]]
-    found += [
-        word
-        for ours, theirs in PARSERS.items()
-        if ours in words
-        for word in (theirs, words[words.index(ours) + 1])
-    ]
+    options: dict[str, Any] = {
+        "--model-path": engine_path(intent.target, CACHES["dynamo"]),
+        "--served-model-name": intent.published_as,
+        "--extra-engine-args": path,
+    }
+    for theirs, ours in dynamo_options().items():
+        value = words[words.index(ours) + 1] if ours in words else None
+        options.setdefault(theirs, settings.get(ours.removeprefix("--"), value))
+    options["--gpus-per-node"] = intent.gpus_per_node if intent.nodes > 1 else None
+    options["--disaggregation-mode"] = PARTS[intent.role] if intent.role is not None else None
     if intent.trust_remote_code:
-        found += ["--override-engine-args", json.dumps({"trust_remote_code": True})]
-    return found
+        options["--override-engine-args"] = json.dumps({"trust_remote_code": True})
+    given = {flag: str(value) for flag, value in options.items() if value is not None}
+    return [*chain(*given.items())]

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic_core import ValidationError
 
-from trtspec.errors import MissingDependency, Problem, TrtspecError
+from trtspec.errors import SEVERITIES, MissingDependency, Problem, TrtspecError
+from trtspec.trtllm.carriers import FRONT_KEYS
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine, model, speculation
@@ -24,9 +25,7 @@ from trtspec.trtllm.rules.rows import check_rows
 from trtspec.trtllm.schema import Schema, releases, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
-FRONT_KEYS = {"context_servers", "generation_servers"}
-ORDER = {"error": 0, "warning": 1, "info": 2}
-# a mapping with such a key may hold under that name what a rule misses, so nothing is added to it
+# a file with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
     "TS-LINT-UNKNOWN-KEY",
     "TS-LINT-KEY-UNCERTAIN",
@@ -43,9 +42,9 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     if isinstance(document, str):
         document = Document.parse(document)
     if document.error:
-        code = "TS-LINT-LIMIT" if document.beyond_limits else "TS-LINT-SYNTAX"
-        line, column = document.error_line, document.error_column
-        return [Finding(code, "error", "", document.error, line=line, column=column)]
+        error = document.error
+        code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
+        return [Finding(code, "error", "", error.message, line=error.line, column=error.column)]
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
@@ -54,8 +53,12 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
         return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
-    placed = [finding.placed(document) for finding in _judged(document, deployment)]
-    return sorted(placed, key=lambda f: (ORDER[f.severity], f.line or 0, f.key, f.code))
+    placed = [
+        finding.placed(document)
+        for finding in _judged(document, deployment)
+        if not document.hides(finding.keys, about_keys=finding.code in UNSETTLED)
+    ]
+    return sorted(placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code))
 
 
 def _judged(document: Document, deployment: Deployment) -> list[Finding]:
@@ -145,12 +148,7 @@ def _corrected(
         edit = finding.fix(document)
     except CannotEdit:
         return None
-    unsettled = {
-        document.entries[f.key].parent
-        for f in findings
-        if f.code in UNSETTLED and document.has(f.key)
-    }
-    if edit.added is not None and not unsettled.isdisjoint(_mappings_above(document, edit.added)):
+    if edit.added is not None and any(item.code in UNSETTLED for item in findings):
         return None
     after = Document.parse(edit.text, document.name)
     if (
@@ -161,15 +159,6 @@ def _corrected(
         return None
     found = lint(after, deployment)
     return (after, found) if _better(findings, found) else None
-
-
-def _mappings_above(document: Document, path: str) -> set[str]:
-    """The mappings, down from the top level, in which an added key or one of its new parents is written."""
-    parents = {path.rpartition(".")[0]}
-    while (lowest := path.rpartition(".")[0]) and not document.has(lowest):
-        path = lowest
-        parents.add(path.rpartition(".")[0])
-    return parents
 
 
 def _better(before: list[Finding], after: list[Finding]) -> bool:

@@ -91,12 +91,13 @@ def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
 
 
 def _syntax(text: str, error: Exception) -> YamlError:
-    mark = getattr(error, "problem_mark", None)
-    if isinstance(error, yaml.reader.ReaderError) and isinstance(error.position, int):
-        before = text.encode("utf-8", "replace")[: error.position].decode("utf-8", "replace")
-        lines = before.split("\n")
-        return YamlError(str(error.reason), len(lines), len(lines[-1]) + 1)
-    reason = getattr(error, "problem", None) or str(error)
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, int(error.position))
+        return YamlError(str(error.reason), line + 1)
+    reason, mark = (
+        getattr(error, "problem", None) or str(error),
+        getattr(error, "problem_mark", None),
+    )
     if mark is None:
         return YamlError(reason, 1)
     return YamlError(reason, min(mark.line, text.count("\n")) + 1, mark.column + 1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import json
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,7 +68,7 @@ _release = functools.cache(Version)
 @dataclass(frozen=True)
 class Field:
     """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
-    and, like `allowed`, hold for every item of a list, `items` for all of them together. Of a `strict` one the engine
+    and, like `allowed`, hold for every item of a list. Of a `strict` one the engine
     makes no integer from text or 8.0, and no text from a number. `variants`: the kinds of its object that have it."""
 
     path: str
@@ -78,7 +78,6 @@ class Field:
     above: float | None = None
     below: float | None = None
     not_empty: bool = False
-    items: str = ""
     allowed: tuple[Any, ...] = ()
     case_insensitive: bool = False
     strict: bool = False
@@ -91,10 +90,6 @@ class Field:
     @property
     def types(self) -> tuple[str, ...]:
         return tuple(self.type.split("|"))
-
-    @property
-    def is_object(self) -> bool:
-        return "object" in self.types
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,7 @@ class Schema:
 
     def is_class(self, path: str) -> bool:
         """Whether some source says what a mapping may hold; other mappings are free."""
-        return path in _classes()
+        return path in classes()
 
     def kinds_with(self, parent: str, name: str) -> tuple[str, ...]:
         """The kinds of an object that have a key."""
@@ -224,7 +219,7 @@ class Schema:
     def fields(self) -> dict[str, Field]:
         """Every key that some source around the release takes, by path."""
         known: dict[str, Field] = {}
-        for owner in _classes():  # a mapping before what it holds
+        for owner in classes():  # a mapping before what it holds
             parent, _, kind = owner.partition(":")
             exists = parent in ("", *known) and (not kind or kind in self.kinds(parent))
             for name in _names(owner) if exists else ():
@@ -251,7 +246,7 @@ class Schema:
         """Classes that no source of this release lists whole."""
         return tuple(
             owner
-            for owner, readings in _classes().items()
+            for owner, readings in classes().items()
             if not any(each.whole and each.release == self.version for each in readings)
         )
 
@@ -282,8 +277,8 @@ class Schema:
     def last_source_with(self, path: str) -> Version | None:
         """The newest source of any release that has a key."""
         parent, _, name = path.rpartition(".")
-        owners = [owner for owner in _classes() if owner.partition(":")[0] == parent]
-        readings = [reading for owner in owners for reading in _classes()[owner]]
+        owners = [owner for owner in classes() if owner.partition(":")[0] == parent]
+        readings = [reading for owner in owners for reading in classes()[owner]]
         return max((each.release for each in readings if name in each.entries), default=None)
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +329,7 @@ def _states(
 def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
     """What each behaviour or rule became with each change, in order; None: nothing."""
     histories: dict[str, list[tuple[Change | None, State]]] = {}
-    for data in (*_files().values(), {"versions": {}, "rules": issue_rules()}):
+    for data in (*rule_files().values(), {"versions": {}, "rules": issue_rules()}):
         begins = data["versions"].get("begins")
         for name, state in data.get(part, {}).items():
             dates = state or {}
@@ -371,7 +366,7 @@ def _word(owner: str, name: str, version: Version) -> Word:
     """What the readings of one class say around a release."""
     before: tuple[Version, Any] | None = None
     after: tuple[Version, Any] | None = None
-    for reading in _classes().get(owner, ()):
+    for reading in classes().get(owner, ()):
         entry = reading.entry(name)
         if entry is UNKNOWN:
             continue
@@ -386,7 +381,7 @@ def _word(owner: str, name: str, version: Version) -> Word:
 
 
 @functools.cache
-def _classes() -> dict[str, tuple[Reading, ...]]:
+def classes() -> dict[str, tuple[Reading, ...]]:
     """The readings of each class, oldest first."""
     readings: dict[str, list[Reading]] = {}
     for data in snapshots():
@@ -408,19 +403,19 @@ def snapshots() -> tuple[dict[str, Any], ...]:
 @functools.cache
 def _names(owner: str) -> tuple[str, ...]:
     """Every key that some reading of a class has."""
-    readings = _classes().get(owner, ())
+    readings = classes().get(owner, ())
     return tuple(dict.fromkeys(name for reading in readings for name in reading.entries))
 
 
 @functools.cache
 def _kinds(parent: str) -> tuple[str, ...]:
-    return tuple(owner.partition(":")[2] for owner in _classes() if owner.startswith(f"{parent}:"))
+    return tuple(owner.partition(":")[2] for owner in classes() if owner.startswith(f"{parent}:"))
 
 
 @functools.cache
 def _flags() -> dict[str, str]:
     """The names of options by flag, in any release."""
-    readings = _classes()[OPTIONS]
+    readings = classes()[OPTIONS]
     return {
         flag: name
         for reading in readings
@@ -486,7 +481,7 @@ def renames() -> dict[str, dict[str, Any]]:
 
 
 @functools.cache
-def _files() -> dict[str, dict[str, Any]]:
+def rule_files() -> dict[str, dict[str, Any]]:
     """The files of behaviours and rules, oldest line first."""
     lines = sorted((path.stem for path in SCHEMAS.glob("*.yaml")), key=Version)
     return {line: load_yaml(SCHEMAS / f"{line}.yaml") for line in lines}
@@ -496,17 +491,3 @@ def _files() -> dict[str, dict[str, Any]]:
 def read_beside(name: str) -> Any:
     """A data file of this directory."""
     return load_yaml(Path(__file__).with_name(name))
-
-
-def paths_ever() -> Iterator[tuple[str, Field]]:
-    """Every key of any release with what a source says of it, several times where sources or kinds differ."""
-    for owner, readings in _classes().items():
-        if owner != OPTIONS:
-            for reading in readings:
-                yield from ((entry.path, entry) for entry in reading.entries.values())  # type: ignore[misc]
-
-
-def read_whole(path: str) -> bool:
-    """Whether some source lists every key below a path."""
-    owners = [owner for owner in _classes() if owner.partition(":")[0] == path]
-    return any(reading.whole for owner in owners for reading in _classes()[owner])

@@ -132,10 +132,10 @@ CASES = [
         "moe_config: {backend: TRTLLM}  # fast\n",
     ),
     (
-        "a dotted key is nested with its comment",
+        "a dotted key is nested, and its comment stays",
         NEW,
         "# top\nmoe_config.backend: TRTLLM  # fast\nstream_interval: 2\n",
-        "# top\nstream_interval: 2\nmoe_config:\n  backend: TRTLLM  # fast\n",
+        "# top\n# fast\nstream_interval: 2\nmoe_config: {backend: TRTLLM}\n",
     ),
     (
         "a dotted key whose nested form is there",
@@ -180,7 +180,7 @@ CASES = [
         "line ends of Windows",
         NEW,
         "kv_cache_dtype: fp8\r\n# c\r\n",
-        "# c\r\nkv_cache_config:\r\n  dtype: fp8\r\n",
+        "# c\r\nkv_cache_config: {dtype: fp8}\r\n",
     ),
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
     (
@@ -209,7 +209,7 @@ def test_a_nested_key_is_added_nested() -> None:
     )
     assert (
         edit.text
-        == "stream_interval: 2  # two\nkv_cache_config:\n  block_reuse_config:\n    policy: x\n"
+        == "stream_interval: 2  # two\nkv_cache_config: {block_reuse_config: {policy: x}}\n"
     )
     edit = add_key(
         Document.parse("kv_cache_config: {dtype: fp8}\n"),

@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import pytest
-from annotated_types import Predicate
 from pydantic import Field as Limits
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,8 +17,6 @@ SAMPLES: list[Any] = [
     "auto", "AUTO", float("nan"), float("inf"), 10**400, [], [1], ["1"], [0.5], [[1]], {}, {"a": "b"}, {1: 2},
     {"1": "2"}, {"x": 1}, [0.5, 0.5], [0.2, 0.8], [0.0, 1.0], [0.8, 0.2], ["0.1", 0.9],
 ]  # fmt: skip
-INCREASING = Annotated[list[float], Predicate(lambda items: sorted(set(items)) == items)]
-SHARES = Annotated[list[float], Predicate(lambda items: min(items) > 0 and sum(items) == 1)]
 # (the field, the annotation that the engine's class would have)
 FIELDS: list[tuple[Field, Any]] = [
     (Field("a", "int", min=1, max=5), Annotated[int, Limits(ge=1, le=5)]),
@@ -34,11 +31,6 @@ FIELDS: list[tuple[Field, Any]] = [
     (Field("a", "list[int]|null", min=1), list[Annotated[int, Limits(ge=1)]] | None),
     (Field("a", "list[int]", not_empty=True), Annotated[list[int], Limits(min_length=1)]),
     (Field("a", "list[float]"), list[float]),
-    (Field("a", "list[float]|null", items="increasing"), INCREASING | None),
-    (
-        Field("a", "list[float]", not_empty=True, items="shares"),
-        Annotated[SHARES, Limits(min_length=1)],
-    ),
     (Field("a", "list[list[int]]|str|null"), list[list[int]] | str | None),
     (Field("a", "dict[int,int]|null"), dict[int, int] | None),
     (Field("a", "dict[int,int]", not_empty=True), Annotated[dict[int, int], Limits(min_length=1)]),
@@ -55,13 +47,11 @@ def test_every_type_takes_what_pydantic_takes(field: Field, annotation: Any) -> 
     for value in SAMPLES:
         verdict = check_value(field, value)
         try:
-            made: Any = adapter.validate_python(value)
+            adapter.validate_python(value)
         except ValidationError:
-            assert verdict is not None and verdict[0] != "lax", (field.type, value)
-            continue
-        assert verdict is None or verdict[0] == "lax", (field.type, value, verdict)
-        if type(made) is not type(value) and not isinstance(made, float):
             assert verdict is not None, (field.type, value)
+            continue
+        assert verdict is None, (field.type, value, verdict)
 
 
 def test_case_counts_where_the_engine_says_so() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
 from trtspec.checkpoint.target_tensors import finding, latent_attention
-from trtspec.errors import Problem
+from trtspec.errors import Problem, listed
 from trtspec.specs import Attention, HeadSpec
 
 REMEDY = "fetch the checkpoint again, or ask its author which of the two is right"
@@ -187,8 +187,7 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
         return flags
     code = "TS-HEAD-TENSOR-SHAPE" if len(found) == 1 else "TS-HEAD-SHAPE"
     others = [text.partition(" ")[0] for text in found[1:]]
-    rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    more = f"; of another shape too: {', '.join(others[:3])}{rest}" if others else ""
+    more = f"; of another shape too: {listed(others)}" if others else ""
     return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
 
 

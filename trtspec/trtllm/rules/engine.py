@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
+from trtspec.data_files import gpu_names
 from trtspec.errors import Severity
-from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import kernel_refusal
+from trtspec.specs import gpu_spec
 from trtspec.trtllm.deployment import Deployment, Finding, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
-# of CUDA graphs: the object, its list and the key that must be the largest of the list
-LISTED_SIZES = (
-    ("cuda_graph_config", "batch_sizes", "max_batch_size"),
-    ("cuda_graph_config", "num_tokens", "max_num_token"),
-    ("cuda_graph_config", "seq_lens", "max_seq_len"),
-    ("encoder_cuda_graph_config", "num_tokens", "max_num_token"),
-    ("encoder_cuda_graph_config", "seq_lens", "max_seq_len"),
-)
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -42,10 +33,9 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Find
 
 def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """max_num_tokens against a step of a full batch and the longest prompt, max_seq_len against the model."""
-    batch, tokens = (
-        deployment.size(document, name) for name in ("max_batch_size", "max_num_tokens")
-    )
-    tokens, step = tokens or 8192, step_tokens(document)  # 8192: what the engine takes for null
+    batch = deployment.size(document, "max_batch_size")
+    tokens = deployment.size(document, "max_num_tokens", 8192)  # what the engine takes for null
+    step = step_tokens(document)
     if tokens < batch * step:
         message = (
             f"max_num_tokens {tokens} does not hold one step of a full batch: {batch} x {step}"
@@ -59,70 +49,77 @@ def token_budget(document: Document, deployment: Deployment) -> Iterator[Finding
     if limit and length > limit:
         message = f"max_seq_len {length} is beyond the model's {limit} positions"
         yield Finding("TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message)
-    role = str((deployment.options or {}).get("server_role") or "").casefold()
     chunked = deployment.setting(document, "enable_chunked_prefill")
-    if length > tokens and not chunked and not role.startswith("gen"):
+    role = deployment.role_of(document)
+    if length > tokens and not chunked and role != "generation":
         message = f"prompts longer than max_num_tokens ({tokens}) are refused without chunked prefill, and max_seq_len "
         message += f"allows {length}"
         # a generation server prefills nothing, and a file alone does not show on which side it runs
         either = not role and bool(document.get("cache_transceiver_config.backend"))
         yield Finding(
-            "TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message
-        )
+            "TS-LINT-LONG-PROMPTS", "info" if either else "warning", "max_seq_len", message,
+            beside=("max_num_tokens",),
+        )  # fmt: skip
 
 
 def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """The KV cache must hold one request of the length that is served, at the least one block."""
-    request = deployment.size(document, "max_seq_len")
-    request = request or deployment.size(document, "kv_cache_config.tokens_per_block", 32)
+    target = deployment.target
+    longest = target.max_position_embeddings if target else 32
+    request = deployment.size(document, "max_seq_len", longest)
     pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
     if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
         pools["free_gpu_memory_fraction"] = 0
-    total, target = (
-        deployment.size(document, "kv_cache_config.max_gpu_total_bytes"),
-        deployment.target,
-    )
-    if target is not None and total:
-        bytes_per_token = (
-            target.kv_elements_per_token * KV_ELEMENT_BYTES[target.quant.kv_cache or "bf16"]
-        )
-        pools["max_gpu_total_bytes"] = int(total / bytes_per_token)
     for name, tokens in pools.items():
         if isinstance(tokens, int) and tokens < request:
             message = (
                 f"the KV cache holds {max(tokens, 0):,} tokens and one request may have {request:,}"
             )
-            yield Finding("TS-LINT-POOL", "error", f"kv_cache_config.{name}", message)
+            # without max_seq_len the length is the model's, which few requests reach
+            certain = tokens < deployment.size(document, "max_seq_len", 32)
+            severity: Severity = "error" if certain else "warning"
+            yield Finding("TS-LINT-POOL", severity, f"kv_cache_config.{name}", message)
+
+
+def capacity(document: Document, deployment: Deployment) -> Iterator[Finding]:
+    """Requests of full length that the cache of this GPU holds, as build-config writes it into its file."""
+    length = deployment.size(document, "max_seq_len")
+    batch = deployment.size(document, "max_batch_size")
+    if deployment.gpu_name not in gpu_names() or not length or not batch:
+        return
+    room = deployment.memory(document, gpu_spec(deployment.gpu_name))
+    if room is None:
+        return
+    if room.layout.attention_dp:
+        batch *= room.layout.gpus
+    held = room.sequences(length)
+    if held >= batch:
+        return
+    message = f"the cache holds {held:,} requests of {length:,} tokens, fewer than a full batch of {batch:,} "
+    message += "(`trtspec plan`); a request without `max_tokens` reserves that length (TensorRT-LLM issue 9412)"
+    yield Finding("TS-LINT-CAPACITY", "info" if held else "error", "max_seq_len", message)
 
 
 def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    for parent, listed, most in LISTED_SIZES:
-        place, sizes = f"{parent}.{most}", document.get(f"{parent}.{listed}")
-        largest = deployment.size(document, place)
-        if _whole_numbers(sizes) and largest and largest != max(sizes):
-            message = f"{most} {largest} and the largest of {listed}, {max(sizes)}, must be equal"
-            yield Finding(
-                "TS-LINT-GRAPH-SIZES", "error", place, message, fix=partial(delete_key, path=place)
-            )
     key = "cuda_graph_config"
-    sizes, largest = (
-        document.get(f"{key}.batch_sizes"),
-        deployment.size(document, f"{key}.max_batch_size"),
-    )
-    whole = _whole_numbers(sizes)
+    listed, most = f"{key}.batch_sizes", f"{key}.max_batch_size"
+    sizes, largest = document.get(listed), deployment.size(document, most)
+    whole = bool(sizes) and isinstance(sizes, list) and all(isinstance(size, int) for size in sizes)
+    covered = max(sizes) if whole else largest or 128
+    if whole and largest and largest != covered:
+        message = (
+            f"max_batch_size {largest} and the largest of batch_sizes, {covered}, must be equal"
+        )
+        fix = partial(delete_key, path=most)
+        yield Finding("TS-LINT-GRAPH-SIZES", "error", most, message, fix=fix)
     batch = deployment.size(document, "max_batch_size")
     off = document.has(key) and document.get(key) is None
-    covered = max(sizes) if whole else largest or 128
     if batch > covered and not off:
         message = f"CUDA graphs end at batch {covered} and max_batch_size is {batch}: larger batches run without graphs"
-        place = f"{key}.batch_sizes" if whole else f"{key}.max_batch_size"
-        value = [*sizes, batch] if whole else batch
-        fix = partial(set_value if document.has(place) else add_key, path=place, value=value)
+        path = listed if whole else most
+        change = set_value if document.has(path) else add_key
+        fix = partial(change, path=path, value=[*sizes, batch] if whole else batch)
         yield Finding("TS-LINT-GRAPHS-TOO-SMALL", "warning", key, message, fix=fix)
-
-
-def _whole_numbers(sizes: Any) -> bool:
-    return isinstance(sizes, list) and bool(sizes) and all(isinstance(size, int) for size in sizes)
 
 
 def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -143,7 +140,9 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         yield Finding("TS-LINT-EPLB-SLOTS", "error", f"{key}.num_slots", message)
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; the engine stops with FileNotFoundError where it is missing"
-        yield Finding("TS-LINT-EPLB-FILE", _absent(deployment), key, message)
+        # certain where the engine runs here, not where the file is for a pod
+        severity: Severity = "error" if deployment.here else "warning"
+        yield Finding("TS-LINT-EPLB-FILE", severity, key, message)
     if tp and moe_tp and experts and moe_tp * experts != tp:
         message = (
             f"moe_tensor_parallel_size {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
@@ -153,13 +152,9 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Finding]:
         )
 
 
-def _absent(deployment: Deployment) -> Severity:
-    """Of a path that is not here: certain where the engine runs here, not where the file is for a pod."""
-    return "error" if deployment.here else "warning"
-
-
 def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """The buffer must hold the longest prompt, in whole blocks; 0 means transfers without a copy."""
+    """The buffer must hold the longest prompt that this side accepts, in whole blocks; 0: no copy is made. Prompts of
+    any length up to max_seq_len are handed to a generation server."""
     key = "cache_transceiver_config.max_tokens_in_buffer"
     buffer, length = deployment.size(document, key), deployment.size(document, "max_seq_len")
     blocks = deployment.schema.behaviour("transfer_in_blocks")
@@ -177,14 +172,16 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Find
         message = f"the buffer must hold whole blocks of {block} tokens: {buffer} stops the engine ({blocks['source']})"
         fix = partial(set_value, path=key, value=in_blocks(buffer))
         yield Finding("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)
-    if (
-        deployment.setting(document, "enable_chunked_prefill") is not True
-    ):  # longer prompts are refused
+    chunked = deployment.setting(document, "enable_chunked_prefill") is True
+    generates = deployment.role_of(document) == "generation"
+    if not chunked and not generates:  # longer prompts are refused
         length = min(length, deployment.size(document, "max_num_tokens", 8192))
     if 0 < buffer < length:
         message = f"prompts of {length} tokens are accepted and the transfer buffer holds {buffer}"
         fix = partial(set_value, path=key, value=in_blocks(length))
-        yield Finding("TS-LINT-TRANSFER-BUFFER", "warning", key, message, fix=fix)
+        # a generation server's max_seq_len holds the answer too, which nobody sends to it
+        severity: Severity = "info" if generates and 2 * buffer >= length else "warning"
+        yield Finding("TS-LINT-TRANSFER-BUFFER", severity, key, message, fix=fix)
 
 
 def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -195,18 +192,10 @@ def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Fi
             "TS-LINT-FORCED-ACCEPTANCE", "error", key, message, fix=partial(delete_key, path=key)
         )
     if deployment.environ.get(FORCED_ACCEPTANCE):
-        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", "environment", message)
-
-
-def disk_cache(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    """A directory that must be there."""
-    place = "kv_cache_config.disk_cache_path"
-    size, folder = deployment.size(document, "kv_cache_config.disk_cache_size"), document.get(place)
-    if size and isinstance(folder, str) and folder and not Path(folder).is_dir():
-        message = f"{folder} is not a directory here; the engine stops where it is missing"
-        yield Finding("TS-LINT-DISK-CACHE-PATH", _absent(deployment), place, message)
+        variable = f"environment.{FORCED_ACCEPTANCE}"
+        yield Finding("TS-LINT-FORCED-ACCEPTANCE", "error", variable, message)
 
 
 RULES = (
-    double_settings, token_budget, pool, cuda_graphs, moe, transfer_buffer, forced_acceptance, disk_cache,
+    double_settings, token_budget, pool, capacity, cuda_graphs, moe, transfer_buffer, forced_acceptance,
 )  # fmt: skip

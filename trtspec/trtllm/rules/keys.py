@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +30,7 @@ from trtspec.trtllm.schema import (
     renames,
 )
 
-Verdict = tuple[Literal["type", "value", "range", "lax"], str]
+Verdict = tuple[Literal["type", "value", "range"], str]
 
 NAMES = {
     "int": "an integer",
@@ -41,30 +39,18 @@ NAMES = {
     "str": "a string",
     "object": "a mapping",
 }
-LIMITS = {"ge": "at least", "le": "at most", "gt": "above", "lt": "below"}
-ITEMS: dict[str, tuple[str, Callable[[list[float]], bool]]] = {
-    "increasing": ("increase", lambda items: all(map(operator.lt, items, items[1:]))),
-    "shares": (
-        "be above 0 and add up to 1",
-        lambda items: min(items) > 0 and math.isclose(sum(items), 1, abs_tol=1e-6),
-    ),
-}
+LIMITS = {"min": "at least", "max": "at most", "above": "above", "below": "below"}
+RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short"}
 SHOWN = 80  # characters of a value in a message
 
 
 def check_value(field: Field, value: Any) -> Verdict | None:
-    """None when the value is good; "lax" when the engine converts it on its own."""
+    """What the engine refuses about a value. None for a value that it takes, also by converting it."""
     try:
-        made = as_engine(field, value)
+        as_engine(field, value)
     except ValidationError as error:
         return _refusal(field, value, error)
-    if isinstance(made, list) and field.items:
-        wanted, holds = ITEMS[field.items]
-        if not holds(made):
-            return "range", f"must {wanted}, not {shown(value)}"
-    if _unchanged(value, made):
-        return None
-    return "lax", f"{shown(value)} is not {describe(field)}; the engine reads it as {shown(made)}"
+    return None
 
 
 def as_engine(field: Field, value: Any) -> Any:
@@ -96,10 +82,7 @@ def _validator(
 
     def made(kind: str) -> CoreSchema:
         if kind == "int":
-            whole = {
-                name: int(limit) if limit == int(limit) else limit for name, limit in bounds.items()
-            }
-            return core_schema.int_schema(strict=strict, **whole)  # type: ignore[arg-type]
+            return core_schema.int_schema(strict=strict, **bounds)  # type: ignore[arg-type]
         if kind == "float":
             return core_schema.float_schema(**bounds)  # type: ignore[arg-type]
         if kind == "any":
@@ -144,45 +127,17 @@ def _words(allowed: tuple[Any, ...], case_insensitive: bool) -> CoreSchema:
     )
 
 
-def _unchanged(value: Any, made: Any) -> bool:
-    """Case aside, and an integer is a number."""
-    if isinstance(value, str) and isinstance(made, str):
-        return value.lower() == made.lower()
-    if isinstance(value, int) and not isinstance(value, bool) and isinstance(made, float):
-        return True
-    if isinstance(value, list) and isinstance(made, list):
-        return len(value) == len(made) and all(map(_unchanged, value, made))
-    return same(value, made)
-
-
 def _refusal(field: Field, value: Any, error: ValidationError) -> Verdict:
-    if value is None:
-        return "type", f"must be {describe(field)}, not empty"
-    found = error.errors(include_url=False, include_input=False)
-    for item in found:
-        limit = next(
-            ((name, item["ctx"][name]) for name in LIMITS if name in item.get("ctx", {})), None
-        )
-        if limit is not None:
-            return "range", f"must be {LIMITS[limit[0]]} {_number(limit[1])}, not {shown(value)}"
-        if item["type"] == "too_short":
-            return (
-                "range",
-                f"must not be {'an empty mapping' if isinstance(value, dict) else 'an empty list'}",
-            )
+    kinds = {item["type"] for item in error.errors(include_url=False, include_input=False)}
     words = [
         item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)
     ]
-    fold = str.lower if field.case_insensitive else str
-    known = {fold(str(choice)) for choice in field.allowed}
-    wrong = next((word for word in words if fold(word) not in known), None)
-    if wrong is not None and any(item["type"] == "literal_error" for item in found):
-        return "value", f"{shown(wrong)} is not {describe(field)}"
-    return "type", f"must be {describe(field)}, not {shown(value)}"
-
-
-def _number(limit: float) -> str:
-    return str(int(limit)) if limit == int(limit) else str(limit)
+    kind: Literal["type", "value", "range"] = "type"
+    if kinds & RANGE_ERRORS and value is not None:
+        kind = "range"
+    elif "literal_error" in kinds and words:
+        kind = "value"
+    return kind, f"must be {describe(field)}, not {shown(value)}"
 
 
 def shown(value: Any) -> str:
@@ -193,25 +148,22 @@ def shown(value: Any) -> str:
 
 def describe(field: Field) -> str:
     """The accepted values in words."""
+    words = [NAMES.get(kind, kind) for kind in field.types if kind != "null"]
     if field.allowed:
-        plain = " or ".join(NAMES[kind] for kind in field.types if kind in ("bool", "int", "float"))
-        listed = f"one of {', '.join(str(item) for item in field.allowed)}"
-        return f"{plain} or {listed}" if plain else listed
-    words = [NAMES.get(kind) or _container(kind) for kind in field.types if kind != "null"]
-    return " or ".join(words) + (" or null" if "null" in field.types else "")
-
-
-def _container(kind: str) -> str:
-    if kind.startswith("list["):
-        return f"a list ({kind[5:-1]})"
-    return f"a mapping ({kind[5:-1].replace(',', ' -> ')})"
+        words = [NAMES[kind] for kind in field.types if kind in ("bool", "int", "float")]
+        words.append(f"one of {', '.join(map(str, field.allowed))}")
+    elif "null" in field.types:
+        words.append("null")
+    for name, limit in LIMITS.items():
+        if getattr(field, name) is not None:
+            words[-1] += f", {limit} {getattr(field, name)}"
+    return " or ".join(words) + ", not empty" * field.not_empty
 
 
 VALUE_CODES = {
     "type": "TS-LINT-WRONG-TYPE",
     "value": "TS-LINT-BAD-VALUE",
     "range": "TS-LINT-OUT-OF-RANGE",
-    "lax": "TS-LINT-CONVERTED-VALUE",
 }
 OTHER_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d+(:\d+)+)")  # octal, and base 60
 MAX_UNKNOWN = 200  # keys, after which the rest of a file is not judged
@@ -281,7 +233,7 @@ def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iter
         message = f"{path} is deprecated: {field.note or 'it will go'}"
         yield Finding("TS-LINT-DEPRECATED", "info", path, message)
     verdicts = [check_value(each, entry.value) for each in word.taken]
-    refused = [verdict is not None and verdict[0] != "lax" for verdict in verdicts]
+    refused = [verdict is not None for verdict in verdicts]
     if any(refused) and not all(refused):
         sides = ["refuses" if each else "takes" for each in refused]
         message = f"{path}: {word.said[0][0]} {sides[0]} and {word.said[1][0]} {sides[1]} "
@@ -296,8 +248,6 @@ def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iter
 
 def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Finding:
     kind, message = verdict
-    if kind == "lax":
-        return Finding(VALUE_CODES[kind], "info", entry.path, message, on_value=True)
     near, certain = _nearest_value(entry.value, field)
     remedy, fix = "", None
     if near is not None:

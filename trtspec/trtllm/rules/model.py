@@ -23,7 +23,7 @@ from trtspec.trtllm.deployment import (
 )
 from trtspec.trtllm.document import Document, add_key, set_value
 
-CAPTURE = eagle3().capture_key
+CAPTURE = f"{SPEC}.{eagle3().capture}"
 
 
 def names(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -93,29 +93,15 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
 
 
 def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    # every Kimi-K2 writes its tool calls alike; the data say so for each published one
-    entry, written = known(deployment.target_name), (deployment.options or {}).get("tool_parser")
-    right = (
-        entry[1].get("tool_parser")
-        if entry is not None
-        else "kimi_k2"
-        if deployment.target is not None
-        else None
-    )
-    if written in (None, "auto") or right is None or written == right:
+    key, entry = "--tool_parser", known(deployment.target_name)
+    written = (deployment.options or {}).get("tool_parser")
+    right = "kimi_k2" if deployment.target is not None else None  # every Kimi-K2 writes calls alike
+    if entry is not None:
+        right = entry[1].get("tool_parser")
+    if written in (None, "auto", right) or right is None:
         return
-    message = (
-        f"--tool_parser {written}: tool calls of this model stay in the text, without an error"
-    )
-    if written == "kimi_k25":
-        message = "there is no tool parser kimi_k25; K2.5 and later write tool calls as K2 does"
-    yield Finding(
-        "TS-LINT-WRONG-TOOL-PARSER",
-        "error",
-        "--tool_parser",
-        message,
-        f"pass --tool_parser {right}",
-    )
+    message = f"{key} {written}: tool calls of this model stay in the text, without an error"
+    yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {right}")
 
 
 def head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from trtspec.errors import Problem, Severity
+from trtspec.errors import SEVERITIES, Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
@@ -16,7 +16,6 @@ from trtspec.trtllm.schema import UNKNOWN, Rule, Schema
 
 # codes about what a release can do with a pair
 SUPPORT = ("-OLD-ENGINE", "-MODEL-TOO-NEW", "-KNOWN-ISSUE", "-DEPRECATED")
-SEVERITIES = ("info", "warning", "error")
 
 
 def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
@@ -39,12 +38,8 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
             "self_attn" in item for item in target.quant.exclude
         )  # not quantized
     if head is not None:
-        found |= {
-            "head.attention": head.attention,
-            "head.eagle": head.eagle,
-            "head.layer_prefix": head.layer_prefix,
-        }
-        found["head.norm_before_residual"] = head.norm_before_residual
+        found |= {f"head.{name}": value for name, value in vars(head).items()}
+        found["head.eagle"] = head.eagle
     if head is not None and target is not None:
         # which the engine ignores: it shares the target's where the widths are equal
         found["head.own_embedding"] = (
@@ -82,7 +77,7 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
         spoken = [finding(rule) for rule in states if rule is not None and applies(rule)]
         if not spoken:
             continue
-        said = min(spoken, key=lambda each: SEVERITIES.index(each.severity))
+        said = max(spoken, key=lambda each: SEVERITIES.index(each.severity))
         if len(spoken) < len(states):  # in doubt for this release
             severity: Severity = "info" if said.severity == "info" else "warning"
             message = f"{said.message} (changed {schema.intervals[name]})"
@@ -115,14 +110,17 @@ def _holds(
 ) -> bool:
     written = document.has(path) or path in deployment.argv
     value = known.get(path, _setting(document, deployment, path))
-    if wanted in ("given", "absent"):
-        return written == (wanted == "given")
-    if wanted in ("filled", "empty"):
-        return written and (value is None) == (wanted == "empty")
-    if wanted in ("set", "unset"):
-        return (value not in (None, False, 0, "")) == (
-            wanted == "set"
-        )  # an empty mapping is an object
+    is_set = value not in (None, False, 0, "")  # an empty mapping is an object
+    states = {
+        "given": written,
+        "absent": not written,
+        "filled": written and value is not None,
+        "empty": written and value is None,
+        "set": is_set,
+        "unset": not is_set,
+    }
+    if isinstance(wanted, str) and wanted in states:
+        return states[wanted]
     if isinstance(wanted, dict):
         (word, other), *_ = wanted.items()
         if word == "written":
@@ -147,7 +145,7 @@ def _setting(document: Document, deployment: Deployment, path: str) -> Any:
     )
     around = deployment.schema.fields.get(parent)
     absent = parent and not document.has(parent) and (around is None or around.default != "object")
-    if field is None or field.default is UNKNOWN or field.is_object or absent:
+    if field is None or field.default is UNKNOWN or "object" in field.types or absent:
         return deployment.setting(document, path, None)
     return deployment.setting(document, path, field.default)
 

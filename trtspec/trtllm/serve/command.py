@@ -15,8 +15,6 @@ from packaging.version import Version
 from trtspec.checkpoint.hub import engine_name, engine_path, engine_revision
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
-from trtspec.planning.layout import Layout
-from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import Deployment, installed_version, parse_passed
 from trtspec.trtllm.document import Document
@@ -236,23 +234,14 @@ def check_fit(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document
 ) -> Iterator[Problem]:
     """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
-    ranks = deployment.size(document, "tensor_parallel_size", 1)
     smallest = min(gpu.memory_bytes for gpu in gpus)
-    if not smallest or deployment.target is None:
+    if not smallest:
         return  # nvidia-smi does not say it
-    experts = deployment.size(document, "moe_expert_parallel_size", 1)
-    spread = deployment.setting(document, "enable_attention_dp") is True
-    try:
-        layout = Layout(ranks, experts > 1, spread)
-    except UsageError:
-        return  # lint says what is wrong with these sizes
-    fraction = document.get("kv_cache_config.free_gpu_memory_fraction")
-    tokens = deployment.size(document, "max_num_tokens", 8192)
-    room = memory(
-        deployment.target, deployment.head, replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest), layout,
-        fraction=fraction if isinstance(fraction, float) else 0.9, max_num_tokens=tokens,
-    )  # fmt: skip
-    where = f"{ranks} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
+    here = replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest)
+    room = deployment.memory(document, here)
+    if room is None:
+        return
+    where = f"{room.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if room.free <= 0:
         message = f"weights and working memory need {(room.capacity - room.free) / GIB:.0f} GiB on each of {where}"
         remedy = "use more or larger GPUs (`trtspec plan` says how many), or quantize to NVFP4"
@@ -261,10 +250,4 @@ def check_fit(
     length = deployment.size(document, "max_seq_len")
     if length > room.kv_tokens:
         message = f"the KV cache of {where} holds about {room.kv_tokens} tokens, and max_seq_len is {length}"
-        yield Problem(
-            "TS-SERVE-SMALL-CACHE",
-            "warning",
-            "memory",
-            message,
-            "lower max_seq_len, or use more GPUs",
-        )
+        yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message)

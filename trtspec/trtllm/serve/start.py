@@ -75,6 +75,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     deployment = Deployment(
         schema, target.spec, intent.target, head.spec if head else None, intent.head or "", schema.set_by(passed),
         options=passed, gpu=gpus[0].capability if launching and gpus else named, environ=os.environ, here=True,
+        role=role,
     )  # fmt: skip
     parallel = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     world = math.prod(deployment.size(file, key, 1) for key in parallel)
