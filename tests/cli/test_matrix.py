@@ -205,9 +205,6 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         "bench.prove.prove": handing(CheckFailed("begun")), "cli.demo.Demo.all_stages": all_stages,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"trtspec.{function}", replacement)
-    # so that values of a tiny head are sampled
-    for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():
-        monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
