@@ -124,6 +124,7 @@ MAKING: dict[str, dict[str, Situation]] = {
             line("inspect {head}"),
             LOOK | effects(
                 path=Effect(instead=line("inspect {mla}")),
+                sample=Effect(line("--sample 0"), base=line("inspect {broken}")),
             ),
         ),
         "`inspect HEAD --against ...`": Situation(
@@ -131,6 +132,7 @@ MAKING: dict[str, dict[str, Situation]] = {
             LOOK | effects(
                 path=Effect(instead=line("inspect {mla} --against {target}")),
                 against=Effect(instead=line("inspect {head} --against {wide}")),
+                sample=Effect(line("--sample 0"), base=line("inspect {broken} --against {target}")),
             ),
         ),
         "`inspect TARGET --against SOURCE`": Situation(

@@ -95,6 +95,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["head"] = make_head(room / "head", places["target"], draft_vocab=128)
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
     places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
+    places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
     fresh = ("missing", "nvfp4", "results", "recording", "shorter", "bench")
     places |= {name: room / name for name in fresh}
     colours = "red green blue yellow white black brown pink grey"
@@ -134,6 +135,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, drafts in (("drafted", 3), ("middling", 2), ("shallow", 1)):
         found.places[name] = str(room / f"{name}.json")
         write_json(Path(found.places[name]), drafting(read_json(places["results"]), drafts))
+    hide_a_nan(places["broken"], "fc.weight")
     hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
     server.shutdown()
@@ -205,6 +207,9 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         "bench.prove.prove": handing(CheckFailed("begun")), "cli.demo.Demo.all_stages": all_stages,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"trtspec.{function}", replacement)
+    # so that values of a tiny head are sampled
+    for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():
+        monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
