@@ -111,7 +111,11 @@ def judged() -> list[dict[str, Any]]:
             (item.get("target"), item.get("head")),
         )
         deployment, _, wrong = deployment_of(
-            text, version=item["version"], target=names[0], head=names[1], passed=passed
+            Document.parse(text),
+            version=item["version"],
+            target=names[0],
+            head=names[1],
+            passed=passed,
         )
         problems = [*wrong, *lint(text, deployment)]
         found.append(

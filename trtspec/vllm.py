@@ -187,11 +187,13 @@ def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
     known = _known_options()
     for written in map(str, values):
         name = written.replace("_", "-")
+        if name in known:
+            continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
-        if near and name not in known:
+        if near:
             message = f"vLLM has no option {written}"
             yield Problem("TS-VLLM-KEY", "error", written, message, f"did you mean {near[0]}?")
-        elif name not in known:
+        else:
             message = f"{written} is not known here, so it was not judged; vLLM judges it itself"
             yield Problem("TS-VLLM-KEY", "info", written, message)
 

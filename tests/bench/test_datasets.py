@@ -284,7 +284,7 @@ def test_every_known_set_states_its_licence_and_source() -> None:
         ),
         ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),
         ('{"text": "x"}', "has no user message"),
-        ('{"prompt": [1, 2]}', "empty or non-text"),
+        ('{"prompt": [1, 2]}', "a message that is no object"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: str) -> None:

@@ -95,6 +95,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     places["head"] = make_head(room / "head", places["target"], draft_vocab=128)
     places["mla"] = make_head(room / "mla", places["target"], attention="mla", draft_vocab=128)
     places["hidden"] = make_target(room / "hidden", layers=5, hidden=128, shards=1)
+    places["broken"] = make_head(room / "broken", places["target"], draft_vocab=128)
     fresh = ("missing", "nvfp4", "results", "recording", "shorter", "bench")
     places |= {name: room / name for name in fresh}
     colours = "red green blue yellow white black brown pink grey"
@@ -134,6 +135,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for name, drafts in (("drafted", 3), ("middling", 2), ("shallow", 1)):
         found.places[name] = str(room / f"{name}.json")
         write_json(Path(found.places[name]), drafting(read_json(places["results"]), drafts))
+    hide_a_nan(places["broken"], "fc.weight")
     hide_a_nan(places["hidden"], "language_model.lm_head.weight")
     yield found
     server.shutdown()

@@ -63,7 +63,7 @@ def test_dry_run_then_inspect_against(tmp_path, out):
 @pytest.mark.parametrize(
     ("options", "status", "text"),
     [
-        (["--policy", "k9"], 2, "neither one of k2.5"),
+        (["--policy", "k9"], 2, "'k9' is not one of 'k2.5', 'k2.6'"),
         (["--kv-cache", "int8"], 2, "'--kv-cache': 'int8' is not one of 'fp8', 'none'"),
         (["--engine", "magic"], 2, "'--engine': 'magic' is not one of 'stream', 'modelopt'"),
         (["--input-scales", "missing.json"], 2, "missing.json is not a file"),

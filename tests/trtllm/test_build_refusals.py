@@ -13,6 +13,7 @@ from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
 from trtspec.trtllm.build import build, build_named
 from trtspec.trtllm.deployment import Finding, deployment_of
+from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
 
@@ -76,7 +77,7 @@ def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
     assert yaml.safe_load(ours) == yaml.safe_load(theirs)
     again = parse_intent(ours)
     assert again is not None and build_named(again).text == ours
-    judged = deployment_of(ours, version=None, target=None, head=None)[0]
+    judged = deployment_of(Document.parse(ours), version=None, target=None, head=None)[0]
     assert judged.target_name == K26 and {item.severity for item in lint(ours, judged)} <= {"info"}
 
 
@@ -122,7 +123,8 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
             accepted % 40 == 0
         ):  # `lint` reads the first line of the file, which takes longer than all else
             judged = lint(
-                config.text, deployment_of(config.text, version=None, target=None, head=None)[0]
+                config.text,
+                deployment_of(Document.parse(config.text), version=None, target=None, head=None)[0],
             )
             found += [(intent.command(), item.code, item.message) for item in judged if warns(item)]
     assert not found, found[:3]
@@ -143,7 +145,9 @@ def test_a_head_under_its_other_name_is_the_same_head() -> None:
         (other, set()),
         ("lightseekorg/kimi-k2.5-eagle3-mla", {"TS-LINT-HEAD-DIFFERS"}),
     ):
-        found = lint(text, deployment_of(text, version=None, target=None, head=head)[0])
+        found = lint(
+            text, deployment_of(Document.parse(text), version=None, target=None, head=head)[0]
+        )
         assert {item.code for item in found if item.code == "TS-LINT-HEAD-DIFFERS"} == wanted
 
 

@@ -103,7 +103,7 @@ def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
         intent.role == "front" or (intent.trust_remote_code and intent.gpu)
     )
     assert build_named(intent).text == text
-    deployment = deployment_of(text, version=None, target=None, head=None)[0]
+    deployment = deployment_of(Document.parse(text), version=None, target=None, head=None)[0]
     assert [each for each in lint(text, deployment) if each.severity != "info"] == []
 
 
@@ -226,7 +226,7 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
         again = parse_intent(text)
         assert again is not None and build_named(again).text == text
     judged = [
-        lint(text, deployment_of(text, version=None, target=None, head=None)[0])
+        lint(text, deployment_of(Document.parse(text), version=None, target=None, head=None)[0])
         for text in texts.values()
     ]
     assert {finding.severity for found in judged for finding in found} == {"info"}

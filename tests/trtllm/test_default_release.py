@@ -11,6 +11,7 @@ from tests.command_line import trtspec
 from trtspec.data_files import load_yaml
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.deployment import ASSUMED, choose_version, deployment_of
+from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import default_release
@@ -91,6 +92,8 @@ def test_a_published_pair_on_four_gpus_is_lint_clean(target: str, head: str) -> 
     default = default_release()
     intent = Intent(target=target, head=head, version=default, gpu="b200", trust_remote_code=True)
     text = build_named(intent).text
-    deployment, _, problems = deployment_of(text, version=None, target=None, head=None, gpu="b200")
+    deployment, _, problems = deployment_of(
+        Document.parse(text), version=None, target=None, head=None, gpu="b200"
+    )
     findings = [each for each in lint(text, deployment) if each.severity != "info"]
     assert (deployment.version, findings, problems) == (default, [], [])

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
 from trtspec.trtllm.deployment import deployment_of
+from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import lint
 
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
@@ -93,7 +94,9 @@ def check_engines(objects: dict[str, list[Any]], wanted: dict[str, str]) -> None
     data = objects["ConfigMap"][0]["data"]
     assert data == wanted
     for text in data.values():
-        found = lint(text, deployment_of(text, version=None, target=None, head=None)[0])
+        found = lint(
+            text, deployment_of(Document.parse(text), version=None, target=None, head=None)[0]
+        )
         assert not [item for item in found if item.severity != "info"]
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.trtllm.lint.engine_files import with_fixes
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment
-from trtspec.trtllm.lint import fix, lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 GOOD = """\
@@ -60,7 +61,7 @@ def test_a_transfer_buffer_holds_whole_blocks(text: str, whole: int | None) -> N
     assert ("TS-LINT-TRANSFER-BLOCKS" in {finding.code for finding in lint(text, deployment)}) == (
         whole is not None
     )
-    better, _ = fix(text, deployment)
+    better, _ = with_fixes(text, deployment)
     written = yaml.safe_load(better.text)["cache_transceiver_config"]["max_tokens_in_buffer"]
     assert whole is None or written == whole
 
@@ -96,7 +97,7 @@ speculative_config:
 cuda_graph_config: {batch_sizes: [1, 2, 64], max_batch_size: 8}
 """
     deployment = Deployment(schema_for(NEW))
-    fixed, corrected = fix(text, deployment)
+    fixed, corrected = with_fixes(text, deployment)
     assert {f.code for f in corrected} >= {
         "TS-LINT-RENAMED-KEY",
         "TS-LINT-GRAPH-SIZES",
@@ -122,12 +123,12 @@ kv_cache_config: {dtype: fp8}
     assert left == [
         ("max_batch_sise", "did you mean max_batch_size?", None)
     ]  # what was meant is a guess
-    assert fix(fixed, deployment) == (fixed, [])
+    assert with_fixes(fixed, deployment) == (fixed, [])
 
 
 def test_fix_writes_the_capture_layers_of_the_head() -> None:
     deployment = Deployment(schema_for(NEW), k26(), "", head(aux_layers=(2, 30, 58)))
-    fixed, _ = fix(GOOD, deployment)
+    fixed, _ = with_fixes(GOOD, deployment)
     assert fixed.get("speculative_config.eagle3_layers_to_capture") == [2, 30, 58]
 
 

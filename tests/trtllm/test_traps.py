@@ -13,6 +13,7 @@ from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
 from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of
+from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
@@ -92,7 +93,7 @@ def test_a_gpu_is_named_or_given_by_its_capability(gpu: str, capability: str) ->
 def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
     text = "max_batch_size: 8\n"
     deployment, _, problems = deployment_of(
-        text,
+        Document.parse(text),
         version=NEW,
         target="nvidia/Kimi-K2.6-NVFP4",
         head=None,

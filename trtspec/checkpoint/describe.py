@@ -90,15 +90,15 @@ class CheckpointReport:
 
 
 def describe(
-    resolved: Resolved, *, sample: int | None = None, hashes: bool = False
+    resolved: Resolved, *, all_values: bool = False, sample: int | None = None, hashes: bool = False
 ) -> CheckpointReport:
     """A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
-    `unverified` fields are repeated. A head is read whole, of a target small tensors and `sample` large ones (0: all).
-    `hashes` reads every byte and compares it with the recorded SHA-256.
+    `unverified` fields are repeated. Small tensors of a target are read, and `sample` large ones (0: all); of a head
+    pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
     """
     if resolved.path is not None and any(resolved.path.glob("*.safetensors")):
         checkpoint = Checkpoint.open(resolved.path)
-        report = _from_checkpoint(checkpoint, resolved, sample)
+        report = _from_checkpoint(checkpoint, resolved, all_values, sample)
         if hashes:
             verified, problems = hash_problems(checkpoint.path, checkpoint.shards)
             return replace(report, hashes_verified=verified, problems=report.problems + problems)
@@ -116,10 +116,10 @@ def describe(
 
 
 def _from_checkpoint(
-    checkpoint: Checkpoint, resolved: Resolved, sample: int | None = None
+    checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
     """The report of an opened checkpoint; where it is on this machine, values are looked at too."""
-    spec, problems = _spec_and_problems(checkpoint, sample)
+    spec, problems = _spec_and_problems(checkpoint, all_values, sample)
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         sizes[info.dtype] += info.nbytes
@@ -147,7 +147,7 @@ def _trained_with(head: Path) -> str | None:
 
 
 def _spec_and_problems(
-    checkpoint: Checkpoint, sample: int | None
+    checkpoint: Checkpoint, all_values: bool, sample: int | None
 ) -> tuple[ModelSpec | HeadSpec | None, list[Problem]]:
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
@@ -155,7 +155,9 @@ def _spec_and_problems(
     if detect(checkpoint) == "head":
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
-            problems += head_value_problems(checkpoint, canonical_names(checkpoint.tensors))
+            problems += head_value_problems(
+                checkpoint, canonical_names(checkpoint.tensors), everything=all_values
+            )
         return head, problems
     target = read_target(checkpoint)
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly

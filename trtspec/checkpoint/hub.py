@@ -163,7 +163,8 @@ class Resolved:
         return code_of({"config.json": self.config()}, None)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
-        """From the tensors where the checkpoint is here, else from the known config; `values` reads the weights too."""
+        """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the
+        weights too."""
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
@@ -405,8 +406,8 @@ def must_be(resolved: Resolved, kind: Literal["target", "head"]) -> None:
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
-    """Raises UsageError if the checkpoint is not an Eagle3 head, TrtspecError if the head has errors, with `values`
-    also in its weights."""
+    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
+    for a head in which an error is found, with `values` in a sample of its weights too."""
     resolved = resolve(name, weights=False)
     must_be(resolved, "head")
     return Head(resolved, resolved.head_spec(values=values))

@@ -38,10 +38,10 @@ class InspectOptions:
         int | None,
         option(
             "Number of large tensors to read; 0 reads all. Default: 64 with --against, else none; small tensors are "
-            "always read. A head is read whole.",
+            "always read. For a head, only 0 applies: check every value.",
             min=0,
         ),
-        Modes(TARGET, DERIVED),
+        Modes(TARGET, DERIVED, value="[!0]*"),
     ] = None
     hashes: Annotated[
         bool,
@@ -55,7 +55,7 @@ class InspectOptions:
 def inspect(options: InspectOptions) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it.
 
-    Reads headers, configs, a target's small tensors and all of a head, so a terabyte takes seconds;
+    Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte takes seconds;
     --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
     built-in catalogue. Exits with status 3 when it finds an error.
     """
@@ -66,7 +66,7 @@ def inspect(options: InspectOptions) -> Result:
     read = (
         options.sample if options.against is None else None
     )  # what is compared with a source is read there
-    report = describe(resolved, sample=read, hashes=options.hashes)
+    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
     alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
     options = checked(options, alone if options.against is None else beside)
     values = {

@@ -167,7 +167,7 @@ def engine_yaml(
     for item in intent.settings:
         _override(found, _asked_setting(item))
     settings = _render(found)
-    capacity = _capacity(intent, judged_as(intent, target, head), settings)
+    capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
     return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
 
 
@@ -242,14 +242,13 @@ def _header(intent: Intent) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _capacity(intent: Intent, deployment: Deployment, settings: str) -> str:
+def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, settings: str) -> str:
     """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. Raises
     CheckFailed when the cache holds none, or not one block for each request of a batch."""
     if intent.gpu is None:
         return ""
     gpu = gpu_spec(intent.gpu)
-    room = deployment.memory(Document.parse(settings), gpu, buffers=False)
-    assert room is not None  # the target is known
+    room = deployment.memory(Document.parse(settings), target, gpu, buffers=False)
     batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
     held, where = room.sequences(intent.seq_len), f"{intent.tp_size} x {gpu.name.upper()}"

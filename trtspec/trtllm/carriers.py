@@ -48,7 +48,6 @@ NOT_SERVING = frozenset(
         "pkill",
         "pgrep",
         "grep",
-        "pip",
         "rm",
     )
 )

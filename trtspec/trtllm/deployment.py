@@ -12,7 +12,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,10 +47,6 @@ ROLES: dict[str, Role] = {
 
 def installed_version() -> str | None:
     """Version of the tensorrt_llm package of this environment, without importing it."""
-    if (
-        find_spec("tensorrt_llm") is None
-    ):  # fast; importlib.metadata alone takes longer than the rest here
-        return None
     from importlib import metadata
 
     try:
@@ -129,16 +124,16 @@ class Deployment:
         steps = batch * step_tokens(document)
         return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
 
-    def memory(self, document: Document, gpu: GpuSpec, buffers: bool = True) -> Memory | None:
-        """By the memory model of `trtspec plan`, with the `buffers` that hand caches over. None without a target."""
-        if self.target is None:
-            return None
+    def memory(
+        self, document: Document, target: ModelSpec, gpu: GpuSpec, buffers: bool = True
+    ) -> Memory:
+        """By the memory model of `trtspec plan`, with the `buffers` that hand caches over."""
         spread = self.setting(document, "enable_attention_dp") is True
         whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
         fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
         layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, spread)
         return memory(
-            self.target, self.head, gpu, layout,
+            target, self.head, gpu, layout,
             fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
             max_num_tokens=self.size(document, "max_num_tokens", 8192),
             transfer_tokens=buffers * self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
@@ -151,7 +146,7 @@ class Deployment:
 
 
 def deployment_of(
-    document: Document | str,
+    document: Document,
     *,
     version: str | None,
     target: str | None,
@@ -168,8 +163,6 @@ def deployment_of(
     A target or head that only the file, or what carries it (`named`), names is used where it can be found; lint says
     where it cannot. Raises UsageError for an unknown GPU.
     """
-    if isinstance(document, str):
-        document = Document.parse(document)
     written = parse_intent(document.text)
     named_target, sizes = "", {}
     if written is not None:
@@ -297,10 +290,11 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
 
 def compute_capability(gpu: str) -> str:
     """ "10.0" of b200 or sm100; raises UsageError for a GPU that is not known."""
-    plain = re.fullmatch(r"sm_?(\d+)(\d)[af]?", gpu.lower())
+    name = gpu.lower()
+    plain = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
     if plain:
         return f"{plain[1]}.{plain[2]}"
-    if gpu.lower() not in gpu_names():
+    if name not in gpu_names():
         listed = ", ".join(gpu_names())
         raise UsageError(
             f"the GPU {gpu!r} is not known",

@@ -249,10 +249,11 @@ class Intent:
             raise UsageError(
                 message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}"
             )
-        here = gpu_spec(self.gpu).gpus_per_node if self.gpu else self.tp_size
-        if self.gpu and self.gpus_per_node > here:
-            message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
-            raise UsageError(message, f"use `nodes` {-(-self.tp_size // here)}")
+        if self.gpu:
+            here = gpu_spec(self.gpu).gpus_per_node
+            if self.gpus_per_node > here:
+                message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
+                raise UsageError(message, f"use `nodes` {-(-self.tp_size // here)}")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         if self.tokens < self.step_tokens:

@@ -120,13 +120,11 @@ def _current(finding: Finding, schema: Schema) -> Finding:
 
 
 def fix(
-    document: Document | str, deployment: Deployment, found: list[Finding] | None = None
+    document: Document, deployment: Deployment, findings: list[Finding]
 ) -> tuple[Document, list[Finding]]:
     """The corrected document, and what was corrected in that order. Every fix that would not make the file better, or
-    would touch anything else, is left out; so a second run changes nothing. `found` is what `lint` says about it."""
-    if isinstance(document, str):
-        document = Document.parse(document)
-    findings, corrected = lint(document, deployment) if found is None else found, []
+    would touch anything else, is left out; so a second run changes nothing. `findings`: of `lint`."""
+    corrected: list[Finding] = []
     while True:
         for finding in findings:
             better = _corrected(document, findings, finding, deployment)

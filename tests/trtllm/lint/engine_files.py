@@ -4,7 +4,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtspec.trtllm.document import scalar
+from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.trtllm.document import Document, scalar
+from trtspec.trtllm.lint import fix, lint
 from trtspec.trtllm.schema import Field, Schema, renames
 
 WRONG: list[Any] = [
@@ -24,6 +26,12 @@ WRONG: list[Any] = [
     "2.0",
     {1: 2},
 ]
+
+
+def with_fixes(file: str | Document, deployment: Deployment) -> tuple[Document, list[Finding]]:
+    """The corrected file, and what was corrected."""
+    document = Document.parse(file) if isinstance(file, str) else file
+    return fix(document, deployment, lint(document, deployment))
 
 
 def written(schema: Schema, rng: random.Random) -> tuple[str, list[str]]:

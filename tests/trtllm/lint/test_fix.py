@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.trtllm.lint.engine_files import written
+from tests.trtllm.lint.engine_files import with_fixes, written
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
-from trtspec.trtllm.lint import fix, lint
+from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 VERSIONS = ("1.2.1", "1.3.0rc9", "1.3.0rc20", "1.4.0rc1")
@@ -39,14 +39,14 @@ def check_one(seed: int) -> int:
     text, comments = written(deployment.schema, rng)
     before = Document.parse(text)
     assert not before.error, (before.error, text)
-    after, corrected = fix(before, deployment)
+    after, corrected = with_fixes(before, deployment)
     applied = [(finding.code, finding.key) for finding in corrected]
     shown = f"seed {seed}, {deployment.version}:\n{text}\n--- after {applied}\n{after.text}"
     yaml.safe_load(after.text)
     assert not errors(lint(after.text, deployment)) - errors(lint(text, deployment)), shown
     for comment in comments:
         assert after.text.count(comment) == 1, (comment, shown)
-    again, nothing = fix(after.text, deployment)
+    again, nothing = with_fixes(after.text, deployment)
     assert again.text == after.text and not nothing, shown
     touched = [str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.key)]  # type: ignore[attr-defined]
     kept = leaves(after.entries)
@@ -85,7 +85,7 @@ def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> No
                     ["60%", "${VALUE}", "{{ value }}", "three", [{"a": 1}], 17.5]
                 )
         text = yaml.safe_dump(values)
-        fixed, _ = fix(text, Deployment(schema))
+        fixed, _ = with_fixes(text, Deployment(schema))
         before, after = leaves(Document.parse(text).entries), leaves(fixed.entries)
         lost = {
             path
@@ -196,7 +196,7 @@ CASES = [
     ("version", "before", "after"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
 def test_each_file_that_was_made_worse(version: str, before: str, after: str | None) -> None:
-    fixed, corrected = fix(before, Deployment(schema_for(version)))
+    fixed, corrected = with_fixes(before, Deployment(schema_for(version)))
     assert fixed.text == (before if after is None else after)
     assert bool(corrected) == (after is not None)
 

@@ -47,7 +47,7 @@ MAY_BE_ABSENT = (
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
     """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds, and with `values`
-    at the first in the weights."""
+    at the first in a sample of the weights."""
     spec, problems = read_head(checkpoint)
     if values:
         from trtspec.checkpoint.values import head_value_problems

@@ -188,7 +188,7 @@ def _plan(
             for name, entry in entries.items()
             if entry.info and entry.checkpoint is checkpoint
         }
-        problems += head_value_problems(checkpoint, copied)
+        problems += head_value_problems(checkpoint, copied, everything=options.dry_run)
         own = entries.get(EMBED)
         if own and own.info and own.checkpoint is checkpoint and lender:
             against = embedding_problems(checkpoint, own.info, lender.checkpoint, lender.spec)

@@ -85,11 +85,10 @@ def capacity(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Requests of full length that the cache of this GPU holds, as build-config writes it into its file."""
     length = deployment.size(document, "max_seq_len")
     batch = deployment.size(document, "max_batch_size")
-    if deployment.gpu_name not in gpu_names() or not length or not batch:
+    target, gpu = deployment.target, deployment.gpu_name
+    if target is None or gpu not in gpu_names() or not length or not batch:
         return
-    room = deployment.memory(document, gpu_spec(deployment.gpu_name))
-    if room is None:
-        return
+    room = deployment.memory(document, target, gpu_spec(gpu))
     if room.layout.attention_dp:
         batch *= room.layout.gpus
     held = room.sequences(length)

@@ -40,14 +40,14 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if head is not None:
         found |= {f"head.{name}": value for name, value in vars(head).items()}
         found["head.eagle"] = head.eagle
-    if head is not None and target is not None:
-        # which the engine ignores: it shares the target's where the widths are equal
-        found["head.own_embedding"] = (
-            head.has_embed_tokens and head.target_hidden_size == head.hidden_size
-        )
-        found["head.pruned"] = (
-            head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
-        )
+        if target is not None:
+            # which the engine ignores: it shares the target's where the widths are equal
+            found["head.own_embedding"] = (
+                head.has_embed_tokens and head.target_hidden_size == head.hidden_size
+            )
+            found["head.pruned"] = (
+                head.draft_vocab_size is not None and head.draft_vocab_size < target.vocab_size
+            )
     return found
 
 

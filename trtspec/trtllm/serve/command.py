@@ -235,12 +235,10 @@ def check_fit(
 ) -> Iterator[Problem]:
     """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
     smallest = min(gpu.memory_bytes for gpu in gpus)
-    if not smallest:
+    if not smallest or deployment.target is None:
         return  # nvidia-smi does not say it
-    here = replace(gpu_spec("b200"), name=gpus[0].name, memory_bytes=smallest)
-    room = deployment.memory(document, here)
-    if room is None:
-        return
+    here = replace(gpu_spec("b200"), memory_bytes=smallest)
+    room = deployment.memory(document, deployment.target, here)
     where = f"{room.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if room.free <= 0:
         message = f"weights and working memory need {(room.capacity - room.free) / GIB:.0f} GiB on each of {where}"
