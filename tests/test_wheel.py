@@ -57,9 +57,10 @@ def test_the_wheel_works_alone(built: tuple[Path, Path], tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "HF_HUB_OFFLINE": "1"}
 
     def run(*words: str) -> str:
-        return printed(sys.executable, "-P", *words, cwd=tmp_path, env=environment)
+        return printed(sys.executable, "-P", "-m", "trtspec", *words, cwd=tmp_path, env=environment)
 
-    assert str(tmp_path) in run("-c", "import trtspec; print(trtspec.__file__)")
+    where = (sys.executable, "-P", "-c", "import trtspec; print(trtspec.__file__)")
+    assert str(tmp_path) in printed(*where, cwd=tmp_path, env=environment)
     target = tmp_path / "installed" / "trtspec" / "data" / "kimi-nano"
     assert json.loads(run("inspect", str(target), "--json"))["problems"] == []
     config = tmp_path / "engine.yml"

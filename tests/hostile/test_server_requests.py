@@ -170,7 +170,7 @@ def test_hostile_requests_cost_nobody_anything(
     assert good.right >= STREAMS and not watch.failed
     assert watch.longest < HEALTH_SECONDS
     assert grown < GROWTH
-    wait_until_idle(server, 120)
+    wait_until_idle(server)
     assert not [line for line in server.log if "Traceback" in line or "request " in line], "".join(
         server.log
     )
@@ -185,7 +185,7 @@ def test_soak(server: Running, right: Right) -> None:
     threads = process.num_threads()
     asyncio.run(soak.run(SOAK, AT_ONCE))
     ended = time.monotonic()
-    wait_until_idle(server, 120)
+    wait_until_idle(server)
     left = time.monotonic() - ended
     print(
         f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s"

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from trtspec.client.client import CHAT, Answer, RequestFailed, absorb, complete, stream_answer
 from trtspec.client.servers import counts_of
 from trtspec.errors import UsageError
+from trtspec.files import read_bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def read_recording(path: Path) -> list[Exchange]:
     """The exchanges of a file. Raises UsageError for a file that is no recording."""
     remedy = "make it with: trtspec check URL --record FILE"
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path, remedy=remedy).splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy) from None
     found = []

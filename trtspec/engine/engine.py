@@ -384,7 +384,8 @@ class Engine:
             numbers = torch.cat([sequence.uniform(1) for sequence in sequences if sequence.sampled])
             probabilities = sampling.probabilities(logits[sampling.rows])
             tokens[sampling.rows] = draw(probabilities, numbers.to(self.device, non_blocking=True))
-        return [int(token) for token in tokens.tolist()]
+        emitted = on_host(tokens.unsqueeze(1), torch.zeros_like(tokens))
+        return [token for (token,) in emitted]
 
     def _remove(self, row: int) -> None:
         """Takes a row out of the batch."""

@@ -221,8 +221,10 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
     for theirs, ours in dynamo_options().items():
         value = words[words.index(ours) + 1] if ours in words else None
         options.setdefault(theirs, settings.get(ours.removeprefix("--"), value))
-    options["--gpus-per-node"] = intent.gpus_per_node if intent.nodes > 1 else None
-    options["--disaggregation-mode"] = PARTS[intent.role] if intent.role is not None else None
+    if intent.nodes > 1:
+        options["--gpus-per-node"] = intent.gpus_per_node
+    if intent.role is not None:
+        options["--disaggregation-mode"] = PARTS[intent.role]
     if intent.trust_remote_code:
         options["--override-engine-args"] = json.dumps({"trust_remote_code": True})
     given = {flag: str(value) for flag, value in options.items() if value is not None}

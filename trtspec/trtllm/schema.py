@@ -277,8 +277,12 @@ class Schema:
     def last_source_with(self, path: str) -> Version | None:
         """The newest source of any release that has a key."""
         parent, _, name = path.rpartition(".")
-        owners = [owner for owner in classes() if owner.partition(":")[0] == parent]
-        readings = [reading for owner in owners for reading in classes()[owner]]
+        readings = [
+            reading
+            for owner, listed in classes().items()
+            if owner.partition(":")[0] == parent
+            for reading in listed
+        ]
         return max((each.release for each in readings if name in each.entries), default=None)
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
