@@ -108,7 +108,7 @@ def test_a_dry_run_from_the_hub_runs_the_checks_of_a_run(trtspec, tmp_path, out)
             2,
             "none.json is not a file",
         ),
-        (["-o", tmp_path / "new", "--policy", "k9"], 2, "neither one of"),
+        (["-o", tmp_path / "new", "--policy", "k9"], 2, "is not one of"),
     ):
         done = trtspec("quantize", NAME, *words, "--dry-run")
         assert done.status == status and text in done.stderr, done
