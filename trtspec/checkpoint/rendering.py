@@ -11,13 +11,18 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.checkpoint.chat_parser import MARKS, THINK, THINK_END, parse_reply, reply_text
+from trtspec.checkpoint.chat_parser import (
+    END_OF_TURN,
+    MARKS,
+    THINK,
+    THINK_END,
+    parse_reply,
+    reply_text,
+)
 from trtspec.checkpoint.conversations import Conversation, Message
 from trtspec.checkpoint.rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
-
-END = "<|im_end|>"
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -
     if differing:
         places = " and ".join(differing)
         raise TrtspecError(f"has {places} that the chat template and the parser change", "")
-    return ids if cut else [*ids, tokenizer.special_id(END)]
+    return ids if cut else [*ids, tokenizer.special_id(END_OF_TURN)]
 
 
 def _parts(message: Message) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtspec.checkpoint.chat_parser import THINK, call_id, reply_text
+from trtspec.checkpoint.chat_parser import END_OF_TURN, THINK, call_id, reply_text
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.tokenizer import (
     RESERVED_SPECIAL_TOKENS,
@@ -25,7 +25,7 @@ TEMPLATE = "chat_template.jinja"
 LAST_TOKEN = "[PAD]"  # of the vocabulary
 CONFIG_TOKENS = {
     "bos_token_id": ("[BOS]",),
-    "eos_token_id": ("[EOS]", "<|im_end|>"),
+    "eos_token_id": ("[EOS]", END_OF_TURN),
     "pad_token_id": (LAST_TOKEN,),
     "media_placeholder_token_id": ("<|media_pad|>",),
 }
@@ -157,7 +157,7 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
         return
     template = ChatTemplate.from_directory(path, tokenizer)
     text = template.render([FIRST, USER, ANSWER, USER, CALLING, RESULT], [TOOL], thinking=None)
-    reply = reply_text(CALLING, False, THINK in template.source) + "<|im_end|>"
+    reply = reply_text(CALLING, False, THINK in template.source) + END_OF_TURN
     form = "writes reasoning or calls in another form than the family"
     for severity, pattern, message in (*WRITTEN, ("warning", re.escape(reply), form)):
         if not re.search(pattern, text, re.DOTALL):

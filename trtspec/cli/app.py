@@ -179,11 +179,12 @@ def _usage(error: Any) -> UsageError:
     message = (
         error.format_message().rstrip(".").replace(": Value error, ", ": ")
     )  # pydantic's words
+    command = context.command_path if context is not None else "trtspec"
+    page = f"see `{command} --help`"
     if parameter is None or context is None:
         option = getattr(error, "option_name", "").lstrip("-")
         own = load_yaml("vllm.yaml")["own_options"].get(option)
-        command = context.command_path if context is not None else "trtspec"
-        return UsageError(message, f"did you mean {own}?" if own else f"see `{command} --help`")
+        return UsageError(message, f"did you mean {own}?" if own else page)
     if context.get_parameter_source(parameter.name).name == "ENVIRONMENT":
         name = next(name for name in parameter.envvar if name in os.environ)
         message = re.sub("'--[a-z-]+'", name, message, count=1)
@@ -191,7 +192,7 @@ def _usage(error: Any) -> UsageError:
     value = given.rpartition(": ")[2].strip("'").lower()
     choices = re.findall("'(.+?)'", listed)
     near = [choice for choice in choices if choice in value] or get_close_matches(value, choices)
-    remedy = f"did you mean {near[0]}?" if near else f"see `{context.command_path} --help`"
+    remedy = f"did you mean {near[0]}?" if near else page
     return UsageError(message, remedy)
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.types import Receive, Scope, Send
 
+from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, Form
@@ -63,7 +64,7 @@ def create_app(
     `served` is the name of the model. Without an `api_key` everyone is served. `max_queue` requests wait beside those
     that run."""
     worker = Worker(engine, max_queue)
-    end_of_turn = tokenizer.special_tokens.get("<|im_end|>")
+    end_of_turn = tokenizer.special_tokens.get(END_OF_TURN)
     grammars = Grammars(
         tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])})
     )

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtspec.checkpoint.chat_parser import SECTION
+from trtspec.checkpoint.chat_parser import END_OF_TURN, SECTION
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.bodies import MESSAGE_FIELDS, ApiError, ChatBody, CompletionBody
 from trtspec.engine.engine import Engine
@@ -94,7 +94,7 @@ class Preparation:
         )
         thinking = text.rstrip().endswith("<think>")
         special = self.tokenizer.special_tokens
-        marks = ["<|im_end|>"] if not asked.ignore_eos else []
+        marks = [END_OF_TURN] if not asked.ignore_eos else []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")  # a free answer ends after its first call
         stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]

@@ -18,6 +18,7 @@ import httpx
 
 from trtspec.bench.check.prompts import Prompts, raw_text, request_of
 from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
+from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import LINES, Exchange, Score, ask, to_line
@@ -27,7 +28,6 @@ from trtspec.report import Bar
 if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
-END_OF_TURN = "<|im_end|>"
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trtspec.checkpoint.chat_parser import THINK, THINK_END, call_id, parse_reply
+from trtspec.checkpoint.chat_parser import END_OF_TURN, THINK, THINK_END, call_id, parse_reply
 from trtspec.client.client import RAW
 from trtspec.client.exchange import Exchange
 
@@ -224,7 +224,7 @@ class Prompts:
     def _opening(self, prompt: list[int]) -> list[int]:
         """A prompt up to the first quarter of the last user's words, for the target to write on."""
         end, begin = (
-            self.tokenizer.special_tokens[mark] for mark in ("<|im_end|>", "<|im_middle|>")
+            self.tokenizer.special_tokens[mark] for mark in (END_OF_TURN, "<|im_middle|>")
         )
         last = len(prompt) - prompt[::-1].index(end) - 1
         first = last - prompt[:last][::-1].index(begin)
