@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ def place(
     shutil.copytree(source, place / "src")
     shutil.copytree(DATA / "kimi-nano-eagle3", place / "head")
     monkeypatch.chdir(place)
+    monkeypatch.setattr(tempfile, "tempdir", str(room))
     guarded.append(room.resolve())
     yield place
     guarded.clear()
