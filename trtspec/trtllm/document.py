@@ -247,11 +247,9 @@ def add_key(document: Document, path: str, value: Any) -> Edit:
     while depth and not document.has(".".join(names[:depth])):
         depth -= 1
     owner = document.entries.get(".".join(names[:depth]))
-    mapping, held = document.root, document.value or {}
-    if owner is not None:
-        mapping, held = owner.value_node, owner.value
-    if document.has(path) or not isinstance(held, dict):  # null turns some of them off
-        raise CannotEdit(f"{path} cannot be added")
+    mapping = owner.value_node if owner is not None else document.root
+    if document.has(path):
+        raise CannotEdit(f"{path} is there")
     meaning = _changed(document, names, value)
     for name in reversed(names[depth + 1 :]):
         value = {name: value}
@@ -293,7 +291,10 @@ def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
     meaning = copy.deepcopy(document.value or {})
     mapping = meaning
     for key in parents:
-        mapping = mapping.setdefault(key, {})
+        if isinstance(mapping, dict):
+            mapping = mapping.setdefault(key, {})
+    if not isinstance(mapping, dict):  # null turns some of them off
+        raise CannotEdit(f"what holds {last} is no mapping")
     if value is REMOVED:
         del mapping[last]
     else:

@@ -182,6 +182,12 @@ CASES = [
         "kv_cache_dtype: fp8\r\n# c\r\n",
         "# c\r\nkv_cache_config: {dtype: fp8}\r\n",
     ),
+    (
+        "a key is not moved into what is no mapping",
+        NEW,
+        "kv_cache_dtype: fp8\nkv_cache_config: 17.5\n",
+        None,
+    ),
     ("anchors and aliases", NEW, "kv_cache_dtype: &d fp8\nkv_cache_config: {dtype: *d}\n", None),
     (
         "a merged key is not the file's own",
