@@ -9,10 +9,20 @@ import sys
 
 
 def main(url: str, plain_url: str, *options: str) -> int:
-    command = ["trtspec", "check", url, "--against", plain_url, "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "trtspec",
+        "check",
+        url,
+        "--against",
+        plain_url,
+        "--json",
+        *options,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     verdict = json.loads(done.stdout)
-    if verdict["error"]:
+    if "error" in verdict:
         print(f"{verdict['error']['message']}\n-> {verdict['error']['remedy']}")
     for row in verdict.get("results", []):
         print(f"{row['status']:11}{row['name']:14}{row['why'] or ''}")
