@@ -34,7 +34,11 @@ test-nightly: lint  ## every test that needs no GPU and no environment of others
 		TRTSPEC_TEST_PROMPTS=$${TRTSPEC_TEST_PROMPTS:-300} TRTSPEC_HOSTILE_GRAMMARS=$${TRTSPEC_HOSTILE_GRAMMARS:-300} \
 		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_FAULT_STEP=$${TRTSPEC_FAULT_STEP:-10} \
 		TRTSPEC_PROMTOOL=$(PROMTOOL); \
-		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800 -rs --no-fold-skipped
+		nightly="$(BIN)/python -m pytest --timeout=1800 -rs --no-fold-skipped"; failed=0; \
+		$$nightly -n 2 --dist loadfile -m "not (slow and clock)" || failed=1; \
+		echo "== slow tests with clocks, beside nothing"; \
+		$$nightly -m "slow and clock" || failed=1; \
+		exit $$failed
 
 # both with four loops beside them that keep every core busy
 test-busy: $(STAMP)  ## CLOCK_ROUNDS runs of the tests that bound a time, PROCESS_ROUNDS of those that start processes
