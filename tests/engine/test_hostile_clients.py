@@ -1,5 +1,6 @@
 """Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else notices."""
 
+import contextlib
 import json
 import os
 import re
@@ -153,12 +154,27 @@ def test_cold_and_narrow_sampling_is_greedy(server: Running) -> None:
     assert largest.status_code == 200 and len(largest.json()["choices"]) == 2
 
 
-def test_a_large_body_is_refused_before_it_is_read(server: Running) -> None:
+def test_a_large_body_is_refused(server: Running) -> None:
     limit = body_limit(MAX_SEQ_LEN)
     told = httpx.post(f"{server.url}/v1/completions", content=b" " * (limit + 1))
     assert told.status_code == 413
     pieces = (b" " * 65536 for _ in range(limit // 65536 + 2))  # chunked: no length is told
     assert httpx.post(f"{server.url}/v1/completions", content=pieces).status_code == 413
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", b"413"), ("/nothing", b"404")])
+def test_a_body_without_an_end_closes_the_connection(
+    server: Running, path: str, status: bytes
+) -> None:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=30) as client:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head.encode())
+        with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
+            for _ in range(body_limit(MAX_SEQ_LEN) // 65536 + 1):
+                client.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))  # until the server closes
+    assert answer.startswith(b"HTTP/1.1 " + status) and b"connection: close" in answer.lower()
 
 
 def test_request_ids(server: Running) -> None:

@@ -65,16 +65,13 @@ class BodyRequest(Request):
         return await asyncio.get_running_loop().run_in_executor(PARSERS, parse_body, kind, raw)
 
     async def _read(self, limit: int) -> bytes:
-        too_large = ApiError(f"the body has more than the {limit} bytes that are taken", status=413)
-        declared = self.headers.get("content-length", "")
-        if declared.isdigit() and (len(declared) > 15 or int(declared) > limit):
-            raise too_large
         parts, size = [], 0
         async for part in self.stream():
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise too_large
+                message = f"the body has more than the {limit} bytes that are taken"
+                raise ApiError(message, status=413)
         return b"".join(parts)
 
 
@@ -86,7 +83,8 @@ def body_limit(max_seq_len: int) -> int:
 @dataclass(frozen=True)
 class Boundary:
     """ASGI middleware. It gives every answer an `X-Request-Id`, the client's own if it sent one. It asks for the API
-    key everywhere but at /health. An exception becomes status 500 without its text, which goes to the log."""
+    key everywhere but at /health. An exception becomes status 500 without its text, which goes to the log. An answer
+    to a body that was not read to its end closes the connection, on which a client could send for ever."""
 
     app: ASGIApp
     api_key: str | None = None
@@ -95,18 +93,26 @@ class Boundary:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        sent = headers.get("x-request-id", "")
         name = sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         started = False
+        unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+        async def receive_body() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
 
         async def send_named(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (b"x-request-id", name.encode())],
-                }
+                added = [(b"x-request-id", name.encode())]
+                if unread:
+                    added.append((b"connection", b"close"))
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         if (
@@ -120,7 +126,7 @@ class Boundary:
             await error_response(refusal)(scope, receive, send_named)
             return
         try:
-            await self.app(scope, receive, send_named)
+            await self.app(scope, receive_body, send_named)
         except ClientDisconnect:
             return
         except (
