@@ -80,7 +80,7 @@ class Recorder(LocalServer):
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.pages = {"/v1/models": '{"data": [{"id": "tiny"}, {"id": "other"}]}', "/health": "{}"}
-        self.busy = self.most = 0
+        self.busy, self.together = 0, threading.Event()
         super().__init__(_Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -101,8 +101,9 @@ class _Handler(LocalHandler):
         with self.server.lock:
             self.server.requests.append(json.dumps([self.path, key, body], sort_keys=True))
             self.server.busy += 1
-            self.server.most = max(self.server.most, self.server.busy)
-        threading.Event().wait(body.get("delay", 0.005))  # as --extra-body asks
+            if self.server.busy > 1:
+                self.server.together.set()
+        self.server.together.wait(body.get("delay", 0.005))  # as --extra-body asks, or for another
         with self.server.lock:
             self.server.busy -= 1
         if body.get("echo"):
@@ -192,7 +193,7 @@ class Stage:
         if before is not None:
             before(self.out)
         self.server.requests.clear()
-        self.server.most = 0
+        self.server.together.clear()
         self.handed.clear()
         done = trtspec(*self.words(words), **environment)
         assert "unexpected" not in done.stderr, done.stderr
@@ -207,7 +208,7 @@ class Stage:
             "stderr": _steady(done.stderr, floats),
             "files": files,
             "requests": sorted(self.server.requests),
-            "in flight": self.server.most > 1,
+            "together": self.server.together.is_set(),
             "handed": list(self.handed),
         }
 

@@ -80,7 +80,8 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
     return RECIPE | own
 
 
-SYNTHESIZE = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
+ASKED = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
+SYNTHESIZE = (*ASKED, "--extra-body", '{{"delay": 2}}')  # until two are asked at once
 BENCH = line("bench {url} --samples 3 --concurrency 1 --max-tokens 8")
 DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
 CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
@@ -172,7 +173,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 prompts=Effect(instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")),
                 output=Effect(instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")),
                 split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),
-                extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
+                extra_body=Effect(instead=(*ASKED, "--extra-body", '{{"top_k": 3}}')),
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
                 restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
                                before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
