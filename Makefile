@@ -35,9 +35,9 @@ test-nightly: lint  ## every test that needs no GPU and no environment of others
 		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_FAULT_STEP=$${TRTSPEC_FAULT_STEP:-10} \
 		TRTSPEC_PROMTOOL=$(PROMTOOL); \
 		nightly="$(BIN)/python -m pytest --timeout=1800 -rs --no-fold-skipped"; failed=0; \
-		$$nightly -n 2 --dist loadfile -m "not (slow and clock)" || failed=1; \
-		echo "== slow tests with clocks, beside nothing"; \
-		$$nightly -m "slow and clock" || failed=1; \
+		$$nightly -n 2 --dist loadfile -m "not alone" || failed=1; \
+		echo "== tests that compare speeds, beside nothing"; \
+		$$nightly -m alone || failed=1; \
 		exit $$failed
 
 # both with four loops beside them that keep every core busy

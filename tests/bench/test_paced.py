@@ -125,6 +125,7 @@ def test_open_loop_keeps_its_rate_whatever_the_server_does(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("slots", [1, 2])
 def test_within_3_percent_of_the_truth(
     paced: Callable[..., str], tmp_path: Path, slots: int
@@ -161,6 +162,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("peer", [guidellm, vllm_bench_serve])
 def test_within_3_percent_of_another_load_generator(

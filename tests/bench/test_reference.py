@@ -75,6 +75,7 @@ def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., st
     assert not [problem for problem in results.problems if problem.severity == "error"]
 
 
+@pytest.mark.alone
 def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(
     reference: Callable[..., str],
 ) -> None:

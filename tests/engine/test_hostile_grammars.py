@@ -245,6 +245,7 @@ def test_hostile_grammars_cost_their_senders_alone(target_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.clock
+@pytest.mark.alone
 def test_a_thousand_hostile_grammars(target_dir: Path) -> None:
     found, grown, ended = run(target_dir, COUNT, ROUNDS)
     medians = report(found, grown, ended)

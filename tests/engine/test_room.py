@@ -177,6 +177,7 @@ BIG = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["echo", "chat"])
 @pytest.mark.clock
+@pytest.mark.alone
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
     """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives each, are written."""
     found: list[httpx.Response] = []
