@@ -19,7 +19,7 @@ import logging
 import signal
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,16 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
 
 
 class StandIn(types.ModuleType):
-    """A module whose names are looked up in ATTRIBUTES, and else are classes that take anything."""
+    """A module whose names are looked up in `known`, and else are classes that take anything."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self.__known__ = known
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = ATTRIBUTES.get(self.__name__, {}).get(name)
+        made = self.__known__.get(name)
         if made is None:
             made = type(name, (Anything,), {})
         setattr(self, name, made)
@@ -167,17 +171,29 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives the real files of REAL and stand-ins for every other module of the packages in REPLACED."""
+    """Gives the real files of `real` and stand-ins for every other module of the packages in `replaced`.
 
-    def __init__(self, sources: Path) -> None:
+    `known` gives the names of a stand-in that are not anything.
+    """
+
+    def __init__(
+        self,
+        sources: Path,
+        real: Sequence[str],
+        replaced: Sequence[str],
+        known: Callable[[str], Mapping[str, Any]],
+    ) -> None:
         self.sources = sources
+        self.real = real
+        self.replaced = replaced
+        self.known = known
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in REPLACED:
+        if name.partition(".")[0] not in self.replaced:
             return None
         if name.startswith("ray"):
             raise ModuleNotFoundError(name, name=name)
-        if name in REAL:
+        if name in self.real:
             file = self.sources.joinpath(*name.split(".")).with_suffix(".py")
             if file.is_file():
                 return importlib.machinery.ModuleSpec(
@@ -186,7 +202,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return StandIn(spec.name)
+        return StandIn(spec.name, self.known(spec.name))
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
@@ -196,7 +212,8 @@ class Engine:
     """The classes of one folder of sources."""
 
     def __init__(self, sources: Path) -> None:
-        sys.meta_path.insert(0, Finder(sources))
+        known = lambda name: ATTRIBUTES.get(name, {})  # noqa: E731
+        sys.meta_path.insert(0, Finder(sources, REAL, REPLACED, known))
         self.module = importlib.import_module("tensorrt_llm.llmapi.llm_args")
 
     def fields(self) -> list[str]:

@@ -7,12 +7,13 @@ answer {"why": ""}, or the reason why the class did not load the head. `inputs` 
 [T, n * Ht], `tokens` and `again` int64 [T], the target's `embed_tokens.weight` and `lm_head.weight`. `output` gets
 `first` and `second`, the logits [T, Vd] of the two steps, and `ids` int64 [Vd]. All in float32.
 
-`sources` is a folder with checkouts of TorchSpec, SpecForge and EAGLE. vLLM and speculators are packages of the Python
-that runs this. Attention kernels of vLLM are replaced by plain ones: what is judged is how its classes read, name,
-fuse, norm, rotate and scale.
+`sources` is a folder with checkouts of TorchSpec, SpecForge and EAGLE, or one with TensorRT-LLM's sources. vLLM and
+speculators are packages of the Python that runs this. Attention kernels of vLLM are replaced by plain ones: what is
+judged is how its classes read, name, fuse, norm, rotate and scale.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -60,19 +61,26 @@ def package(place: Path, name: str, *folders: str) -> None:
         sys.modules.setdefault(module.__name__, module)
 
 
-def read_again(loader: str) -> Callable[[dict[str, Any]], Steps]:
-    """TensorRT-LLM and SGLang, from head_loaders.py."""
+def sglang(request: dict[str, Any]) -> Steps:
+    """Its rules, written anew in head_loaders.py."""
+    from head_loaders import load_sglang
 
-    def run(request: dict[str, Any]) -> Steps:
-        from head_loaders import LOADERS, target_ids
+    head, inputs = Path(request["head"]), load_file(request["inputs"])
+    config = read_config(head)
+    loaded = load_sglang(config, floats(head), inputs, request["captured"])
+    first, second = loaded.two_steps(inputs["states"], inputs["tokens"], inputs["again"])
+    return first, second, loaded.ids
 
-        head, inputs = Path(request["head"]), load_file(request["inputs"])
-        config = read_config(head)
-        loaded = LOADERS[loader](config, floats(head), inputs, request["captured"])
-        first, second = loaded.two_steps(inputs["states"], inputs["tokens"], inputs["again"])
-        return first, second, target_ids(loaded, config["vocab_size"])
 
-    return run
+@functools.cache
+def trtllm_loaders(sources: str) -> Any:
+    from engine_loaders import Loaders
+
+    return Loaders(Path(sources))
+
+
+def trtllm(request: dict[str, Any]) -> Steps:
+    return trtllm_loaders(request["sources"]).two_steps(request, floats(Path(request["head"])))
 
 
 def torchspec(request: dict[str, Any]) -> Steps:
@@ -296,7 +304,7 @@ def _vllm_parallel() -> None:
 
 
 LOADERS: dict[str, Callable[[dict[str, Any]], Steps]] = {
-    "trtllm": read_again("trtllm"), "sglang": read_again("sglang"), "torchspec": torchspec, "specforge": specforge,
+    "trtllm": trtllm, "sglang": sglang, "torchspec": torchspec, "specforge": specforge,
     "safeailab": safeailab, "speculators": speculators, "vllm": vllm,
 }  # fmt: skip
 

@@ -1,10 +1,9 @@
-"""TensorRT-LLM's and SGLang's loaders of Eagle3 heads, written anew from what their files do, in plain PyTorch.
+"""SGLang's loader of Eagle3 heads, written anew from what its files do, and the layers of such heads, in plain PyTorch.
 
-Neither engine runs on a CPU. What stands here are their rules (which tensor goes to which parameter, which key of
-config.json is read, with which default, and what fails), from TensorRT-LLM's modeling_speculative.py at 00679c66 and
-modeling_deepseekv3.py at a43cf9e3, and SGLang's llama_eagle3.py and kimi_k25_eagle3.py of 2026. Nothing is taken from
-trtspec, and nothing here was compared with a running engine. The config is read as transformers 4 hands it over: the
-keys of the file.
+SGLang does not run on a CPU. What stands here are its rules (which tensor goes to which parameter, which key of
+config.json is read, with which default, and what fails), from llama_eagle3.py and kimi_k25_eagle3.py of 2026. Nothing
+is taken from trtspec, and nothing here was compared with a running engine. The config is read as transformers 4 hands
+it over: the keys of the file. engine_loaders.py puts the layers in place of TensorRT-LLM's.
 """
 
 import math
@@ -15,8 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Config = dict[str, Any]
+Make = Callable[..., Any]  # of a linear
 Tensors = dict[str, Tensor]
 
 
@@ -29,32 +31,21 @@ class Norm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def linear(inputs: int, outputs: int) -> nn.Linear:
+def linear(inputs: int, outputs: int, split: str = "") -> nn.Linear:
+    """`split`: how it is dealt to ranks, where there are several."""
     layer = nn.Linear(inputs, outputs, bias=False)
     layer.weight.data.fill_(torch.nan)  # what no loader fills shows
     return layer
 
 
 def frequencies(dim: int, theta: float, scaling: Config | None) -> tuple[Tensor, float]:
-    """(inverse frequencies [dim/2], factor of cos and sin) of plain rope or YaRN (arXiv 2309.00071)."""
-    base = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
-    if scaling is None or kind == "default":
-        return base.float(), 1.0
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-
-    def turns(beta: float) -> float:
-        return dim * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(turns(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(turns(scaling.get("beta_slow", 1))), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(
-        0, 1
-    )
-    gain = yarn_gain(factor, scaling.get("mscale", 1.0)) / yarn_gain(
-        factor, scaling.get("mscale_all_dim", 0.0)
-    )
-    return (base / factor * ramp + base * (1 - ramp)).float(), gain
+    """(inverse frequencies [dim/2], factor of cos and sin) of plain rope or YaRN, as transformers computes them."""
+    settings = {"rope_theta": theta} | (scaling or {})
+    if settings.get("rope_type", settings.get("type")) != "yarn":
+        return theta ** -(torch.arange(0, dim, 2) / dim), 1.0
+    config = PretrainedConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=1)
+    config.rope_parameters = settings | {"rope_theta": theta, "rope_type": "yarn"}
+    return ROPE_INIT_FUNCTIONS["yarn"](config)
 
 
 def yarn_gain(factor: float, mscale: float) -> float:
@@ -63,37 +54,42 @@ def yarn_gain(factor: float, mscale: float) -> float:
 
 def rotate(x: Tensor, angles: Tensor, gain: float, interleaved: bool) -> Tensor:
     """x [T, heads, dim], angles [T, dim/2]."""
-    cos, sin = angles.cos()[:, None] * gain, angles.sin()[:, None] * gain
-    one, two = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    pair = (one * cos - two * sin, two * cos + one * sin)
-    return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
+    turns = torch.polar(torch.full_like(angles, gain), angles)[:, None]
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    return (turned if interleaved else turned.mT).flatten(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of [T, heads, dim]; k and v may have fewer heads. Returns [T, heads * dim of v]."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+    heads_first = [part.transpose(0, 1)[None] for part in (q, k, v)]
+    attended = F.scaled_dot_product_attention(
+        *heads_first, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 class GroupedAttention(nn.Module):
     """q, k and v in one matrix over 2H; rope pairs are (i, i + d/2)."""
 
-    def __init__(self, config: Config, theta: float, scaling: Config | None) -> None:
+    def __init__(
+        self, config: Config, theta: float, scaling: Config | None, make: Make = linear
+    ) -> None:
         super().__init__()
         hidden, self.heads = config["hidden_size"], config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads", self.heads)
         self.size = config.get("head_dim") or hidden // self.heads
-        self.qkv_proj = linear(2 * hidden, (self.heads + 2 * self.kv_heads) * self.size)
-        self.o_proj = linear(self.heads * self.size, hidden)
+        self.qkv_proj = make(2 * hidden, (self.heads + 2 * self.kv_heads) * self.size, "COLUMN")
+        self.o_proj = make(self.heads * self.size, hidden, "ROW")
         self.rope = frequencies(self.size, theta, scaling)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         rows = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-        q, k, v = (part.unflatten(-1, (-1, self.size)) for part in self.qkv_proj(x).split(rows, -1))
-        angles = torch.arange(len(x))[:, None] * self.rope[0]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.size))
+            for part in self.qkv_proj(hidden_states).split(rows, -1)
+        )
+        angles = torch.arange(len(hidden_states))[:, None] * self.rope[0]
         q, k = (rotate(part, angles, self.rope[1], False) for part in (q, k))
         return self.o_proj(attend(q, k, v, self.size**-0.5))
 
@@ -101,7 +97,9 @@ class GroupedAttention(nn.Module):
 class MultiLatentAttention(nn.Module):
     """q_a and kv_a in one matrix over 2H, under the name that `fused` gives it; rope pairs are (2i, 2i + 1)."""
 
-    def __init__(self, config: Config, theta: float, scaling: Config, fused: str) -> None:
+    def __init__(
+        self, config: Config, theta: float, scaling: Config, fused: str, make: Make = linear
+    ) -> None:
         super().__init__()
         hidden, self.heads, eps = (
             config["hidden_size"],
@@ -113,21 +111,24 @@ class MultiLatentAttention(nn.Module):
         )
         self.ranks = [config["q_lora_rank"], config["kv_lora_rank"], self.rope_size]
         self.fused = fused
-        setattr(self, fused, linear(2 * hidden, sum(self.ranks)))
+        setattr(self, fused, make(2 * hidden, sum(self.ranks)))
         self.q_a_layernorm, self.kv_a_layernorm = Norm(self.ranks[0], eps), Norm(self.ranks[1], eps)
-        self.q_b_proj = linear(self.ranks[0], self.heads * (self.nope + self.rope_size))
-        self.kv_b_proj = linear(self.ranks[1], self.heads * (self.nope + self.value))
-        self.o_proj = linear(self.heads * self.value, hidden)
+        self.q_b_proj = make(self.ranks[0], self.heads * (self.nope + self.rope_size), "COLUMN")
+        self.kv_b_proj = make(self.ranks[1], self.heads * (self.nope + self.value), "COLUMN")
+        self.o_proj = make(self.heads * self.value, hidden, "ROW")
         self.rope = frequencies(self.rope_size, theta, scaling)
         gain = yarn_gain(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
         self.scale = gain**2 * (self.nope + self.rope_size) ** -0.5
 
-    def forward(self, x: Tensor) -> Tensor:
-        q_a, latent, k_rope = getattr(self, self.fused)(x).split(self.ranks, -1)
+    def keys_and_values(self, latent: Tensor) -> tuple[Tensor, ...]:
+        kv = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1))
+        return kv.split([self.nope, self.value], -1)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        q_a, latent, k_rope = getattr(self, self.fused)(hidden_states).split(self.ranks, -1)
         q = self.q_b_proj(self.q_a_layernorm(q_a)).unflatten(-1, (self.heads, -1))
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1))
-        k_nope, v = kv.split([self.nope, self.value], -1)
-        angles = torch.arange(len(x))[:, None] * self.rope[0]
+        k_nope, v = self.keys_and_values(self.kv_a_layernorm(latent))
+        angles = torch.arange(len(hidden_states))[:, None] * self.rope[0]
         q_rope = rotate(q[..., self.nope :], angles, self.rope[1], True)
         k_rope = rotate(k_rope[:, None], angles, self.rope[1], True).expand(-1, self.heads, -1)
         q, k = torch.cat((q[..., : self.nope], q_rope), -1), torch.cat((k_nope, k_rope), -1)
@@ -135,9 +136,10 @@ class MultiLatentAttention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, make: Make = linear) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = linear(hidden, 2 * inner), linear(inner, hidden)
+        self.gate_up_proj = make(hidden, 2 * inner, "COLUMN")
+        self.down_proj = make(inner, hidden, "ROW")
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
@@ -158,9 +160,7 @@ class Layer(nn.Module):
 
 
 class Draft(nn.Module):
-    """The module that both engines call `model`. `captured` is how many states they hand it."""
-
-    d2t: nn.Parameter | None
+    """The module that the engine calls `model`. `captured` is how many states it hands over."""
 
     def __init__(
         self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]
@@ -194,89 +194,19 @@ class Draft(nn.Module):
 
 
 class Loaded(nn.Module):
-    """A head as an engine holds it: `model`, `lm_head`, and the target's id of each draft id, or None."""
+    """A head as the engine holds it: `model`, `lm_head`, and the target's id of each draft id."""
 
     def __init__(self, model: Draft, lm_head: nn.Linear) -> None:
         super().__init__()
         self.model, self.lm_head = model, lm_head
-        self.ids: Tensor | None = None
+        self.ids = torch.arange(lm_head.out_features)
 
     def two_steps(self, states: Tensor, tokens: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
         normed, feedback = self.model(self.model.fuse(states), tokens)
         return self.lm_head(normed), self.lm_head(self.model(feedback, again)[0])
 
 
-def target_ids(loaded: Loaded, vocabulary: int) -> Tensor:
-    return torch.arange(vocabulary) if loaded.ids is None else loaded.ids
-
-
-def _trtllm_model(config: Config, captured: int) -> Loaded:
-    """Eagle3ForCausalLM: MLA by a truthy kv_lora_rank, rope from the top level, YaRN for every MLA draft."""
-    draft_vocabulary = config.get("draft_vocab_size") or config["vocab_size"]
-    eagle = config.get("eagle_config") or {}
-    assert "torch_dtype" in config, "config.torch_dtype"
-    theta, scaling = config.get("rope_theta", 10000.0), config.get("rope_scaling")
-    if config.get("kv_lora_rank"):
-        attention: nn.Module = MultiLatentAttention(config, theta, scaling, "kv_a_proj_with_mqa")
-    else:
-        assert "attention_bias" in config, "config.attention_bias"
-        attention = GroupedAttention(config, theta, scaling)
-    norms = (
-        bool(eagle.get("norm_before_fc")),
-        bool(config.get("fc_norm")),
-        bool(eagle.get("return_hidden_post_norm") or config.get("norm_output")),
-    )
-    model = Draft(config, Layer(config, attention), captured, norms)
-    if draft_vocabulary != config["vocab_size"]:
-        model.d2t = nn.Parameter(
-            torch.empty(draft_vocabulary, dtype=torch.int32), requires_grad=False
-        )
-    return Loaded(model, linear(config["hidden_size"], draft_vocabulary))
-
-
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def load_trtllm(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Loaded:
-    """`captured` follows from eagle3_layers_to_capture of the YAML (three by default). Raises KeyError or RuntimeError
-    where the engine's loader does."""
-    loaded = _trtllm_model(config, captured)
-    named = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in tensors.items()}
-    named = {name if "lm_head" in name else f"model.{name}": value for name, value in named.items()}
-    own = "lm_head.weight" in named
-    mla = bool(config.get("kv_lora_rank"))
-    for name, module in loaded.named_modules():
-        if not module._parameters or (name == "lm_head" and not own):
-            continue
-        parent, _, last = name.rpartition(".")
-        if mla and last == "kv_a_proj_with_mqa":
-            parts = [
-                named[f"{parent}.{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa")
-            ]
-            module.weight.data.copy_(torch.cat(parts))
-        elif last in FUSED:
-            parts = [named[f"{parent}.{part}.weight"] for part in FUSED[last]]
-            module.weight.data.copy_(torch.cat(parts))
-        else:
-            inside = {
-                key.removeprefix(f"{name}."): value
-                for key, value in named.items()
-                if key.startswith(f"{name}.")
-            }
-            # the loader of MLA weights goes through all parameters below, the generic one through the module's own
-            for key, parameter in module.named_parameters(recurse=mla):
-                parameter.data.copy_(inside[key])
-    if not own:
-        if loaded.lm_head.weight.shape != target["lm_head.weight"].shape:
-            raise RuntimeError("the target's lm_head has another shape")
-        loaded.lm_head.weight.data.copy_(target["lm_head.weight"])
-    different = config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"]
-    loaded.model.embedding = (
-        named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
-    )
-    if (d2t := getattr(loaded.model, "d2t", None)) is not None:
-        loaded.ids = d2t.long() + torch.arange(len(d2t))
-    return loaded
 
 
 def _sglang_rope(config: Config) -> tuple[float, Config | None]:
@@ -334,9 +264,3 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
     )
     return loaded
-
-
-LOADERS: dict[str, Callable[[Config, Tensors, Tensors, int], Loaded]] = {
-    "trtllm": load_trtllm,
-    "sglang": load_sglang,
-}

@@ -312,7 +312,8 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
     if flat.get("rope_theta") is None and rope.theta != DEFAULT_THETA and at_top:
         remedy = (
-            f"add `rope_theta: {rope.theta:g}`; without it TensorRT-LLM takes {DEFAULT_THETA:g}"
+            f"add `rope_theta: {rope.theta:g}`; without it older TensorRT-LLM takes "
+            f"{DEFAULT_THETA:g}"
         )
         yield finding("TS-HEAD-ROPE-THETA", "config.json", remedy=remedy)
     if spec.attention == "mla" and not yarn and not twice:

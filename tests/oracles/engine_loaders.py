@@ -1,0 +1,320 @@
+"""Runs TensorRT-LLM's own weight loaders on a CPU, from a folder of its sources, as judges of checkpoints and heads.
+
+    python tests/oracles/engine_loaders.py SOURCES CHECKPOINT > JSON
+
+SOURCES holds the files of REAL, or their classes that build and load a model. Whatever else they import is a stand-in:
+what has the same name here, or takes anything. The layers among the stand-ins record what they are given. No kernel is
+imitated, and the vision tower is left out.
+
+The checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. An answer in the JSON has `places`
+(tensor, module, position among the module's matrices; no module where the loader itself splits or fuses the tensor),
+`quantized` (modules built for NVFP4), `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
+Names are without `language_model.`, which the Kimi wrapper strips. What the loader raises ends it.
+"""
+
+import enum
+import importlib
+import json
+import logging
+import math
+import operator
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from engine_classes import Anything, Finder
+from engine_classes import StrictBaseModel as StrictBaseModel
+from head_loaders import GatedMlp, GroupedAttention, Make, MultiLatentAttention, Norm, linear
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+MODELS = "tensorrt_llm._torch.models"
+REAL = (
+    "tensorrt_llm.models.modeling_utils",
+    "tensorrt_llm.quantization.modelopt_config",
+    "tensorrt_llm._torch.model_config",
+    "tensorrt_llm._torch.pyexecutor.config_utils",
+    "tensorrt_llm._torch.attention.backends.interface",
+    f"{MODELS}.modeling_utils",
+    f"{MODELS}.modeling_speculative",
+    f"{MODELS}.modeling_deepseekv3",
+    f"{MODELS}.modeling_kimi_k25",
+    f"{MODELS}.checkpoints.base_weight_loader",
+    f"{MODELS}.checkpoints.base_weight_mapper",
+    f"{MODELS}.checkpoints.hf.weight_mapper",
+)
+Tensors = dict[str, Tensor]
+Place = tuple[str, str, int]
+
+
+class Mapping(Anything):
+    """One rank; questions about other ways to deal a model are answered with no."""
+
+    cp_size, cp_rank, gpus_per_node, enable_attention_dp = 1, 0, 8, False
+
+    def __init__(self, ranks: int = 1, rank: int = 0) -> None:
+        self.tp_size, self.tp_rank = ranks, rank
+
+
+class QuantMode(Anything):
+    def __init__(self, algorithm: str | None = None, cache: str | None = None) -> None:
+        self.algorithm = algorithm
+
+    def has_nvfp4(self) -> bool:
+        return self.algorithm == "NVFP4"
+
+
+QuantMode.from_quant_algo = QuantMode
+
+
+class Names(type):
+    """Of a class whose members are their names."""
+
+    def __getattr__(cls, name: str) -> str:
+        return name
+
+
+class Words(metaclass=Names):
+    from_string = str
+
+
+class QuantAlgo(enum.StrEnum):
+    NVFP4 = "NVFP4"
+    W4A16_NVFP4 = "W4A16_NVFP4"
+    FP8 = "FP8"
+    FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
+    MIXED_PRECISION = "MIXED_PRECISION"
+
+
+class Recorder(nn.Module):
+    """Keeps what it is given to load: one table of tensors for each matrix in it."""
+
+    given: list[Tensors] = []
+
+    def load_weights(self, weights: list[Tensors], allow_partial_loading: bool = False) -> None:
+        self.given = weights
+
+
+class Linear(Recorder):
+    """One matrix, or several in one: the rows of each, one below the other."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, dtype: Any = None, mapping: Any = None,
+        tensor_parallel_mode: str = "", gather_output: bool = False, quant_config: Any = None,
+        weights_loading_config: Any = None, *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.mapping, self.quant_config = mapping, quant_config
+        self.weights_loading_config = weights_loading_config or SimpleNamespace(weight_mode="")
+        rows = out_features
+        if tensor_parallel_mode == "COLUMN":
+            rows //= mapping.tp_size
+        value = torch.full((rows, in_features), math.nan, dtype=dtype)  # shows where it stays
+        self.weight = nn.Parameter(value, requires_grad=False)
+
+    def load_weights(self, weights: list[Tensors], allow_partial_loading: bool = False) -> None:
+        super().load_weights(weights)
+        self.weight.data = torch.cat([part["weight"] for part in weights])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(Linear):
+    """Also lm_head."""
+
+    def __init__(self, rows: int, columns: int, **settings: Any) -> None:
+        super().__init__(columns, rows, **settings)
+
+
+class RMSNorm(Norm):
+    def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return super().forward(x)
+        x = x + residual
+        return super().forward(x), x
+
+
+def linears(config: Any, dtype: Any) -> Make:
+    settings = {"mapping": config.mapping, "quant_config": config.get_quant_config()}
+    return lambda inputs, outputs, split="": Linear(
+        inputs, outputs, dtype=dtype, tensor_parallel_mode=split, **settings
+    )
+
+
+class GatedMLP(GatedMlp):
+    def __init__(
+        self, *, hidden_size: int, intermediate_size: int, dtype: Any, config: Any, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, linears(config, dtype))
+        self.gate_up_proj.weights_loading_config.weight_mode = "FUSED_GATE_UP_LINEAR"
+
+
+class Experts(Recorder):
+    def __init__(self, *, override_quant_config: Any, **_: Any) -> None:
+        super().__init__()
+        self.quant_config = override_quant_config
+        self.register_parameter("w3_w1_weight", None)  # a module that loads has one
+
+
+def rope(settings: Any) -> tuple[float, dict[str, Any]]:
+    scaling = vars(settings.rope) | {
+        "rope_type": settings.rope.scale_type.replace("none", "default"),
+        "factor": settings.rope.scale,
+        "original_max_position_embeddings": settings.rope.original_max_positions,
+    }
+    return settings.rope.theta, scaling
+
+
+class Attention(GroupedAttention):
+    def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
+        sizes["head_dim"] = config.pretrained_config.head_dim
+        super().__init__(sizes, *rope(pos_embd_params), linears(config, dtype))
+        self.hidden_size = sizes["hidden_size"]
+        self.q_size = self.heads * self.size
+        self.kv_size = self.kv_heads * self.size
+
+
+class MLA(MultiLatentAttention):
+    is_lite = False
+
+    def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
+        sizes["rms_norm_eps"] = config.pretrained_config.rms_norm_eps
+        make = linears(config, dtype)
+        super().__init__(sizes, *rope(pos_embd_params), "kv_a_proj_with_mqa", make)
+        self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim = self.ranks
+        heads = self.heads // config.mapping.tp_size
+        for name, shape in (
+            ("k_b_proj_trans", (heads, self.kv_lora_rank, self.nope)),
+            ("v_b_proj", (heads, self.value, self.kv_lora_rank)),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.full(shape, math.nan)))
+
+    def keys_and_values(self, latent: Tensor) -> tuple[Tensor, ...]:
+        keys = torch.einsum("tr,hrn->thn", latent, self.k_b_proj_trans)
+        return keys, torch.einsum("tr,hvr->thv", latent, self.v_b_proj)
+
+
+def get_hf_rope_theta(config: Any, default: float) -> float:
+    parameters = config.rope_parameters or {}
+    return getattr(config, "rope_theta", None) or parameters.get("rope_theta", default)
+
+
+AuxStreamType = EventType = RotaryScalingType = TensorParallelMode = WeightMode = Words
+DecoderLayer, LMHead = nn.Module, Embedding
+WeightsLoadingConfig, create_moe = SimpleNamespace, Experts
+QuantModeWrapper = operator.itemgetter(0)
+float4_e2m1x2 = float4_sf_dtype = torch.uint8
+logger = logging.getLogger("engine")
+
+
+class Loaders:
+    """The model classes of one folder of sources."""
+
+    def __init__(self, sources: Path) -> None:
+        os.environ["TLLM_MULTIMODAL_DISAGGREGATED"] = "1"  # no vision tower
+        os.environ["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] = "1"
+        for name in ("Stream", "Event", "set_device"):
+            setattr(torch.cuda, name, Anything)
+        replaced = ("tensorrt_llm", "triton")
+        sys.meta_path.insert(0, Finder(sources, REAL, replaced, lambda _: globals()))
+        backends = importlib.import_module("tensorrt_llm._torch.attention.backends.interface")
+        sys.modules["tensorrt_llm._torch.attention_backend.interface"] = backends  # its other name
+        importlib.import_module(f"{MODELS}.modeling_kimi_k25")
+        self.config = sys.modules["tensorrt_llm._torch.model_config"].ModelConfig
+        self.classes = sys.modules[f"{MODELS}.modeling_utils"].MODEL_CLASS_MAPPING
+        self.mapper = importlib.import_module(f"{MODELS}.checkpoints.hf.weight_mapper")
+        self.weights = sys.modules[f"{MODELS}.checkpoints.base_weight_loader"].ConsumableWeightsDict
+        self.looked_up: set[str] = set()
+        look_up = self.weights.__getitem__
+
+        def note(weights: Any, key: str) -> Tensor:
+            self.looked_up.add(key)
+            return look_up(weights, key)
+
+        self.weights.__getitem__ = note
+
+    def two_steps(self, request: dict[str, Any], tensors: Tensors) -> tuple[Tensor, ...]:
+        """The logits of two draft steps and the target's id of each draft id."""
+        spec = SimpleNamespace(
+            num_capture_layers=request["captured"], tokens_per_gen_step=4, max_total_draft_tokens=3
+        )
+        config = self.config.from_pretrained(request["head"], mapping=Mapping(), spec_config=spec)
+        config.pretrained_config.torch_dtype = torch.float32
+        model = self.classes["EAGLE3LlamaForCausalLM"](config)
+        mapper = self.mapper.HfWeightMapper()
+        mapper.init_model_and_config(model, config)
+        model.load_weights(tensors, mapper)
+        inputs = load_file(request["inputs"])
+        embedding = nn.Embedding.from_pretrained(inputs["embed_tokens.weight"])
+        lm_head = linear(1, 1)
+        lm_head.weight.data = inputs["lm_head.weight"]
+        body = SimpleNamespace(embed_tokens=embedding)
+        model.load_weights_from_target_model(SimpleNamespace(model=body, lm_head=lm_head))
+        x = model.apply_eagle3_fc(inputs["states"])
+        logits = []
+        for key in ("tokens", "again"):
+            normed, x = model.model(
+                Anything(), inputs[key], spec_metadata=Anything(), hidden_states=x
+            )
+            logits.append(model.lm_head(normed))
+        ids = torch.arange(logits[0].shape[-1])
+        return logits[0], logits[1], ids + getattr(model.model, "d2t", torch.zeros_like(ids))
+
+    def answer(self, checkpoint: str, mapping: Mapping) -> dict[str, Any]:
+        files: Tensors = {}
+        for file in Path(checkpoint).glob("*.safetensors"):
+            for name, tensor in load_file(file).items():
+                files[name.removeprefix("language_model.")] = tensor
+        self.looked_up.clear()
+        config = self.config.from_pretrained(checkpoint, mapping=mapping)
+        model = self.classes[config.pretrained_config.architectures[0]](config)
+        model.load_weights(self.weights(dict(files)))
+        quantized, places = [], [(key, "", 0) for key in self.looked_up]
+        for name, module in model.named_modules():
+            name = name.removeprefix("llm.")
+            config = getattr(module, "quant_config", None)
+            if config and config.quant_algo == "NVFP4":
+                quantized.append(name)
+            places += found_in(name, module, files)
+        return {
+            "quantized": quantized,
+            "places": places,
+            "kv_cache": model.model_config.quant_config.kv_cache_quant_algo,
+            "auto": [
+                model.get_preferred_kv_cache_manager_version(),
+                model.get_preferred_transceiver_runtime(),
+            ],
+        }
+
+
+def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
+    """The tensors that a module was given, or that its parameters are copies of."""
+    names = {id(tensor): name for name, tensor in files.items()}
+    given = getattr(layer, "given", [])
+    for index, part in enumerate(given):
+        yield from ((names[id(tensor)], module, index) for tensor in part.values())
+    for key, value in layer._parameters.items():
+        tensor = files.get(f"{module}.{key}")
+        if not given and tensor is not None and torch.equal(tensor, value.to(tensor.dtype)):
+            yield f"{module}.{key}", module, 0
+
+
+@torch.no_grad()
+def main(sources: str, checkpoint: str) -> None:
+    torch.set_num_threads(1)
+    loaders = Loaders(Path(sources))
+    mappings = [Mapping(ranks, rank) for ranks in (1, 2, 4) for rank in range(ranks)]
+    print(json.dumps([loaders.answer(checkpoint, mapping) for mapping in mappings]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
